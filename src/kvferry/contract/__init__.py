@@ -1,0 +1,1 @@
+"""What a host engine and a connector promise each other: two roles, a plan down, an output up."""

@@ -1,0 +1,84 @@
+"""The two values that cross between scheduler and workers: a plan down, an output up.
+
+Both are frozen, hold no tensors and no live objects, and survive pickle and msgpack. Connectors
+subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class LookupResult(NamedTuple):
+    """Answer to "how much of this prompt can you bring?"."""
+
+    num_tokens: int | None
+    """Tokens beyond the local hit: >= 0 and a multiple of the block size. None: ask again later."""
+    is_async: bool = False
+    """True: the load spans steps and its end is reported in `finished_recving`. Never with 0."""
+
+
+class FinishResult(NamedTuple):
+    """Answer to "this request is over"."""
+
+    delay_free: bool = False
+    """True: blocks stay allocated until the id arrives in `finished_sending`."""
+    params: Mapping[str, Any] | None = None
+    """Handed to the client with the final output of a normally finished request."""
+
+
+MISS = LookupResult(0, False)
+ASK_AGAIN = LookupResult(None, False)
+FREE_NOW = FinishResult(False, None)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Scheduler to workers, once per step, also for steps without a token."""
+
+
+class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Worker to its own scheduler role: what a connector wants to tell beyond the common fields."""
+
+    def aggregate(self, other: WorkerMeta) -> WorkerMeta:
+        """Fold the meta of another rank (or step) into a new value. Mutates neither."""
+        raise NotImplementedError
+
+
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers to scheduler, once per step.
+
+    Attributes:
+        finished_sending: requests whose delayed free may happen now; each id once per rank.
+        finished_recving: requests whose async load is over, failed or not; each id once per rank.
+        failed_recving: the subset of `finished_recving` that must be recomputed from the start.
+        invalid_block_ids: blocks whose load failed; the host recomputes from the first of them.
+        stats: counters since the last step (JSON-able), or None.
+        events: KV events since the last step.
+        meta: connector-specific, or None.
+    """
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    stats: Any = None
+    events: Any = None
+    meta: Any = None
+
+    def is_empty(self) -> bool:
+        """True if nothing in it needs to be told to the scheduler."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.stats
+            or self.events
+            or self.meta
+        )
+
+
+EMPTY_OUTPUT = WorkerOutput()

@@ -1,0 +1,68 @@
+"""The worker half of a connector: moves bytes; makes no decision.
+
+Runs in: one worker process per rank, on the model runner's thread. A worker never raises into the
+host: a load that fails is reported as block ids or request ids in its output.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from kvferry.contract.messages import Plan, WorkerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WorkerRole(ABC):
+    """One per rank. Per step: `begin_step`, `start_load`, forward, `save`, `collect`, `end_step`.
+
+    Hosts differ in when `start_load` comes (vLLM 0.32: after the forward if nothing in the step
+    needs a sync load), so whatever `save` needs is prepared in `begin_step`.
+    """
+
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Receive the engine's KV tensors, once, in layer order.
+
+        Args:
+            kv_caches: layer name to tensor; shapes as the connector's configured layout says.
+
+        Raises:
+            LayoutError: a shape, stride or dtype that the layout does not allow.
+        """
+
+    @abstractmethod
+    def begin_step(self, plan: Plan) -> None:
+        """Bind the plan of this step, before any block of it is written. Blocks that the plan no
+        longer owns (preempted, finished) are not touched after this call returns."""
+
+    @abstractmethod
+    def start_load(self) -> None:
+        """Bring what the plan promised. Sync loads are complete when this returns, or reported as
+        failed; async work is only started. Runs in steps without tokens as well."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """After the forward: take what the plan wants saved out of the engine's blocks. When this
+        returns the blocks may be overwritten or freed."""
+
+    @abstractmethod
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """Report and forget what ended since the last call. Each id is reported once.
+
+        Args:
+            finished_request_ids: every request that ended since the last step, including ids this
+                connector never saw.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Unbind the plan."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop. Idempotent; bounded in time even if an operation hangs; leaves no thread that can
+        touch engine memory."""

@@ -1,0 +1,44 @@
+"""Every error kvferry raises on purpose, in one tree under `KVError`.
+
+A cache miss is never an error: it is `None`, a smaller count or a `MissReason`. What stands here is
+misuse (configuration, contract), a machine that refuses (store, transfer) or bytes that are not what
+they claim to be. Messages say what happened, the two values that disagree, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class KVError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(KVError, ValueError):
+    """An option, URL, path or model directory that cannot be used as given."""
+
+
+class ContractError(KVError):
+    """A host or a connector broke a rule of the connector contract."""
+
+
+class LayoutError(KVError):
+    """A tensor whose shape, strides or dtype is not what its declared layout says."""
+
+
+class TopologyError(KVError):
+    """Ranks, heads or sizes that cannot be mapped onto each other."""
+
+
+class KeyMismatchError(KVError):
+    """Bytes that belong to another key, namespace or schema than the one asked for."""
+
+
+class StoreError(KVError):
+    """A store could not do what was asked (not: the key is absent)."""
+
+
+class TransferError(KVError):
+    """Bytes could not be moved between memory, ranks or peers."""
+
+
+class TransferTimeout(TransferError):
+    """An operation did not finish before its deadline."""

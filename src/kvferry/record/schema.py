@@ -1,0 +1,248 @@
+"""What the bytes of one stored chunk look like: a safetensors file with a fixed plan.
+
+    0        8              8+n        +16         +16*num_leaves = head_bytes (multiple of 4096)
+    | n: u64 | JSON header  | root     | leaf table | component 0 | component 1 | ...
+
+`root` and the leaf table are tensors of the file like the components, so any safetensors reader
+opens it. Everything here is arithmetic over a schema: no I/O, no tensors. `docs/format.md` is the
+normative text; the golden files in `tests/record` hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from kvferry.errors import ConfigError
+from kvferry.types import ChunkKey, KVGroup
+
+FORMAT_VERSION = 1
+LEAF_BYTES = 64 * 1024
+DIGEST_BYTES = 16
+ALIGN = 4096
+"""Offset of the payload: what O_DIRECT asks for on every common file system."""
+
+MAX_HEADER_BYTES = 1024 * 1024
+"""A header that claims more is hostile; our own stay below 4 KiB per component."""
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
+SAFETENSORS_DTYPE = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "uint8": "U8",
+}
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """XXH3-128 of `data`, 16 bytes, big endian as the xxHash specification's canonical form."""
+    return xxhash.xxh3_128_digest(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One named tensor of a record, `[layers, kv heads, tokens, content]` in C order.
+
+    A *row* is one head of one layer: `tokens * content` contiguous elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, int, int, int]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(
+                f"component {self.name!r} has dtype {self.dtype!r}; a record holds one of "
+                f"{', '.join(ITEM_BYTES)}"
+            )
+        if min(self.shape) < 1:
+            raise ConfigError(f"component {self.name!r} has an empty shape {self.shape}")
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[2] * self.shape[3] * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def leaves_per_row(self) -> int:
+        return -(-self.row_bytes // LEAF_BYTES)
+
+
+class RowRange(NamedTuple):
+    """Contiguous rows `[start, stop)` of one component: what one rank reads in one run."""
+
+    component: int
+    start: int
+    stop: int
+
+
+class RecordSchema:
+    """All sizes and offsets of the records of one namespace, computed once.
+
+    Args:
+        namespace: 32-byte digest of everything that decides KV bytes besides tokens.
+        chunk_tokens: tokens per record.
+        components: named tensors, in file order.
+    """
+
+    __slots__ = (
+        "chunk_tokens",
+        "component_offsets",
+        "components",
+        "first_leaf",
+        "head_bytes",
+        "header_bytes",
+        "namespace",
+        "num_leaves",
+        "payload_bytes",
+        "record_bytes",
+    )
+
+    def __init__(
+        self, *, namespace: bytes, chunk_tokens: int, components: tuple[Component, ...]
+    ) -> None:
+        if len(namespace) != 32:
+            raise ConfigError(f"a namespace digest has 32 bytes, not {len(namespace)}")
+        if chunk_tokens < 1 or not components:
+            raise ConfigError("a record needs chunk_tokens >= 1 and at least one component")
+        self.namespace = namespace
+        self.chunk_tokens = chunk_tokens
+        self.components = components
+        first_leaf, offsets = [], []
+        self.num_leaves = self.payload_bytes = 0
+        for component in components:
+            first_leaf.append(self.num_leaves)
+            offsets.append(self.payload_bytes)
+            self.num_leaves += component.num_rows * component.leaves_per_row
+            self.payload_bytes += component.num_bytes
+        self.first_leaf = tuple(first_leaf)
+        table_bytes = DIGEST_BYTES * (1 + self.num_leaves)
+        # Room for the longest header of this schema, then padded so that the payload is aligned.
+        longest = len(self._header_json(ChunkKey(bytes(32)), 2**63))
+        self.head_bytes = math.ceil((8 + longest + table_bytes) / ALIGN) * ALIGN
+        self.header_bytes = self.head_bytes - table_bytes
+        self.component_offsets = tuple(self.head_bytes + offset for offset in offsets)
+        self.record_bytes = self.head_bytes + self.payload_bytes
+
+    @classmethod
+    def for_groups(
+        cls, *, namespace: bytes, chunk_tokens: int, groups: tuple[KVGroup, ...]
+    ) -> RecordSchema:
+        """The schema of a model's KV: component `kv.<i>` for group i."""
+        for group in groups:
+            if group.dtype not in SAFETENSORS_DTYPE:
+                raise ConfigError(
+                    f"KV dtype {group.dtype!r} cannot be stored; "
+                    f"use one of {', '.join(SAFETENSORS_DTYPE)}"
+                )
+        return cls(
+            namespace=namespace,
+            chunk_tokens=chunk_tokens,
+            components=tuple(
+                Component(
+                    name=f"kv.{index}",
+                    dtype=SAFETENSORS_DTYPE[group.dtype],
+                    shape=(
+                        group.num_layers,
+                        group.num_kv_heads,
+                        chunk_tokens,
+                        group.content_size,
+                    ),
+                )
+                for index, group in enumerate(groups)
+            ),
+        )
+
+    def _header_json(self, key: ChunkKey, first_token: int) -> bytes:
+        tensors: dict[str, object] = {
+            "__metadata__": {
+                "format": "kvferry",
+                "version": str(FORMAT_VERSION),
+                "key": key.hex(),
+                "namespace": self.namespace.hex(),
+                "first_token": str(first_token),
+                "chunk_tokens": str(self.chunk_tokens),
+                "leaf_bytes": str(LEAF_BYTES),
+                "checksum": "xxh3_128",
+            }
+        }
+        start, end = 0, DIGEST_BYTES
+        tensors["root"] = {"dtype": "U8", "shape": [DIGEST_BYTES], "data_offsets": [start, end]}
+        start, end = end, end + DIGEST_BYTES * self.num_leaves
+        tensors["leaves"] = {
+            "dtype": "U8",
+            "shape": [self.num_leaves, DIGEST_BYTES],
+            "data_offsets": [start, end],
+        }
+        for component in self.components:
+            start, end = end, end + component.num_bytes
+            tensors[component.name] = {
+                "dtype": component.dtype,
+                "shape": list(component.shape),
+                "data_offsets": [start, end],
+            }
+        return json.dumps(tensors, separators=(",", ":")).encode()
+
+    def encode_header(self, key: ChunkKey, first_token: int) -> bytes:
+        """Length prefix and padded JSON header, `header_bytes` long. One value per argument pair:
+        a reader that knows the schema compares headers byte for byte."""
+        text = self._header_json(key, first_token)
+        size = self.header_bytes - 8
+        return size.to_bytes(8, "little") + text.ljust(size, b" ")
+
+    def encode_head(self, key: ChunkKey, first_token: int, leaf_table: bytes) -> bytes:
+        """Everything before the payload, `head_bytes` long; written last, it commits the record."""
+        if len(leaf_table) != DIGEST_BYTES * self.num_leaves:
+            raise ValueError(
+                f"leaf table has {len(leaf_table)} bytes, "
+                f"the schema needs {DIGEST_BYTES * self.num_leaves}"
+            )
+        header = self.encode_header(key, first_token)
+        return header + digest(header + leaf_table) + leaf_table
+
+    def offset_of(self, rows: RowRange) -> int:
+        """File offset of the first byte of `rows`."""
+        component = self.components[rows.component]
+        return self.component_offsets[rows.component] + rows.start * component.row_bytes
+
+    def num_bytes_of(self, rows: RowRange) -> int:
+        return (rows.stop - rows.start) * self.components[rows.component].row_bytes
+
+    def leaf_slice(self, rows: RowRange) -> slice:
+        """Where the digests of `rows` stand in the leaf table, in bytes."""
+        per_row = self.components[rows.component].leaves_per_row * DIGEST_BYTES
+        base = self.first_leaf[rows.component] * DIGEST_BYTES
+        return slice(base + rows.start * per_row, base + rows.stop * per_row)
+
+    def all_rows(self) -> tuple[RowRange, ...]:
+        """The whole record, one range per component."""
+        return tuple(RowRange(i, 0, c.num_rows) for i, c in enumerate(self.components))
+
+
+def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each leaf in a buffer that holds `num_rows` rows of `component`. No leaf
+    crosses a row, so ranges of rows verify alone."""
+    row_bytes = component.row_bytes
+    for row in range(0, num_rows * row_bytes, row_bytes):
+        for start in range(row, row + row_bytes, LEAF_BYTES):
+            yield start, min(start + LEAF_BYTES, row + row_bytes)
+
+
+def leaf_digests(component: Component, payload: memoryview) -> bytes:
+    """The leaf table part of `payload`, a whole number of rows of `component`."""
+    num_rows = len(payload) // component.row_bytes
+    return b"".join(digest(payload[a:b]) for a, b in leaf_spans(component, num_rows))

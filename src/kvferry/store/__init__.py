@@ -1,0 +1,1 @@
+"""Where records are kept: the store contract, the embedded directory store, memory, wrappers."""

@@ -1,0 +1,175 @@
+"""The store contract: opaque bytes under 32-byte keys, whole or absent.
+
+A store knows nothing of heads, ranks or requests, and verifies nothing: verification belongs to
+whoever knows the record (`kvferry.store.recordio`). Methods other than `contains`, `touch` and
+`stat` may block on I/O and run on I/O threads, never on a scheduler's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvferry.types import ChunkKey
+
+Buffer = memoryview | bytearray | bytes
+
+
+class PutResult(StrEnum):
+    """Outcome of a write. None of them is an exception: a cache that cannot store goes on."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    """Another writer was first; its record stands."""
+    NO_SPACE = "no_space"
+    """Quota (nothing left to evict), ENOSPC or EDQUOT."""
+    FAILED = "failed"
+    """Read-only, permission, EIO, a store that was fenced off or closed."""
+
+
+class StoreStat(NamedTuple):
+    """What a store holds, from memory; never a scan."""
+
+    url: str
+    num_records: int
+    """Records this process knows of."""
+    used_bytes: int
+    """Bytes counted against the quota, over all processes that share the store."""
+    max_bytes: int | None
+    index_complete: bool
+    """False while the index still fills in the background."""
+
+
+class Entry(NamedTuple):
+    """One stored value, as `scan` finds it."""
+
+    key: ChunkKey
+    num_bytes: int
+    last_used: float
+    """Seconds since the epoch, to the accuracy of batched recency."""
+
+
+class Source(ABC):
+    """One stored value opened for reading. Use as a context manager."""
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset` on; returns the bytes read, fewer only at the end.
+
+        Raises:
+            StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """Whole values under content keys: a value never changes, it appears, and it goes.
+
+    Thread-safe. `close` is idempotent and leaves no thread behind.
+    """
+
+    url: str
+    multi_process: bool
+    """True if several processes may open the same URL at once."""
+
+    @abstractmethod
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale."""
+
+    @abstractmethod
+    def open_read(self, key: ChunkKey) -> Source | None:
+        """Open a value; None if absent (the index then forgets it).
+
+        Raises:
+            StoreError: it is there but cannot be opened.
+        """
+
+    @abstractmethod
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+        """Store the concatenation of `buffers`. Atomic: whole or absent, whatever happens.
+
+        Never raises for a full, read-only or failing medium. Makes room by evicting if a quota
+        says so. Does not sync to the medium.
+        """
+
+    @abstractmethod
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        """Take a value out because it failed verification: quarantined if the store can, else
+        deleted. Never raises; racing discards are one."""
+
+    @abstractmethod
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a value. True if this call removed it. Never raises for an absent key."""
+
+    @abstractmethod
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that these were used, most important (nearest the root of the prefix) first.
+        Memory only; written back in batches."""
+
+    @abstractmethod
+    def stat(self) -> StoreStat:
+        """Counts from memory; never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop background work, return unused quota. Idempotent."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@runtime_checkable
+class SupportsScan(Protocol):
+    """A store that can list what it holds (maintenance commands; may be slow)."""
+
+    def scan(self) -> Iterator[Entry]:
+        """Every stored value at some moment during the call."""
+
+
+@runtime_checkable
+class SupportsProbe(Protocol):
+    """A store whose index can lag behind what other processes stored."""
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so
+        that a later `contains` knows. Memory only, drops requests when too many wait."""
+
+    def wait_indexed(self, timeout: float) -> bool:
+        """Block up to `timeout` seconds until the first fill of the index is complete."""
+
+
+@runtime_checkable
+class SupportsShardedWrite(Protocol):
+    """A store in which several processes write disjoint ranges of one value.
+
+    `begin` and `commit` or `abort` belong to one process; `write_at` to any that knows the session
+    name. Until `commit` nothing is visible.
+    """
+
+    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
+        """Reserve space and create the hidden value; returns its session name, or why not."""
+
+    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
+        """Write a range of a session begun by any process; False if it does not exist (yet)."""
+
+    def commit(self, session: str, head: Buffer) -> PutResult:
+        """Write `head` at offset 0 and make the value visible under its key, atomically."""
+
+    def abort(self, session: str) -> None:
+        """Give the space back. Never raises."""

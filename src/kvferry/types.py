@@ -1,0 +1,131 @@
+"""Values that every layer speaks about: ids, requests as seen from outside, one scheduled step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol, runtime_checkable
+
+RequestId = NewType("RequestId", str)
+ChunkKey = NewType("ChunkKey", bytes)
+"""32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""
+
+BlockTable = tuple[Sequence[int], ...]
+"""Block ids of one request, one sequence per KV group, in token order. Id 0 may be a null block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalItem:
+    """One image, audio clip, ... whose placeholder tokens occupy `[offset, offset + length)`."""
+
+    digest: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraKeys:
+    """What decides the KV bytes of a request besides its token ids and the model.
+
+    Attributes:
+        cache_salt: isolates tenants; equal prompts under other salts share nothing.
+        lora: identity of the adapter's *content*, not its name or path.
+        items: multimodal inputs, in order of `offset`.
+        embeds_digest: digest of prompt embeddings where they replace token ids.
+        cacheable: False for a request that must never be read or written (for example prompt
+            embeddings that nobody hashed).
+    """
+
+    cache_salt: str | None = None
+    lora: str | None = None
+    items: tuple[MultimodalItem, ...] = ()
+    embeds_digest: bytes | None = None
+    cacheable: bool = True
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+@runtime_checkable
+class RequestView(Protocol):
+    """The part of a host's request that the core reads. All members are plain attributes.
+
+    `all_token_ids` holds prompt and *confirmed* generated tokens; hosts with speculative decoding
+    must not show draft tokens here. It only grows.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def extra_keys(self) -> ExtraKeys: ...
+
+
+class ScheduledRequest(Protocol):
+    """One request that gets tokens in a step, as the connector's scheduler role sees it."""
+
+    @property
+    def request(self) -> RequestView: ...
+    @property
+    def block_ids(self) -> BlockTable: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the blocks before this step, external hits included."""
+    @property
+    def num_scheduled_tokens(self) -> int: ...
+
+
+class StepView(Protocol):
+    """One scheduler step. New, continuing and resumed requests look alike: full block tables."""
+
+    @property
+    def scheduled(self) -> Sequence[ScheduledRequest]: ...
+    @property
+    def preempted_request_ids(self) -> Collection[str]: ...
+    @property
+    def finished_request_ids(self) -> Collection[str]:
+        """Finished since the last step, including ids this connector never handled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Geometry of one KV cache group of the *whole* model, whatever a rank holds of it.
+
+    Attributes:
+        num_layers: layers in this group, over all pipeline ranks.
+        num_kv_heads: distinct kv heads, over all tensor-parallel ranks (1 for MLA).
+        content_size: elements stored per token and head: K and V side by side (2 x head_dim), or the
+            latent of MLA.
+        dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
+        block_size: the engine's page of this group, in tokens.
+        window: sliding window in tokens, None for full attention.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    content_size: int
+    dtype: str
+    block_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShard:
+    """The layers and kv heads of one group that one rank reads and writes; half-open ranges."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShard:
+    """What one rank holds of every group. Ranks that replicate heads share equal `GroupShard`s;
+    exactly one of them has `writes` set, so that a record is written once."""
+
+    rank: int
+    world_size: int
+    groups: tuple[GroupShard, ...]
+    writes: bool = True
