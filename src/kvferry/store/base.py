@@ -78,7 +78,13 @@ class Source(ABC):
 class Store(ABC):
     """Whole values under content keys: a value never changes, it appears, and it goes.
 
-    Thread-safe. `close` is idempotent and leaves no thread behind.
+    Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
+    call: `put` is FAILED, `open_read` None, `contains` and `delete` False, `discard` and `touch` do
+    nothing, `scan` is empty, `stat` works, and so for the optional abilities. A `Source` opened
+    before stays readable until it is closed itself.
+
+    Recency is what `put` and `touch` say; reading does not change it, so that a scan of everything
+    does not make everything recent. The least recent value is evicted first.
     """
 
     url: str
@@ -87,11 +93,17 @@ class Store(ABC):
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
-        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale."""
+        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale.
+
+        True at once after a `put` of this store returned STORED, False after its own `delete`.
+        What other processes did shows later; an `open_read` that finds nothing corrects it.
+        """
 
     @abstractmethod
     def open_read(self, key: ChunkKey) -> Source | None:
-        """Open a value; None if absent (the index then forgets it).
+        """Open a value; None if absent (the index then forgets it). Asks the medium, so it also
+        finds what the index does not know yet. The value stays readable until the source is closed,
+        whether or not it is deleted or evicted meanwhile.
 
         Raises:
             StoreError: it is there but cannot be opened.
@@ -102,7 +114,8 @@ class Store(ABC):
         """Store the concatenation of `buffers`. Atomic: whole or absent, whatever happens.
 
         Never raises for a full, read-only or failing medium. Makes room by evicting if a quota
-        says so. Does not sync to the medium.
+        says so, and evicts nothing for a value that can never fit. Does not sync to the medium.
+        The buffers together hold at least one byte and may be reused as soon as this returns.
         """
 
     @abstractmethod
@@ -159,17 +172,24 @@ class SupportsShardedWrite(Protocol):
     """A store in which several processes write disjoint ranges of one value.
 
     `begin` and `commit` or `abort` belong to one process; `write_at` to any that knows the session
-    name. Until `commit` nothing is visible.
+    name. Until `commit` nothing is visible. Ranges that nobody wrote hold anything: the checksums of
+    the record say so. Session names come from other processes and are input to distrust: one that
+    this store did not give out (ended, or made up: `../x`) reaches no value and no file.
     """
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """Reserve space and create the hidden value; returns its session name, or why not."""
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
-        """Write a range of a session begun by any process; False if it does not exist (yet)."""
+        """Write a range of a session begun by any process. False if it does not exist (yet, or any
+        more), if the range leaves `[0, num_bytes)`, or if the medium failed."""
 
     def commit(self, session: str, head: Buffer) -> PutResult:
-        """Write `head` at offset 0 and make the value visible under its key, atomically."""
+        """Write `head` at offset 0 and make the value visible under its key, atomically.
+
+        EXISTS if another value was first, FAILED for a session that is over or was never begun here.
+        The session is over afterwards, whatever the answer.
+        """
 
     def abort(self, session: str) -> None:
-        """Give the space back. Never raises."""
+        """Give the space back. Never raises; nothing happens for a session that is over."""
