@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, runtime_checkable
 
+FORMAT_VERSION = 1
+"""Version of the record format: part of every record and of every namespace."""
+
 RequestId = NewType("RequestId", str)
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import xxhash
 
 from kvferry.errors import ConfigError
-from kvferry.types import ChunkKey, KVGroup
+from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
 
-FORMAT_VERSION = 1
 LEAF_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 ALIGN = 4096

@@ -1,0 +1,165 @@
+"""Token ids to chunk keys: a chain of BLAKE3, each key standing for its whole prefix.
+
+    key_i = BLAKE3(tag | parent_i | num_tokens u32 | token ids u32... | extra keys)
+    parent_0 = namespace digest        parent_i = key_(i-1)
+
+The same ids give the same keys in every process, Python and platform (golden vectors in
+`tests/keys/golden.json`, exact bytes in `docs/format.md`).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError, ContractError
+from kvferry.keys.encoding import JsonValue, canonical
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
+
+KEY_VERSION = 1
+CHUNK_TAG = b"kvferry.chunk.1\0"
+"""16 bytes that no namespace encoding starts with: one function per purpose."""
+
+NAMESPACE_BYTES = 32
+
+
+@runtime_checkable
+class _SupportsToList(Protocol):
+    """Arrays of NumPy and PyTorch: one call to Python ints beats iterating over boxed items."""
+
+    def tolist(self) -> list[int]: ...
+
+
+class ChunkKeys:
+    """Keys of the whole chunks of one request, hashed once and extended as tokens arrive.
+
+    Not thread-safe: it belongs to the thread that owns the request.
+
+    Args:
+        namespace: digest of everything that decides KV bytes besides tokens and extra keys.
+        chunk_tokens: tokens per chunk.
+        extra_keys: what else decides the bytes. Salt, LoRA and embeddings digest enter *every*
+            chunk, so that no key relies on its parent for isolation; a multimodal item enters each
+            chunk that it overlaps, with its offset from the start of that chunk. If not
+            `cacheable`, there are never any keys.
+
+    Raises:
+        ConfigError: a namespace that is not 32 bytes, or `chunk_tokens` below 1.
+        ContractError: a multimodal item with a negative offset or without tokens.
+    """
+
+    __slots__ = ("_cacheable", "_extra", "_namespace", "chunk_tokens", "keys")
+
+    def __init__(
+        self, namespace: bytes, chunk_tokens: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    ) -> None:
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ConfigError(f"a namespace digest has 32 bytes, not {len(namespace)}")
+        if chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+        self.chunk_tokens = chunk_tokens
+        self.keys: list[ChunkKey] = []
+        self._namespace = namespace
+        self._cacheable = extra_keys.cacheable
+        self._extra = _ExtraEncoder(extra_keys, chunk_tokens)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the whole chunks of `token_ids` that are not hashed yet.
+
+        Args:
+            token_ids: *all* ids of the request so far, prompt first. What was hashed before is
+                trusted to be unchanged; a tail that is no whole chunk yet may still change.
+
+        Raises:
+            ContractError: fewer ids than were hashed already, or an id that is no unsigned 32-bit
+                integer. The keys are then as before.
+        """
+        size = self.chunk_tokens
+        first, stop = len(self.keys), len(token_ids) // size
+        if stop < first:
+            raise ContractError(
+                f"{first * size} tokens are hashed but the request now has {len(token_ids)}: "
+                "token ids may only grow; give the changed request a new ChunkKeys"
+            )
+        if stop == first or not self._cacheable:
+            return
+        packed = _pack(token_ids[first * size : stop * size], first * size)
+        self.keys.extend(self._hash(packed, first))
+
+    def _hash(self, packed: bytes, first: int) -> list[ChunkKey]:
+        size = self.chunk_tokens
+        count = size.to_bytes(4, "little")
+        parent = self.keys[-1] if self.keys else self._namespace
+        keys = []
+        index = first
+        extra_of = self._extra.encode
+        for at in range(0, len(packed), 4 * size):
+            parent = blake3(
+                b"".join((CHUNK_TAG, parent, count, packed[at : at + 4 * size], extra_of(index)))
+            ).digest()
+            keys.append(ChunkKey(parent))
+            index += 1
+        return keys
+
+
+class _ExtraEncoder:
+    """The extra-key bytes of each chunk: empty without any, else a canonical mapping."""
+
+    __slots__ = ("_chunk_tokens", "_common", "_encoded", "_items")
+
+    def __init__(self, extra: ExtraKeys, chunk_tokens: int) -> None:
+        common: dict[str, JsonValue | bytes] = {}
+        if extra.cache_salt is not None:
+            common["salt"] = extra.cache_salt
+        if extra.lora is not None:
+            common["lora"] = extra.lora
+        if extra.embeds_digest is not None:
+            common["embeds"] = extra.embeds_digest.hex()
+        for item in extra.items:
+            if item.offset < 0 or item.length < 1:
+                raise ContractError(
+                    f"multimodal item {item.digest!r} has offset {item.offset} and length "
+                    f"{item.length}; it must start at 0 or later and hold a token"
+                )
+        self._common = common
+        self._encoded = canonical(common) if common else b""
+        self._items = tuple(sorted(extra.items, key=lambda i: (i.offset, i.length, i.digest)))
+        self._chunk_tokens = chunk_tokens
+
+    def encode(self, chunk: int) -> bytes:
+        if not self._items:
+            return self._encoded
+        touching = _overlapping(self._items, chunk * self._chunk_tokens, self._chunk_tokens)
+        return canonical({**self._common, "items": touching}) if touching else self._encoded
+
+
+def _overlapping(items: tuple[MultimodalItem, ...], start: int, length: int) -> list[JsonValue]:
+    return [
+        [item.digest, item.offset - start, item.length]
+        for item in items
+        if item.offset < start + length and item.offset + item.length > start
+    ]
+
+
+def _pack(token_ids: Sequence[int], first: int) -> bytes:
+    """Token ids as little-endian u32; `first` is the position of the first one, for messages."""
+    ids = token_ids.tolist() if isinstance(token_ids, _SupportsToList) else token_ids
+    try:
+        # `list` also keeps bytes-like ids from being taken for packed machine words.
+        packed = array("I", ids if isinstance(ids, list) else list(ids))
+    except (TypeError, OverflowError) as error:
+        raise ContractError(_why_not_packed(list(token_ids), first)) from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _why_not_packed(token_ids: list[object], first: int) -> str:
+    for position, token in enumerate(token_ids, first):
+        if not (hasattr(token, "__index__") and 0 <= int(token) < 2**32):
+            return f"token {position} is {token!r}; token ids are integers from 0 to 2**32 - 1"
+    return "token ids are not a flat sequence of integers from 0 to 2**32 - 1"

@@ -1,0 +1,147 @@
+"""What decides KV bytes besides tokens, as one digest: the root of every chain of keys.
+
+In it: the content of the weights, the model config as the engine runs it, the geometry of each KV
+group, the chunk size, the tenant, the versions of format and keys. Not in it: how the work is split
+and laid out (tensor and pipeline parallelism, block size, memory layout), engine, device and path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+from kvferry.keys.chain import KEY_VERSION
+from kvferry.keys.encoding import JsonValue, canonical
+from kvferry.types import FORMAT_VERSION, KVGroup
+
+NAMESPACE_TAG = b"kvferry.space.1\0"
+
+IRRELEVANT_FIELDS = frozenset(
+    {
+        # where the config came from, and which library wrote it
+        "_commit_hash",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        # what a forward pass returns, not what it computes
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "use_cache",
+        # which kernel computes it: engine and device are not part of identity
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        # when generation stops and how it starts; the tokens themselves are hashed
+        "bos_token_id",
+        "eos_token_id",
+        "finetuning_task",
+        "task_specific_params",
+    }
+)
+"""Fields of a Hugging Face config that cannot change KV bytes. Everything else counts, fields that
+nobody here has heard of included: too many misses are slow, one wrong hit is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Which model produced the KV, by content.
+
+    Attributes:
+        weights: 32-byte digest of the weights' content (`weights_digest`).
+        config: the model config as the engine effectively runs it: overrides, dtype, quantisation
+            and rope settings applied, fields of `IRRELEVANT_FIELDS` dropped.
+        weights_version: from whoever changes weights in place; None for weights as loaded.
+    """
+
+    weights: bytes
+    config: Mapping[str, JsonValue]
+    weights_version: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != 32:
+            raise ConfigError(
+                f"a weights digest has 32 bytes, not {len(self.weights)}: use weights_digest()"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """A digest and the readable description it was made from.
+
+    `digest` is BLAKE3 over `NAMESPACE_TAG` and the canonical encoding of `description`: whoever has
+    the description can check the digest.
+    """
+
+    digest: bytes
+    description: Mapping[str, JsonValue] = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        identity: ModelIdentity,
+        groups: tuple[KVGroup, ...],
+        chunk_tokens: int,
+        tenant: str = "",
+    ) -> Namespace:
+        """The namespace of one model, geometry, chunk size and tenant.
+
+        Raises:
+            ConfigError: no groups, `chunk_tokens` below 1, or a config value that has no canonical
+                encoding.
+        """
+        if not groups:
+            raise ConfigError("a namespace needs at least one KV group")
+        if chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+        description: dict[str, JsonValue] = {
+            "format_version": FORMAT_VERSION,
+            "key_version": KEY_VERSION,
+            "weights": identity.weights.hex(),
+            "weights_version": identity.weights_version,
+            "config": identity.config,
+            "groups": [_describe(group) for group in groups],
+            "chunk_tokens": chunk_tokens,
+            "tenant": tenant,
+        }
+        # Encoding comes first: it refuses what the copy below would have to survive.
+        digest = blake3(NAMESPACE_TAG + canonical(description)).digest()
+        description["config"] = _copied(identity.config)
+        return cls(digest=digest, description=description)
+
+
+def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`config` without `IRRELEVANT_FIELDS`, also inside its sub-configs (`text_config`, ...)."""
+    result: dict[str, JsonValue] = {}
+    for name, value in config.items():
+        if name in IRRELEVANT_FIELDS:
+            continue
+        if isinstance(value, Mapping) and name.endswith("_config"):
+            result[name] = relevant_config(value)
+        else:
+            result[name] = value
+    return result
+
+
+def _describe(group: KVGroup) -> dict[str, JsonValue]:
+    # block_size is the engine's page: it decides where KV lies in memory, not what it is.
+    return {
+        "num_layers": group.num_layers,
+        "num_kv_heads": group.num_kv_heads,
+        "content_size": group.content_size,
+        "dtype": group.dtype,
+        "window": group.window,
+    }
+
+
+def _copied(value: JsonValue) -> JsonValue:
+    """A deep copy out of plain dicts and lists, so that the description cannot change later."""
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_copied(item) for item in value]
+    return value

@@ -1,0 +1,247 @@
+"""Identity of a model directory: the content of its weights, and its config.
+
+Two fine-tunes of one shape have files of equal names, sizes and headers, so nothing less than every
+byte tells them apart. Hashing runs once per file: the digest is kept beside the file's device,
+inode, size and times, and computed again as soon as one of them differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+from kvferry.keys.encoding import JsonValue, canonical
+from kvferry.keys.namespace import relevant_config
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_TAG = b"kvferry.weight.1"
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json")
+"""Files that hold tensors, and the index that says which shard a tensor is read from."""
+
+NOT_WEIGHTS = frozenset(
+    {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+)
+"""What trainers leave beside the weights; no engine loads it for inference."""
+
+RACY_NS = 2_000_000_000
+"""Coarsest time stamp of a file system in use (2 s). A file that changed less than this before it
+was hashed may change again without its times showing it."""
+
+_BUFFER_BYTES = 16 * 1024 * 1024
+
+
+def weights_digest(
+    model_dir: Path,
+    *,
+    cache_dir: Path | None = None,
+    clock_ns: Callable[[], int] = time.time_ns,
+    progress: Callable[[int, int], None] | None = None,
+) -> bytes:
+    """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
+
+    The path, owner and times of the directory do not enter: a copy or a renamed directory has the
+    same digest. Sub-directories are not read. Memory stays below 17 MiB whatever the sizes.
+
+    Args:
+        model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not.
+        cache_dir: where digests of unchanged files are kept; by default `kvferry/weights` in the
+            user's cache directory. A cache that cannot be written, is not private to this user or
+            is damaged is passed over: it costs time, never correctness.
+        clock_ns: wall clock, in the epoch that the file system stamps files with.
+        progress: called with (bytes done, bytes in all) as hashing goes on.
+
+    Raises:
+        ConfigError: no such directory, no weights in it, a file that cannot be read or that changes
+            while it is read.
+    """
+    files = _weight_files(model_dir)
+    total = sum(path.stat().st_size for path in files)
+    cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
+    hasher = blake3(WEIGHTS_TAG)
+    done = 0
+    for path in files:
+        before = done
+
+        def report(num_bytes: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + num_bytes, total)
+
+        try:
+            digest, size = _file_digest(path, cache, clock_ns, report)
+        except OSError as error:
+            raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
+        done += size
+        hasher.update(canonical([path.name, digest.hex()]))
+    return hasher.digest()
+
+
+def effective_config(model_dir: Path) -> dict[str, JsonValue]:
+    """`config.json` of `model_dir` without the fields that cannot change KV bytes.
+
+    A starting point for `ModelIdentity.config`: an engine that overrides values (dtype,
+    quantisation, rope, `max_model_len`) must put in what it runs with. The tokenizer is no part of
+    it: token ids are hashed, not text.
+
+    Raises:
+        ConfigError: there is no readable config, or it is not a JSON object.
+    """
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the model config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
+    return relevant_config(config)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    if not model_dir.is_dir():
+        raise ConfigError(f"{model_dir} is not a model directory: no such directory")
+    try:
+        names = os.listdir(model_dir)
+    except OSError as error:
+        raise ConfigError(f"cannot list {model_dir}: {error.strerror}") from error
+    files = [
+        model_dir / name
+        for name in sorted(names, key=os.fsencode)
+        if name.endswith(WEIGHT_SUFFIXES) and name not in NOT_WEIGHTS
+    ]
+    if all(path.name.endswith(".index.json") for path in files):
+        raise ConfigError(
+            f"{model_dir} holds no weights; expected files ending in "
+            f"{', '.join(WEIGHT_SUFFIXES[:-1])}"
+        )
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a file, or a link to one that is missing")
+    return files
+
+
+def _file_digest(
+    path: Path,
+    cache: _DigestCache,
+    clock_ns: Callable[[], int],
+    report: Callable[[int], None],
+) -> tuple[bytes, int]:
+    with path.open("rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        started = clock_ns()
+        cached = cache.get(before)
+        if cached is not None:
+            report(before.st_size)
+            return cached, before.st_size
+        hasher = blake3(max_threads=blake3.AUTO)
+        done = 0
+        for piece in _pieces(file.readinto):
+            hasher.update(piece)
+            done += len(piece)
+            report(done)
+        after = os.fstat(file.fileno())
+    if _identity(before) != _identity(after) or done != after.st_size:
+        raise ConfigError(f"{path} changes while it is read: wait until it is complete")
+    digest = hasher.digest()
+    # Like git's "racily clean" files: only ctime is looked at, because nobody can set it back.
+    if before.st_ctime_ns + RACY_NS <= started:
+        cache.put(before, digest)
+    return digest, done
+
+
+def _pieces(readinto: Callable[[memoryview], int | None]) -> Iterator[memoryview]:
+    """The rest of a file in pieces of one buffer; never mapped, so a file that is cut short under
+    the reader ends the loop and not the process (SIGBUS)."""
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    while num_bytes := readinto(buffer):
+        yield buffer[:num_bytes]
+
+
+def _identity(info: os.stat_result) -> tuple[int, int, int, int, int]:
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+def _default_cache_dir() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "kvferry" / "weights"
+    try:
+        return Path.home() / ".cache" / "kvferry" / "weights"
+    except RuntimeError:  # no home directory, as in some containers
+        return None
+
+
+class _DigestCache:
+    """One small file per (device, inode), replaced whole. Every fault is a miss."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory if directory is not None and _private(directory) else None
+
+    def get(self, info: os.stat_result) -> bytes | None:
+        if self._directory is None:
+            return None
+        try:
+            text = self._path(self._directory, info).read_bytes()
+        except OSError:
+            return None
+        digest = text[-64:]
+        return _unhex(digest) if text == self._encode(info, digest) else None
+
+    def put(self, info: os.stat_result, digest: bytes) -> None:
+        if self._directory is None:
+            return
+        path = self._path(self._directory, info)
+        # One temporary name per entry: a killed process leaves at most one small file behind, and
+        # the next writer reuses it. Two writers at once can at worst lose the entry: what is read
+        # back is checked.
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            temporary.write_bytes(self._encode(info, digest.hex().encode()))
+            os.replace(temporary, path)
+        except OSError as error:
+            logger.info("cannot keep a weights digest in %s: %s", self._directory, error)
+
+    @staticmethod
+    def _path(directory: Path, info: os.stat_result) -> Path:
+        return directory / f"{info.st_dev:x}-{info.st_ino:x}"
+
+    @staticmethod
+    def _encode(info: os.stat_result, digest_hex: bytes) -> bytes:
+        """All that must be unchanged, a checksum of it and of the digest, the digest."""
+        state = b"kvferry weights 1 " + " ".join(map(str, _identity(info))).encode()
+        return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)
+
+
+def _private(directory: Path) -> bool:
+    """Whether `directory` exists (it is made if need be) and only this user can write to it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = directory.stat()
+    except OSError as error:
+        logger.info("no cache of weights digests in %s: %s", directory, error)
+        return False
+    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        logger.warning(
+            "no cache of weights digests in %s: others can write to it (private is mode 700)",
+            directory,
+        )
+        return False
+    return True
+
+
+def _unhex(text: bytes) -> bytes | None:
+    try:
+        digest = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        return None
+    return digest if len(digest) == 32 else None
