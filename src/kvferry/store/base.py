@@ -172,8 +172,8 @@ class SupportsShardedWrite(Protocol):
     """A store in which several processes write disjoint ranges of one value.
 
     `begin` and `commit` or `abort` belong to one process; `write_at` to any that knows the session
-    name. Until `commit` nothing is visible. Ranges that nobody wrote hold anything: the checksums of
-    the record say so. Session names come from other processes and are input to distrust: one that
+    name. Until `commit` nothing is visible. Ranges that nobody wrote hold anything: the record's
+    checksums show it. Session names come from other processes and are input to distrust: one that
     this store did not give out (ended, or made up: `../x`) reaches no value and no file.
     """
 
@@ -187,7 +187,7 @@ class SupportsShardedWrite(Protocol):
     def commit(self, session: str, head: Buffer) -> PutResult:
         """Write `head` at offset 0 and make the value visible under its key, atomically.
 
-        EXISTS if another value was first, FAILED for a session that is over or was never begun here.
+        EXISTS if another value was first, FAILED for a session that is over or never began here.
         The session is over afterwards, whatever the answer.
         """
 

@@ -1,0 +1,322 @@
+"""From text to typed options: sizes, store URLs, frozen dataclasses. Pure; reads no file.
+
+Every refusal is a `ConfigError` of one line: where, what was given, what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote, unquote
+
+from kvferry.errors import ConfigError
+
+T = TypeVar("T")
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+# At most two digits of exponent: a longer one would make int() work for minutes.
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?(?:e\d{1,2})?)\s*([a-z]*)", re.ASCII)
+_MAX_SIZE = 2**63 - 1
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
+
+STORE_SCHEMES = ("file", "memory")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes meant by `text`: a whole number, or one with B, KB, MB, GB, TB (powers of 1000) or
+    KiB, MiB, GiB, TiB (powers of 1024), in any case. Fractions of a byte are dropped.
+
+    Raises:
+        ConfigError: negative, too large for a file size, or not a size.
+
+    >>> parse_size("1.5GiB"), parse_size("500 MB"), parse_size(4096)
+    (1610612736, 500000000, 4096)
+    """
+    allowed = "write a number of bytes such as 4096, 500MB or 10GiB"
+    match = _SIZE.fullmatch(str(text).strip().lower())
+    if match is None:
+        fault = "is negative" if str(text).strip().startswith("-") else "is not a size"
+        raise ConfigError(f"{text!r} {fault}; {allowed}")
+    number, unit = match.groups()
+    if unit not in _UNITS:
+        # A lone G is refused: half of all tools read it as 1000^3, the other half as 1024^3.
+        hint = f"; write {unit}ib (1024) or {unit}b (1000)" if f"{unit}ib" in _UNITS else ""
+        raise ConfigError(f"{text!r} has the unknown unit {unit!r}{hint or '; ' + allowed}")
+    size = Decimal(number) * _UNITS[unit]
+    if size > _MAX_SIZE:
+        raise ConfigError(f"{text!r} is more than the largest size, {_MAX_SIZE} bytes")
+    return int(size)
+
+
+def format_size(num_bytes: int) -> str:
+    """`num_bytes` for people, in a form that `parse_size` reads: exact up to 1023 bytes and for
+    round numbers, else one decimal.
+
+    >>> format_size(4096), format_size(1_610_612_736), format_size(5000)
+    ('4KiB', '1.5GiB', '4.9KiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    size = float(num_bytes)
+    # 1023.95 and more would print as 1024.0 of the smaller unit.
+    while size >= 1023.95 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f}".removesuffix(".0") + units[0]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` that `name` was probably meant to be, or None."""
+    by_lower = {entry.lower(): entry for entry in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """One sentence for a name that is none of `known`: names the nearest, or all of them."""
+    known = sorted(known)
+    if not known:
+        return f"unknown {what} {name!r}; there are none"
+    guess = nearest(str(name), known)
+    hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
+    """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
+
+    Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
+    str, a Literal of strings or ints, or one of these with None (the text "none"). A field whose
+    metadata is `{"unit": "bytes"}` takes what `parse_size` takes. Values that already have
+    the type pass; a float where an int belongs is refused unless it is whole.
+
+    Args:
+        cls: a dataclass; its `__post_init__` may raise ConfigError for what types cannot say.
+        mapping: option name to value.
+        where: what the options belong to, the start of every message.
+
+    Raises:
+        ConfigError: an unknown, missing or unusable option.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is not a dataclass")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name, value in mapping.items():
+        if name not in fields:
+            raise ConfigError(f"{where}: {unknown('option', name, fields)}")
+        is_size = fields[name].metadata.get("unit") == "bytes"
+        try:
+            values[name] = _convert(hints[name], value, is_size=is_size)
+        except ValueError as error:  # a ConfigError of parse_size is one too
+            raise ConfigError(f"{where}: option {name!r}: {error}") from None
+    for name, field in fields.items():
+        is_required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if is_required and name not in values:
+            raise ConfigError(f"{where}: option {name!r} is missing")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _convert(hint: object, value: object, *, is_size: bool) -> object:
+    """`value` as the type `hint`; ValueError saying what is allowed."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(typing.get_args(hint), value, is_size=is_size)
+    if origin is Literal:
+        return _convert_literal(typing.get_args(hint), value)
+    if is_size:
+        return parse_size(value if isinstance(value, str) else _to_int(value))
+    for plain, convert in _CONVERTERS:
+        if hint is plain:
+            return convert(value)
+    if isinstance(hint, type) and isinstance(value, hint):
+        return value
+    raise ValueError(f"{value!r} is not a {getattr(hint, '__name__', hint)}")
+
+
+def _convert_union(members: tuple[object, ...], value: object, *, is_size: bool) -> object:
+    if type(None) in members and (
+        value is None or (isinstance(value, str) and value.strip().lower() == "none")
+    ):
+        return None
+    candidates = [member for member in members if member is not type(None)]
+    refusals = []
+    for member in candidates:
+        try:
+            return _convert(member, value, is_size=is_size)
+        except ValueError as error:
+            refusals.append(str(error))
+    raise ValueError("; ".join(refusals))
+
+
+def _convert_literal(allowed: tuple[object, ...], value: object) -> object:
+    for choice in allowed:
+        if (type(choice) is type(value) and choice == value) or (
+            isinstance(value, str) and str(choice).lower() == value.strip().lower()
+        ):
+            return choice
+    raise ValueError(f"{value!r} is none of {', '.join(map(str, allowed))}")
+
+
+def _to_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = value.strip().lower() if isinstance(value, str) else None
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _to_int(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,18}", value.strip(), re.ASCII):
+        return int(value)
+    raise ValueError(f"{value!r} is not a whole number")
+
+
+def _to_float(value: object) -> float:
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+def _to_str(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r} is not text")
+
+
+_CONVERTERS: tuple[tuple[type, Callable[[object], object]], ...] = (
+    (bool, _to_bool),
+    (int, _to_int),
+    (float, _to_float),
+    (str, _to_str),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUrl:
+    """A store URL taken apart. `str` puts it together again.
+
+    Attributes:
+        scheme: one of `STORE_SCHEMES`.
+        path: for file, the absolute directory; for memory, the name (may be empty).
+        options: what stood after the `?`, still text.
+    """
+
+    scheme: str
+    path: str
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        query = "&".join(
+            f"{quote(name, safe='')}={quote(value, safe='/:')}"
+            for name, value in self.options.items()
+        )
+        return f"{self.scheme}://{quote(self.path)}{'?' + query if query else ''}"
+
+
+def parse_store_url(url: str) -> StoreUrl:
+    """Take `file:///abs/path?max_bytes=10GiB` or `memory://name` apart; percent escapes are decoded
+    (write %3F for ? and %23 for # in a path). Whether the options exist, the store says.
+
+    Raises:
+        ConfigError: not a string, no or an unknown scheme, a relative path, a host, an option
+            given twice or without a value.
+    """
+    if not isinstance(url, str):
+        raise ConfigError(f"a store URL is text such as file:///var/cache/kvferry, not {url!r}")
+    where = f"store URL {url!r}"
+    if not url.isprintable():
+        raise ConfigError(f"{where} holds a character that cannot be printed; escape it as %XX")
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{where}: {_without_scheme(url)}")
+    scheme, rest = match.groups()
+    if scheme.lower() not in STORE_SCHEMES:
+        raise ConfigError(f"{where}: {unknown('scheme', scheme, STORE_SCHEMES)}")
+    if "#" in rest:
+        raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
+    raw_path, _, query = rest.partition("?")
+    path = unquote(raw_path)
+    if "\0" in path:
+        raise ConfigError(f"{where}: a path cannot hold a zero byte")
+    if scheme.lower() == "file":
+        _check_file_path(where, raw_path, path)
+    elif "/" in path:
+        raise ConfigError(f"{where}: the name of a memory store holds no /; write memory://name")
+    return StoreUrl(scheme=scheme.lower(), path=path, options=_parse_options(where, query))
+
+
+def _without_scheme(url: str) -> str:
+    if url.startswith("/"):
+        return f"no scheme; did you mean {'file://' + url!r}?"
+    if url.lower().startswith(("file:", "memory:")):
+        scheme, _, rest = url.partition(":")
+        slashes = "//" if scheme.lower() == "memory" or rest.startswith("/") else "///"
+        return f"// is missing after the scheme; did you mean {f'{scheme}:{slashes}{rest}'!r}?"
+    return "no scheme; write file:///absolute/directory or memory://name"
+
+
+def _check_file_path(where: str, raw_path: str, path: str) -> None:
+    if path.strip("/") == "":
+        raise ConfigError(f"{where}: names no directory; write file:///absolute/directory")
+    if path.startswith("/"):
+        return
+    if path.startswith("~"):
+        raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
+    host, slash, rest = raw_path.partition("/")
+    raise ConfigError(
+        f"{where}: {host!r} stands where a host would; paths are absolute and local: write "
+        f"{'file:///' + rest!r}"
+        + ("" if host == "localhost" else f" or {'file:///' + host + slash + rest!r}")
+    )
+
+
+def _parse_options(where: str, query: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in query.split("&") if query else ():
+        name, equals, value = part.partition("=")
+        name = unquote(name)
+        if not name or not equals or not value:
+            raise ConfigError(f"{where}: option {part!r} is not of the form name=value")
+        if name in options:
+            raise ConfigError(f"{where}: option {name!r} is given twice")
+        options[name] = unquote(value)
+    return options
