@@ -64,6 +64,14 @@ class SchedulerRole(ABC):
         overlapping batches the plan of step N+1 is built before the output of step N arrives.
         """
 
+    def empty_plan(self) -> Plan:
+        """A plan that asks the workers for nothing. Side-effect free.
+
+        Stands in for a plan that could not be built, so it must be of the type that the worker role
+        expects. Asked once, at construction of the guard.
+        """
+        return Plan()
+
     @abstractmethod
     def update_output(self, output: WorkerOutput) -> None:
         """Learn what the workers reported, aggregated over all ranks. Mutates."""

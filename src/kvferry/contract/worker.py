@@ -39,15 +39,38 @@ class WorkerRole(ABC):
         """Bind the plan of this step, before any block of it is written. Blocks that the plan no
         longer owns (preempted, finished) are not touched after this call returns."""
 
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        """The engine's blocks that `plan` makes this worker fill, sync and async loads alike.
+
+        Pure: no side effect, works for any plan at any time. Asked when a load cannot be trusted
+        (a hook of the role raised, a report was malformed): all of these are then reported as
+        invalid. A role that loads must override it, or such a fault goes unnoticed by the host.
+        """
+        return frozenset()
+
+    def planned_recving(self, plan: Plan) -> frozenset[str]:
+        """The requests whose async load starts with `plan`. Pure.
+
+        Each of them is in `finished_recving` exactly once, later; an id there that was not
+        announced here is dropped, because hosts die of it. Asked in every step, so it must be
+        cheap. A role with async loads must override it.
+        """
+        return frozenset()
+
     @abstractmethod
     def start_load(self) -> None:
         """Bring what the plan promised. Sync loads are complete when this returns, or reported as
-        failed; async work is only started. Runs in steps without tokens as well."""
+        failed; async work is only started. Runs in steps without tokens as well. If it raises,
+        nothing that it started may write to engine blocks any more."""
 
     @abstractmethod
     def save(self) -> None:
         """After the forward: take what the plan wants saved out of the engine's blocks. When this
-        returns the blocks may be overwritten or freed."""
+        returns the blocks may be overwritten or freed.
+
+        Not called if the forward raised: the blocks then do not hold what the plan says, and
+        `end_step` without `save` abandons the saves of this step, those of layer hooks included.
+        """
 
     @abstractmethod
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:

@@ -1,0 +1,153 @@
+"""One step of a worker, in order; the only place that knows that order.
+
+    begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
+
+A step without tokens is the same without the forward. If the forward raises, `save` is left out
+(what is in the blocks is not what the tokens say), `collect` and `end_step` still happen, and the
+error goes on. Faults of the worker are not handled here: the caller hands over a `GuardedWorker`
+(`kvferry.contract.guard`) where a fault of the cache must not reach the engine, and the bare role
+where a test wants to see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+
+from kvferry.contract.abilities import SupportsLayerwise
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+from kvferry.runner.reports import ReportRules
+
+
+class Step:
+    """One step under way; a context manager around the forward.
+
+    Attributes:
+        output: what the worker reports; there once the `with` block is left, by an error or not.
+    """
+
+    __slots__ = ("_finished", "_lifecycle", "_plan", "output")
+
+    def __init__(
+        self, lifecycle: StepLifecycle, plan: Plan, finished_request_ids: Collection[str]
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._plan = plan
+        self._finished = finished_request_ids
+        self.output: WorkerOutput = EMPTY_OUTPUT
+
+    def __enter__(self) -> Step:
+        self._lifecycle.open(self._plan)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.output = self._lifecycle.finish(
+            self._plan, self._finished, forward_done=exc_type is None
+        )
+
+
+class StepLifecycle:
+    """Drives one worker role, step by step, and holds it to its contract.
+
+    Guarantees to the host: whatever the worker reports, each output obeys the rules of
+    `WorkerOutput` (see `kvferry.runner.reports`); an output that says nothing is `EMPTY_OUTPUT`
+    itself; every begun step is ended before the next one begins.
+
+    Runs in: worker, on the model runner's thread.
+
+    Attributes:
+        layerwise: the worker's layer hooks, None if it has none. Asked once, here. The host calls
+            them around each attention layer, inside `step` only.
+    """
+
+    def __init__(
+        self, worker: WorkerRole, *, observer: Observer | None = None, strict: bool = False
+    ) -> None:
+        """Drive `worker`.
+
+        Args:
+            worker: the role, guarded or bare.
+            observer: receives `contract_violation` counts.
+            strict: raise ContractError on a violation instead of dropping, counting and logging it;
+                for conformance runs.
+        """
+        self.layerwise: SupportsLayerwise | None = (
+            worker if isinstance(worker, SupportsLayerwise) else None
+        )
+        self._worker = worker
+        self._rules = ReportRules(observer or Observer(), strict=strict)
+        self._is_open = False
+
+    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Step:
+        """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.
+
+        Args:
+            plan: what the scheduler role built for this step.
+            finished_request_ids: every request that ended since the last step.
+        """
+        return Step(self, plan, finished_request_ids)
+
+    def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """A step without tokens. Loads start, saves are flushed and ends are reported as in any
+        other step: an engine that only waits for the cache has nothing but these."""
+        self.open(plan)
+        return self.finish(plan, finished_request_ids, forward_done=True)
+
+    def open(self, plan: Plan) -> None:
+        """First half of a step, for hosts that cannot wrap the forward in a `with` block.
+
+        Raises:
+            ContractError: the last step was not finished.
+        """
+        if self._is_open:
+            raise ContractError(
+                "a step begins while the last one is open: call finish() first, or leave its "
+                "`with` block"
+            )
+        worker = self._worker
+        self._is_open = True
+        try:
+            worker.begin_step(plan)
+            recving = worker.planned_recving(plan)
+            if recving:
+                self._rules.begin(recving)
+            worker.start_load()
+        except BaseException:
+            self._is_open = False
+            worker.end_step()
+            raise
+
+    def finish(
+        self, plan: Plan, finished_request_ids: Collection[str], *, forward_done: bool = True
+    ) -> WorkerOutput:
+        """Second half of a step: save (unless the forward failed), collect, end.
+
+        Args:
+            plan: the one `open` was given.
+            finished_request_ids: every request that ended since the last step.
+            forward_done: False if the forward raised; nothing is saved then.
+
+        Raises:
+            ContractError: no step is open; or, when strict, a rule was broken.
+        """
+        if not self._is_open:
+            raise ContractError("a step ends that was not begun: call open() first")
+        worker = self._worker
+        try:
+            try:
+                if forward_done:
+                    worker.save()
+            finally:
+                output = worker.collect(finished_request_ids)
+        finally:
+            self._is_open = False
+            worker.end_step()
+        return self._rules.admit(output, finished_request_ids, lambda: worker.planned_blocks(plan))

@@ -1,0 +1,186 @@
+"""Which of a worker's reports may reach a host: a host trusts them, and dies of a wrong one.
+
+The rules are those of `WorkerOutput`. What breaks one is taken out, counted as
+`contract_violation` and logged once per rule; `strict` raises instead. A report of a *failure* is
+never weakened on the way: what cannot be passed on as it stands becomes a larger failure, because a
+failed load that the host takes for a good one is silently wrong output.
+
+Runs in: worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_REQUESTS = 65_536
+"""Ended requests remembered at a time. Most are never reported, and nobody says that an id will not
+come again, so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
+
+
+class ReportRules:
+    """Passes a worker's outputs on, less what the contract forbids. One per worker; not shared."""
+
+    def __init__(self, observer: Observer, *, strict: bool = False) -> None:
+        self._observer = observer
+        self._strict = strict
+        self._logged: set[str] = set()
+        self._loading: set[str] = set()  # async loads planned and not yet reported
+        self._failed: set[str] = set()  # of those, reported failed before they ended
+        self._early: set[str] = set()  # finished_sending that came before the end of the request
+        self._ended: dict[
+            str, bool
+        ] = {}  # requests that ended; True: the last report was passed on
+
+    def begin(self, recving: Collection[str]) -> None:
+        """Note the async loads that a plan starts."""
+        self._loading.update(recving)
+
+    def admit(
+        self,
+        output: object,
+        finished_request_ids: Collection[str],
+        planned_blocks: Callable[[], Iterable[int]],
+    ) -> WorkerOutput:
+        """What of `output` the host may see; `EMPTY_OUTPUT` itself if nothing is left.
+
+        Args:
+            output: what `collect` returned.
+            finished_request_ids: what `collect` was given.
+            planned_blocks: the blocks of this step's plan; called only if block ids are malformed.
+
+        Raises:
+            ContractError: strict, and a rule was broken.
+        """
+        if finished_request_ids:
+            self._note_ended(finished_request_ids)
+        if output is EMPTY_OUTPUT and not self._early:
+            return EMPTY_OUTPUT
+        if not isinstance(output, WorkerOutput):
+            self._violation("type", f"collect returned {type(output).__name__}, not a WorkerOutput")
+            # Nobody knows what it meant to report, so nothing that this step loaded is trusted.
+            output = WorkerOutput(invalid_block_ids=frozenset(planned_blocks()))
+        changes: dict[str, Any] = {}
+        recving = self._recving(output.finished_recving)
+        if recving != output.finished_recving:
+            changes["finished_recving"] = recving
+        sending = self._sending(output.finished_sending)
+        if sending != output.finished_sending:
+            changes["finished_sending"] = sending
+        failed = self._failed_recving(output.failed_recving, recving)
+        if failed != output.failed_recving:
+            changes["failed_recving"] = failed
+        if output.invalid_block_ids:
+            changes["invalid_block_ids"] = self._blocks(output.invalid_block_ids, planned_blocks)
+        if changes:
+            output = msgspec.structs.replace(output, **changes)
+        return EMPTY_OUTPUT if output.is_empty() else output
+
+    def _note_ended(self, finished_request_ids: Collection[str]) -> None:
+        ended = self._ended
+        for request_id in finished_request_ids:
+            # A host may use an id again: its new life may be reported again.
+            ended.pop(request_id, None)
+            ended[request_id] = False
+        while len(ended) > REMEMBERED_REQUESTS:
+            del ended[next(iter(ended))]
+
+    def _recving(self, reported: frozenset[str]) -> frozenset[str]:
+        """The ids whose planned load is now over: a host dies of any other."""
+        if not reported:
+            return reported
+        admitted = reported & self._loading
+        for request_id in reported - admitted:
+            self._violation(
+                "finished_recving",
+                f"{request_id!r} in finished_recving, but no async load of it is under way: either "
+                "it was reported before, or planned_recving did not announce it",
+            )
+        self._loading -= admitted
+        for request_id in admitted & self._ended.keys():
+            self._ended[request_id] = True  # an aborted load: the host now forgets the request
+        return admitted
+
+    def _sending(self, reported: frozenset[str]) -> frozenset[str]:
+        """The ids whose delayed free may happen now; those that came early wait for the end."""
+        if not reported and not self._early:
+            return reported
+        admitted = set()
+        for request_id in reported | self._early:
+            if request_id in self._loading:
+                # The end of the load frees the blocks; a second report for the id kills the host.
+                self._violation(
+                    "sending_while_loading",
+                    f"{request_id!r} in finished_sending while its load is under way: "
+                    "request_finished must return delay_free=False for it",
+                )
+                self._early.discard(request_id)
+                continue
+            last_report_given = self._ended.get(request_id)
+            if last_report_given is None:
+                if request_id not in self._early:
+                    self._violation(
+                        "sending_early",
+                        f"{request_id!r} in finished_sending before the host said that it ended: "
+                        "held back until then",
+                    )
+                    self._early.add(request_id)
+                continue
+            self._early.discard(request_id)
+            if last_report_given:
+                self._violation(
+                    "finished_sending", f"{request_id!r} was reported before: each id is once"
+                )
+                continue
+            self._ended[request_id] = True
+            admitted.add(request_id)
+        return frozenset(admitted)
+
+    def _failed_recving(self, reported: frozenset[str], recving: frozenset[str]) -> frozenset[str]:
+        """Failures among `recving`; one that came before the end of its load is kept until then."""
+        if not reported and not self._failed:
+            return reported
+        for request_id in reported - recving:
+            self._violation(
+                "failed_recving", f"{request_id!r} in failed_recving but not in finished_recving"
+            )
+            if request_id in self._loading:
+                self._failed.add(request_id)
+        admitted = (reported | self._failed) & recving
+        self._failed -= admitted
+        return admitted
+
+    def _blocks(
+        self, reported: frozenset[int], planned_blocks: Callable[[], Iterable[int]]
+    ) -> frozenset[int]:
+        try:
+            blocks = frozenset(map(operator.index, reported))
+        except TypeError:
+            blocks = frozenset({-1})
+        if min(blocks) >= 0:
+            return blocks
+        self._violation(
+            "invalid_block_ids",
+            f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
+        )
+        # Some block failed and we cannot tell which: every block of the plan is suspect.
+        sound = {block for block in reported if isinstance(block, int) and block >= 0}
+        return frozenset(sound).union(planned_blocks())
+
+    def _violation(self, rule: str, message: str) -> None:
+        self._observer.count("contract_violation")
+        if self._strict:
+            raise ContractError(message)
+        if rule not in self._logged:
+            self._logged.add(rule)
+            logger.warning("connector breaks its contract (%s): %s", rule, message)
