@@ -252,7 +252,9 @@ def test_a11_a_malformed_block_id_fails_every_block_of_the_plan(bad):
     assert run.violations == 1
 
 
-@pytest.mark.parametrize("bad", [None, ({"r"}, None), {}])
+@pytest.mark.parametrize(
+    "bad", [None, ({"r"}, None), {}, WorkerOutput(finished_recving=None, invalid_block_ids=[4])]
+)
 def test_a_report_of_another_type_fails_every_block_of_the_plan(bad):
     run = Run(bad)
     assert run.step(blocks=[4, 5]) == WorkerOutput(invalid_block_ids=frozenset({4, 5}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ class SupportsLayerwise(Protocol):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when the load of this layer is complete. Runs in: worker, before attention."""
 
-    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
+    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         """Take this layer's new KV. Runs in: worker, after attention."""
 
 
@@ -23,5 +23,5 @@ class SupportsLayerwise(Protocol):
 class SupportsHandshake(Protocol):
     """A worker whose peers must know something of it before the first transfer."""
 
-    def handshake_metadata(self) -> Any:
+    def handshake_metadata(self) -> object:
         """Picklable value for the scheduler role, or None. Called once, after registration."""

@@ -18,7 +18,7 @@ class SchedulerRole(ABC):
     """One per engine. Call order per request: `on_new_request`, `lookup` (any number of times),
     `update_after_alloc`, `build_plan` (every step), `request_finished` (once)."""
 
-    def on_new_request(self, request: RequestView) -> None:
+    def on_new_request(self, request: RequestView) -> None:  # noqa: B027 - optional
         """The host queued a request. Bookkeeping only; hosts before vLLM 0.27 never call it, so
         `lookup` must work without."""
 
@@ -103,5 +103,5 @@ class SchedulerRole(ABC):
         bring old content back."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Release everything. Idempotent; bounded in time."""

@@ -70,6 +70,7 @@ class WorkerRole(ABC):
 
         Not called if the forward raised: the blocks then do not hold what the plan says, and
         `end_step` without `save` abandons the saves of this step, those of layer hooks included.
+        Nor may a role save what was computed in this step on top of a load that failed.
         """
 
     @abstractmethod

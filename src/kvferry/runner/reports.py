@@ -27,6 +27,8 @@ REMEMBERED_REQUESTS = 65_536
 """Ended requests remembered at a time. Most are never reported, and nobody says that an id will not
 come again, so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
 
+_SETS = (frozenset, set)
+
 
 class ReportRules:
     """Passes a worker's outputs on, less what the contract forbids. One per worker; not shared."""
@@ -66,8 +68,8 @@ class ReportRules:
             self._note_ended(finished_request_ids)
         if output is EMPTY_OUTPUT and not self._early:
             return EMPTY_OUTPUT
-        if not isinstance(output, WorkerOutput):
-            self._violation("type", f"collect returned {type(output).__name__}, not a WorkerOutput")
+        if not isinstance(output, WorkerOutput) or not _holds_sets(output):
+            self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
             # Nobody knows what it meant to report, so nothing that this step loaded is trusted.
             output = WorkerOutput(invalid_block_ids=frozenset(planned_blocks()))
         changes: dict[str, Any] = {}
@@ -184,3 +186,12 @@ class ReportRules:
         if rule not in self._logged:
             self._logged.add(rule)
             logger.warning("connector breaks its contract (%s): %s", rule, message)
+
+
+def _holds_sets(output: WorkerOutput) -> bool:
+    return (
+        isinstance(output.finished_sending, _SETS)
+        and isinstance(output.finished_recving, _SETS)
+        and isinstance(output.failed_recving, _SETS)
+        and isinstance(output.invalid_block_ids, _SETS)
+    )

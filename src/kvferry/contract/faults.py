@@ -1,0 +1,61 @@
+"""What both guards share: counting and logging of faults, and the plan that carries a repair."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.contract.messages import Plan
+from kvferry.observe import Observer
+
+logger = logging.getLogger(__name__)
+
+
+class RepairedPlan(Plan, frozen=True, kw_only=True):
+    """A plan, and beside it the loads that the host was promised and that are not in it.
+
+    Attributes:
+        plan: what the role built, or its empty plan.
+        lost_block_ids: blocks that the host takes for loaded and that nobody may fill.
+        lost_request_ids: requests that wait for an async load which may never have been planned.
+    """
+
+    plan: Plan
+    lost_block_ids: frozenset[int] = frozenset()
+    lost_request_ids: frozenset[str] = frozenset()
+
+
+class Faults:
+    """Counts every fault of one role, and logs its 1st, 10th, 100th, ... occurrence."""
+
+    def __init__(self, role: object, observer: Observer) -> None:
+        self._role = type(role).__name__
+        self._observer = observer
+        self._seen: dict[str, int] = {}
+
+    def fault(self, hook: str, consequence: str) -> None:
+        """A hook raised. Called in an `except` block: the log line carries the traceback."""
+        self._observer.count("hook_failed")
+        self._observer.count(f"hook_failed_{hook}")
+        number = self._note(hook)
+        if number:
+            logger.exception(  # noqa: LOG004 - every caller is an exception handler
+                "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
+            )
+
+    def violation(self, rule: str, message: str, *values: object) -> None:
+        """The role answered something that the contract forbids."""
+        self._observer.count("contract_violation")
+        number = self._note(rule)
+        if number:
+            logger.warning(
+                "%s breaks its contract (%s, %d so far): %s",
+                self._role,
+                rule,
+                number,
+                message % values,
+            )
+
+    def _note(self, name: str) -> int:
+        """How often `name` happened if this time is worth a log line, else 0."""
+        number = self._seen[name] = self._seen.get(name, 0) + 1
+        return number if number == 10 ** (len(str(number)) - 1) else 0

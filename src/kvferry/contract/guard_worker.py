@@ -1,0 +1,179 @@
+"""A worker role behind the guard: see `kvferry.contract.guard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.contract.abilities import SupportsHandshake, SupportsLayerwise
+from kvferry.contract.faults import Faults, RepairedPlan
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.worker import WorkerRole
+from kvferry.observe import Observer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GuardedWorker(WorkerRole):
+    """A worker role whose faults are failed loads and absent saves.
+
+    - `begin_step`, `start_load`: every block that the plan was to fill is reported as invalid, its
+      async loads as failed; nothing more is loaded or saved in this step.
+    - `wait_for_layer_load`: the blocks likewise, and nothing is saved, since what was computed from
+      them is wrong. Async loads are under way: the role reports their end itself.
+    - `save_layer`, `save`: nothing (more) is saved in this step; loads are not affected.
+    - `collect`: the blocks of the step's loads are reported as invalid, because failures are
+      reported there and nowhere else. Ends that the role had not forgotten come with a later step.
+
+    Layer hooks and handshake are there if, and only if, the wrapped role has them.
+
+    Runs in: worker.
+    """
+
+    # Set per instance if the role has them, so that the abilities are visible through the guard.
+    wait_for_layer_load: Callable[[str], None]
+    save_layer: Callable[[str, torch.Tensor, Any], None]
+    handshake_metadata: Callable[[], Any]
+
+    def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
+        """Wrap `role`; `observer` receives the `hook_failed...` counts."""
+        self._role = role
+        self._faults = Faults(role, observer or Observer())
+        self._plan = Plan()
+        self._loads_stopped = False  # in this step
+        self._saves_stopped = False  # in this step
+        self._invalid: set[int] = set()
+        self._lost_recving: set[str] = set()  # loads that nobody does: to be reported now
+        self._failed_recving: set[str] = set()  # to be called failed once the role reports them
+        if isinstance(role, SupportsLayerwise):
+            self._layers = role
+            self.wait_for_layer_load = self._wait_for_layer_load
+            self.save_layer = self._save_layer
+        if isinstance(role, SupportsHandshake):
+            self.handshake_metadata = role.handshake_metadata
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Not guarded: a layout that cannot be served is refused at start-up."""
+        self._role.register_kv_caches(kv_caches)
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        lost: frozenset[int] = frozenset()
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_block_ids
+            plan = plan.plan
+        try:
+            return self._role.planned_blocks(plan) | lost
+        except Exception:
+            self._faults.fault("planned_blocks", "failed loads of this plan may go unreported")
+            return lost
+
+    def planned_recving(self, plan: Plan) -> frozenset[str]:
+        lost: frozenset[str] = frozenset()
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_request_ids
+            plan = plan.plan
+        try:
+            return self._role.planned_recving(plan) | lost
+        except Exception:
+            self._faults.fault("planned_recving", "async loads of this plan may go unreported")
+            return lost
+
+    def begin_step(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loads_stopped = self._saves_stopped = False
+        if isinstance(plan, RepairedPlan):
+            self._report_lost(plan)
+            plan = plan.plan
+        try:
+            self._role.begin_step(plan)
+        except Exception:
+            self._faults.fault("begin_step", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _report_lost(self, plan: RepairedPlan) -> None:
+        self._invalid |= plan.lost_block_ids
+        # What the role starts nevertheless it will end itself; until then it may write.
+        started = self.planned_recving(plan.plan)
+        self._lost_recving |= plan.lost_request_ids - started
+        self._failed_recving |= plan.lost_request_ids & started
+        # The engine computes on blocks that nobody filled.
+        self._saves_stopped = True
+
+    def start_load(self) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            self._role.start_load()
+        except Exception:
+            self._faults.fault("start_load", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _give_up_step(self) -> None:
+        self._loads_stopped = self._saves_stopped = True
+        self._invalid |= self.planned_blocks(self._plan)
+        self._lost_recving |= self.planned_recving(self._plan)
+
+    def _wait_for_layer_load(self, layer_name: str) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            self._layers.wait_for_layer_load(layer_name)
+        except Exception:
+            self._faults.fault("wait_for_layer_load", "the loads of this step are failed")
+            self._loads_stopped = self._saves_stopped = True
+            self._invalid |= self.planned_blocks(self._plan)
+
+    def _save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        if self._saves_stopped:
+            return
+        try:
+            self._layers.save_layer(layer_name, kv_layer, attn_metadata)
+        except Exception:
+            self._faults.fault("save_layer", "this step saves nothing")
+            self._saves_stopped = True
+
+    def save(self) -> None:
+        if self._saves_stopped:
+            return
+        try:
+            self._role.save()
+        except Exception:
+            self._faults.fault("save", "this step saves nothing")
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        try:
+            output = self._role.collect(finished_request_ids)
+            if not (self._invalid or self._lost_recving or self._failed_recving):
+                return output
+            return self._with_failures(output)
+        except Exception:
+            self._faults.fault("collect", "the loads of this step are failed")
+            self._invalid |= self.planned_blocks(self._plan)
+            return self._with_failures(EMPTY_OUTPUT)
+
+    def _with_failures(self, output: WorkerOutput) -> WorkerOutput:
+        recving = output.finished_recving | self._lost_recving
+        failed = output.failed_recving | self._lost_recving | (self._failed_recving & recving)
+        invalid = output.invalid_block_ids | self._invalid
+        output = msgspec.structs.replace(
+            output, finished_recving=recving, failed_recving=failed, invalid_block_ids=invalid
+        )
+        self._failed_recving -= failed
+        self._lost_recving.clear()
+        self._invalid.clear()
+        return output
+
+    def end_step(self) -> None:
+        try:
+            self._role.end_step()
+        except Exception:
+            self._faults.fault("end_step", "the step is over nevertheless")
+
+    def close(self) -> None:
+        try:
+            self._role.close()
+        except Exception:
+            self._faults.fault("close", "something may be left open")
