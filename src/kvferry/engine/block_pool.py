@@ -1,0 +1,178 @@
+"""Which KV blocks are free, held or remembered; ids and counts only, no tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvferry.types import ExtraKeys
+
+NULL_BLOCK = 0
+"""Never allocated, so that a slot number of 0 can mean "nowhere"."""
+
+
+class BlockHash(NamedTuple):
+    """Content of one full block: its own digest and that of the block before it."""
+
+    digest: bytes
+    parent: bytes
+
+
+class HashChain:
+    """Digests of the full blocks of one request, extended as its tokens grow.
+
+    Local to one engine and one process: the identity of stored KV is `kvferry.keys`, not this.
+    """
+
+    def __init__(self, block_size: int, extra_keys: ExtraKeys) -> None:
+        self._block_size = block_size
+        root = hashlib.blake2b(repr(extra_keys).encode(), digest_size=16)
+        self._parent = root.digest()
+        self.hashes: list[BlockHash] = []
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Hash the full blocks of `token_ids` (prompt and generated tokens so far) that are new;
+        returns all of them."""
+        size = self._block_size
+        for start in range(len(self.hashes) * size, len(token_ids) // size * size, size):
+            content = array("q", token_ids[start : start + size]).tobytes()
+            digest = hashlib.blake2b(self._parent + content, digest_size=16).digest()
+            self.hashes.append(BlockHash(digest, self._parent))
+            self._parent = digest
+        return self.hashes
+
+
+class BlockPool:
+    """A fixed number of blocks, reference counted, with a prefix cache over the full ones.
+
+    Every block but the null block is either held (count > 0) or free. A cached block stays findable
+    while it is free, until it is needed: free blocks are reused in the order in which they were
+    freed, those without content first.
+
+    Not thread-safe; belongs to the scheduler.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Make a pool of `num_blocks` blocks, ids 0 to `num_blocks - 1`, 0 being the null block."""
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can have at all."""
+        return self.num_blocks - 1
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._hash_of)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` free blocks, or none at all if there are fewer; their content is
+        forgotten."""
+        if count > len(self._free):
+            return None
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            self._forget(block_id)
+        return block_ids
+
+    def find_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Cached blocks of the longest known prefix. Changes nothing: `acquire` what is wanted."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash.digest)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Hold cached blocks once more."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Let go of blocks, given in token order. The end of a prefix is reused before its start,
+        because the start is of use without the end but not the other way round."""
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if block_id not in self._hash_of:
+                    self._free.move_to_end(block_id, last=False)
+
+    def cache(self, block_id: int, block_hash: BlockHash) -> None:
+        """Make a held, full block findable. Of two blocks with equal content the first stays."""
+        if block_hash.digest not in self._block_of and block_id not in self._hash_of:
+            self._hash_of[block_id] = block_hash
+            self._block_of[block_hash.digest] = block_id
+
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """Forget the content of blocks, and of every cached block computed from it."""
+        pending = [
+            self._hash_of[block_id].digest for block_id in block_ids if block_id in self._hash_of
+        ]
+        if not pending:
+            return
+        children: dict[bytes, list[bytes]] = {}
+        for block_hash in self._hash_of.values():
+            children.setdefault(block_hash.parent, []).append(block_hash.digest)
+        while pending:
+            digest = pending.pop()
+            # Already gone if one of the given blocks stems from another.
+            if digest in self._block_of:
+                self._forget(self._block_of[digest])
+            pending.extend(children.pop(digest, ()))
+
+    def reset(self) -> None:
+        """Forget all cached content; held blocks stay held."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise AssertionError if the books do not balance; for tests.
+
+        Args:
+            tables: block ids of every holder; if given, counts must be exactly theirs.
+        """
+        held = {i for i in range(1, self.num_blocks) if self._ref_counts[i] > 0}
+        assert min(self._ref_counts) >= 0, "a block was freed more often than held"
+        assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
+        assert NULL_BLOCK not in self._free, "the null block is free"
+        assert held.isdisjoint(self._free), "a block is both held and free"
+        assert len(held) + len(self._free) == self.num_usable, "a block is neither held nor free"
+        assert len(self._block_of) == len(self._hash_of), "cache maps differ in size"
+        for block_id, block_hash in self._hash_of.items():
+            assert self._block_of[block_hash.digest] == block_id, "cache maps disagree"
+        if tables is None:
+            return
+        counts = [0] * self.num_blocks
+        for table in tables:
+            for block_id in table:
+                counts[block_id] += 1
+        assert counts == self._ref_counts, "reference counts differ from the holders' tables"
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash.digest]
+
+    def __repr__(self) -> str:
+        held = self.num_usable - self.num_free
+        return f"BlockPool({held} held, {self.num_free} free, {self.num_cached} cached)"

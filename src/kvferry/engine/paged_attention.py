@@ -1,0 +1,278 @@
+"""Attention over paged KV, as one function of Transformers' attention interface.
+
+Transformers calls the registered function in every layer with what the layer computed for the
+tokens of this step; which requests these tokens belong to, and where their KV lives, comes along
+as the keyword argument `kvferry_context` of the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvferry.contract.abilities import SupportsLayerwise
+from kvferry.errors import ConfigError
+
+ATTENTION_NAME = "kvferry_paged"
+
+MAX_MASK_ELEMENTS = 1 << 24
+"""Long chunks over long prefixes are worked off in tiles whose mask stays below this (64 MiB)."""
+
+
+class AttentionContext(Protocol):
+    """What stands behind the attention calls of one forward."""
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        rest: dict[str, object],
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer_index: the layer's own number.
+            query: `[1, num_heads, num_tokens, head_dim]`.
+            key: `[1, num_kv_heads, num_tokens, head_dim]`.
+            value: like `key`.
+            scaling: factor on the scores; None for `head_dim ** -0.5`.
+            window: how many keys a query sees, itself included; None for all.
+            rest: every other argument the layer passed.
+
+        Returns:
+            `[1, num_tokens, num_heads, head_dim]`.
+        """
+
+
+class Span(NamedTuple):
+    """Tokens `[start, stop)` of a flattened step that belong to one request."""
+
+    start: int
+    stop: int
+    num_computed_tokens: int
+    """Tokens of the request before `start`, whose KV is in its blocks."""
+    block_table: torch.Tensor
+    """`[num_blocks]` int64: its blocks, in token order, those of this step included."""
+
+
+class _Reach(NamedTuple):
+    """Which keys the queries of a call see, and how scores are scaled."""
+
+    first_query: int
+    """Position of the first query."""
+    first_key: int
+    """Position of the first key."""
+    scaling: float | None
+    window: int | None
+
+
+class GatherBuffer:
+    """Memory for the gathered KV of one request and layer, kept between calls: fresh memory of this
+    size would be page-faulted in on every call."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def gather(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        """Copy blocks together: `[num_kv_heads, len(block_table) * block_size, content]`, valid
+        until the next call."""
+        _, num_heads, block_size, content = kv_cache.shape
+        num_blocks = block_table.numel()
+        if kv_cache.device.type != "cpu":
+            blocks = kv_cache.index_select(0, block_table)
+            return blocks.transpose(0, 1).reshape(num_heads, -1, content)
+        size = num_heads * num_blocks * block_size * content
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = torch.empty(size * 5 // 4, dtype=kv_cache.dtype)
+        out = self._memory[:size].view(num_heads, num_blocks, block_size, content)
+        # Head by head, each block is one run of memory on both sides: measured twice as fast as
+        # indexing whole blocks and transposing the result.
+        for head in range(num_heads):
+            torch.index_select(kv_cache[:, head], 0, block_table, out=out[head])
+        return out.view(num_heads, num_blocks * block_size, content)
+
+
+class PagedStep:
+    """The attention context of one step: writes new KV into blocks, reads what came before."""
+
+    def __init__(
+        self,
+        kv_caches: Sequence[tuple[str, torch.Tensor]],
+        spans: Sequence[Span],
+        slots: tuple[torch.Tensor, torch.Tensor],
+        buffer: GatherBuffer,
+        layerwise: SupportsLayerwise | None = None,
+    ) -> None:
+        """Prepare a forward.
+
+        Args:
+            kv_caches: name and KV of each layer, `[num_blocks, num_kv_heads, block_size, 2 *
+                head_dim]`, K before V in the last axis.
+            spans: the requests, in the order of the flattened tokens.
+            slots: block id and offset in the block of every flattened token, int64.
+            buffer: memory to gather into.
+            layerwise: the connector's layer hooks.
+        """
+        self._kv_caches = kv_caches
+        self._spans = spans
+        self._slots = slots
+        self._buffer = buffer
+        self._layerwise = layerwise
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        rest: dict[str, object],
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        del rest  # judged once, when the model was loaded
+        name, kv_cache = self._kv_caches[layer_index]
+        if self._layerwise is not None:
+            self._layerwise.wait_for_layer_load(name)
+        block_ids, offsets = self._slots
+        kv_cache[block_ids, :, offsets] = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        for span in self._spans:
+            part = query[:, :, span.start : span.stop]
+            if span.num_computed_tokens == 0:
+                new = slice(span.start, span.stop)
+                reach = _Reach(0, 0, scaling, window)
+                attended = self._attend_tiled(part, key[:, :, new], value[:, :, new], reach)
+            else:
+                attended = self._attend_gathered(part, kv_cache, span, scaling, window)
+            output[:, span.start : span.stop] = attended.transpose(1, 2)
+        if self._layerwise is not None:
+            self._layerwise.save_layer(name, kv_cache, self._spans)
+        return output
+
+    def _attend_gathered(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        span: Span,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention of a decode step or a later chunk: keys come out of the blocks."""
+        block_size, head_dim = kv_cache.shape[2], query.shape[-1]
+        first_query = span.num_computed_tokens
+        num_tokens = first_query + span.stop - span.start
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        first_block = first_key // block_size
+        blocks = span.block_table[first_block : -(-num_tokens // block_size)]
+        gathered = self._buffer.gather(kv_cache, blocks)
+        base = first_block * block_size
+        gathered = gathered[None, :, first_key - base : num_tokens - base]
+        key, value = gathered[..., :head_dim], gathered[..., head_dim:]
+        if span.stop - span.start > 1:
+            reach = _Reach(first_query, first_key, scaling, window)
+            return self._attend_tiled(query, key, value, reach)
+        # One query sees every key: the heads that share a kv head stand in for its query axis.
+        grouped = query.reshape(1, kv_cache.shape[1], -1, head_dim)
+        return scaled_dot_product_attention(grouped, key, value, scale=scaling).reshape(query.shape)
+
+    def _attend_tiled(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: _Reach
+    ) -> torch.Tensor:
+        """Causal attention of a run of queries over a run of keys."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        offset, window, scale = reach.first_query - reach.first_key, reach.window, reach.scaling
+        if offset == 0 and (window is None or num_keys <= window):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
+        tile = max(1, MAX_MASK_ELEMENTS // num_keys)
+        parts = []
+        for start in range(0, num_queries, tile):
+            part = query[:, :, start : start + tile]
+            mask = self._mask(offset + start, part.shape[2], num_keys, window, part)
+            parts.append(
+                scaled_dot_product_attention(
+                    part, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _mask(
+        self, offset: int, num_queries: int, num_keys: int, window: int | None, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Additive mask `[num_queries, num_keys]`; query i stands at key `offset + i`. All layers
+        of a step ask for the same few, so small sets of them are kept."""
+        wanted = (offset, num_queries, num_keys, window)
+        mask = self._masks.get(wanted)
+        if mask is not None:
+            return mask
+        distance = (
+            torch.arange(num_queries, device=like.device)[:, None]
+            + offset
+            - torch.arange(num_keys, device=like.device)[None, :]
+        )
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(num_queries, num_keys, dtype=like.dtype, device=like.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        if sum(kept.numel() for kept in self._masks.values()) + mask.numel() <= MAX_MASK_ELEMENTS:
+            self._masks[wanted] = mask
+        return mask
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    kvferry_context: AttentionContext | None = None,
+    **rest: object,
+) -> tuple[torch.Tensor, None]:
+    """The function Transformers calls. Tensors as in `AttentionContext.attend`."""
+    if kvferry_context is None:
+        raise ConfigError(
+            f"attention {ATTENTION_NAME!r} ran without its context: the model calls it from a "
+            "place that drops keyword arguments, or was called outside the engine"
+        )
+    layer_index = getattr(module, "layer_idx", None)
+    if not isinstance(layer_index, int):
+        raise ConfigError(
+            f"{type(module).__name__} has no layer_idx; the engine cannot page its KV"
+        )
+    output = kvferry_context.attend(
+        layer_index,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        window=sliding_window,
+        rest={**rest, "attention_mask": attention_mask},
+    )
+    return output, None
+
+
+def register_attention() -> None:
+    """Make `paged_attention` known to Transformers. Idempotent.
+
+    No mask function is registered beside it on purpose: for an implementation without one,
+    Transformers builds no mask at all, which is what a flattened batch needs.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)

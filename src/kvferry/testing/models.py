@@ -1,0 +1,83 @@
+"""Tiny random models in the shape of real ones, for tests that need a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.engine.model import quiet_transformers
+from kvferry.errors import ConfigError
+
+_SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {**_SMALL, "num_key_value_heads": 4},
+    # Norms on q and k, and a head_dim that is not hidden_size / num_attention_heads.
+    "qwen3": {**_SMALL, "num_key_value_heads": 2, "head_dim": 12},
+    # Every layer sees only the last `sliding_window` tokens.
+    "mistral": {**_SMALL, "num_key_value_heads": 2, "sliding_window": 37},
+    # Parallel residual, partial rotary embedding, no grouped heads.
+    "gpt_neox": {**_SMALL},
+    # Full and sliding layers in turn; scores scaled by a number of the config.
+    "gemma3_text": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 29,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
+def make_tiny_model(
+    path: str | Path, arch: str = "llama", seed: int = 0, **overrides: object
+) -> Path:
+    """Write a tiny random model to the directory `path` (config and safetensors, no tokenizer).
+
+    Weights depend on `arch`, `seed` and the overridden config alone. Two seeds give files of equal
+    size and headers.
+
+    Args:
+        path: directory; made if absent.
+        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text.
+        seed: of the weights.
+        overrides: config values, for example `num_hidden_layers=2`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ConfigError: an unknown architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if arch not in _ARCHITECTURES:
+        raise ConfigError(f"arch is {arch!r}; use one of {', '.join(_ARCHITECTURES)}")
+    config = AutoConfig.for_model(arch, **{**_ARCHITECTURES[arch], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                # Larger than the usual initial values: attention that is nearly uniform would
+                # forgive a wrong key.
+                if parameter.ndim > 1 and "embed" not in name:
+                    parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    with quiet_transformers():
+        model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,24 @@
+"""Model directories, made once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.models import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory):
+    """Factory: `model_dir("llama", seed=1, num_hidden_layers=2)` is a model directory."""
+    made: dict[str, Path] = {}
+
+    def factory(arch: str = "llama", seed: int = 0, **overrides) -> Path:
+        name = f"{arch}-{seed}-{sorted(overrides.items())}"
+        if name not in made:
+            path = tmp_path_factory.mktemp(arch)
+            made[name] = make_tiny_model(path, arch, seed, **overrides)
+        return made[name]
+
+    return factory
