@@ -1,0 +1,50 @@
+"""Options of the shared-storage connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStorageConfig:
+    """What an operator may set; each has a default that is right for one machine.
+
+    Attributes:
+        store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`.
+        chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
+            value are not read.
+        save_generated: also store chunks that end in confirmed generated tokens.
+        staging_bytes: bound of the memory that reads and writes pass through.
+        promise: "in_hand" fetches and verifies a hit before it is promised; "index" promises what
+            the index knows and reports failed loads as block ids, for hosts that carry no messages
+            from workers to the scheduler.
+        load_timeout_seconds: after this, what has not arrived is recomputed.
+        io_threads: threads for loads, and as many for saves.
+        tenant: keeps what is stored apart from every other tenant's.
+        weights_version: name of the weights, for engines whose weights change in place.
+    """
+
+    store: str
+    chunk_tokens: int = 128
+    save_generated: bool = False
+    staging_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
+    promise: Literal["in_hand", "index"] = "in_hand"
+    load_timeout_seconds: float = 5.0
+    io_threads: int = 2
+    tenant: str = ""
+    weights_version: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        if self.load_timeout_seconds <= 0:
+            raise ConfigError(
+                f"load_timeout_seconds must be positive, not {self.load_timeout_seconds}"
+            )
+        if self.promise not in ("in_hand", "index"):
+            raise ConfigError(f"promise must be 'in_hand' or 'index', not {self.promise!r}")

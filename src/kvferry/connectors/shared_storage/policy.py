@@ -1,0 +1,73 @@
+"""Load, or compute again? Decided from rates measured on this engine, never from constants.
+
+Pure but for the averages it keeps. A hit is worth waiting for as long as computing it would take,
+and no longer; a store that has become slower than the engine is asked only now and then.
+"""
+
+from __future__ import annotations
+
+PROBE_EVERY = 16
+"""Of the hits that measured rates speak against, one in this many is loaded all the same, so that
+a store that has recovered is noticed."""
+
+_WEIGHT = 0.25
+"""Weight of a new sample in a moving average: a few steps forget an outlier."""
+
+MIN_WAIT_SECONDS = 0.25
+"""A prefetch is given at least this long: below it, the measured rates are noise."""
+
+SLACK_SECONDS = 0.1
+"""A load is refused only if it is expected to lose by more than this. Rates of small hits measure
+the latency of a step more than the store."""
+
+
+class LoadPolicy:
+    """Rates of loading and computing, and what follows for one hit.
+
+    Args:
+        load_timeout_seconds: upper bound of any wait.
+    """
+
+    def __init__(self, load_timeout_seconds: float) -> None:
+        self._timeout = load_timeout_seconds
+        self._load_rate: float | None = None
+        self._compute_rate: float | None = None
+        self._refused = 0
+
+    def saw_load(self, num_tokens: int, seconds: float) -> None:
+        """A prefetch of `num_tokens` took `seconds` from plan to report."""
+        if num_tokens > 0 and seconds > 0:
+            self._load_rate = _average(self._load_rate, num_tokens / seconds)
+
+    def saw_slow_load(self, num_tokens: int, seconds: float) -> None:
+        """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
+        if seconds > 0 and num_tokens > 0:
+            bound = num_tokens / seconds / 2
+            if self._load_rate is None or bound < self._load_rate:
+                self._load_rate = _average(self._load_rate, bound)
+
+    def saw_compute(self, num_tokens: int, seconds: float) -> None:
+        """A step computed `num_tokens` prompt tokens in `seconds`."""
+        if num_tokens > 0 and seconds > 0:
+            self._compute_rate = _average(self._compute_rate, num_tokens / seconds)
+
+    def worth_loading(self, num_tokens: int) -> bool:
+        """Whether to start loading a hit. Counts refusals so that it probes again."""
+        if self._load_rate is None or self._compute_rate is None:
+            return True
+        loses_by = num_tokens / self._load_rate - num_tokens / self._compute_rate
+        if loses_by <= SLACK_SECONDS:
+            self._refused = 0
+            return True
+        self._refused += 1
+        return self._refused % PROBE_EVERY == 0
+
+    def wait_seconds(self, num_tokens: int) -> float:
+        """How long a hit of `num_tokens` may take before it is cut short."""
+        if self._compute_rate is None:
+            return self._timeout
+        return min(self._timeout, max(MIN_WAIT_SECONDS, num_tokens / self._compute_rate))
+
+
+def _average(old: float | None, sample: float) -> float:
+    return sample if old is None else old + _WEIGHT * (sample - old)

@@ -1,0 +1,442 @@
+"""The scheduler role of the shared-storage connector: decides what to load and save, in memory.
+
+Life of a hit: `lookup` finds leading chunks in the index → the next plan carries a prefetch and the
+answer is "ask again" → every rank reports what it holds verified → `lookup` promises it →
+`update_after_alloc` records the blocks → the plan carries the load. With `promise="index"` the hit
+is promised at once and failed chunks come back as block ids.
+
+Tokens of a request: `[0, local)` the engine has, `[local, local + promised)` we load, the rest it
+computes; of what it computes, whole chunks that the store does not know are saved.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import (
+    EMPTY_PLAN,
+    BlockSlice,
+    ChunkRef,
+    Load,
+    Prefetch,
+    RankReport,
+    Save,
+    Saved,
+    SharedStorageMeta,
+    SharedStoragePlan,
+)
+from kvferry.connectors.shared_storage.policy import LoadPolicy
+from kvferry.connectors.shared_storage.tickets import Tickets
+from kvferry.contract.messages import (
+    ASK_AGAIN,
+    FREE_NOW,
+    MISS,
+    FinishResult,
+    LookupResult,
+    Plan,
+    WorkerOutput,
+)
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.keys import ChunkKeys
+from kvferry.store.base import SupportsProbe
+from kvferry.types import BlockTable, ChunkKey, RequestView, ScheduledRequest, StepView
+
+if TYPE_CHECKING:
+    from kvferry.connectors.registry import EngineSpec
+    from kvferry.connectors.shared_storage.config import SharedStorageConfig
+    from kvferry.connectors.shared_storage.sessions import SharedWrites
+    from kvferry.observe import Observer
+    from kvferry.store.base import Store
+
+PREFILL_TOKENS = 64
+"""A step with at least this many tokens says something about the speed of prefill; a decode step
+does not."""
+
+
+BROKEN_SECONDS = 60.0
+"""How long a chunk that could not be read is not offered again, unless it is stored anew."""
+
+MAX_BROKEN = 100_000
+
+
+class _Later(enum.Enum):
+    """A save that has to wait for the place it is written to."""
+
+    WAIT = enum.auto()
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of one live request."""
+
+    keys: ChunkKeys
+    ticket: int | None = None
+    """Its prefetch, from the plan that carries it to its load or release."""
+    promised: tuple[int, int] | None = None
+    """Tokens `[start, stop)` of the last positive answer."""
+    gave_up: bool = False
+    """Its hit was refused or came too late; not tried again before it is admitted."""
+    next_save: int = 0
+    """Chunks before this one are stored, on their way, or will not be saved by this request."""
+
+
+class SharedStorageScheduler(SchedulerRole):
+    """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
+
+    Args:
+        spec: the engine.
+        config: options.
+        namespace: digest that roots the chunk keys.
+        store: for `contains`, `probe` and `touch`: memory only. Not closed here.
+        num_load_slots: chunks that every rank can hold in staging for loads.
+        observer: receives counts.
+        new_namespace: makes the digest of another epoch (see `reset`).
+        shared_writes: where several ranks write one record, else None.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        config: SharedStorageConfig,
+        namespace: bytes,
+        store: Store,
+        num_load_slots: int,
+        observer: Observer,
+        *,
+        new_namespace: Callable[[], bytes],
+        shared_writes: SharedWrites | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._new_namespace = new_namespace
+        self._announce_namespace = False
+        self._store = store
+        self._probe = store.probe if isinstance(store, SupportsProbe) else None
+        self._observer = observer
+        self._shared_writes = shared_writes
+        self._clock = clock
+        self._chunk = config.chunk_tokens
+        self._block_sizes = tuple(group.block_size for group in spec.groups)
+        self._block = math.lcm(*self._block_sizes)
+        self._in_hand = config.promise == "in_hand" and spec.carries_worker_meta
+        self._policy = LoadPolicy(config.load_timeout_seconds)
+        self._tickets = Tickets(spec.shard.world_size, num_load_slots, clock)
+        self._requests: dict[str, _Request] = {}
+        self._saving: set[bytes] = set()
+        self._broken: dict[bytes, float] = {}
+        self._failures_known = 0
+        self._unsaved: set[str] = set()
+        self._loads: list[Load] = []
+        self._step_started: tuple[float, int] | None = None
+
+    # -- lookup ---------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        if self._probe is not None and request.extra_keys.cacheable:
+            self._probe(self._track(request).keys.keys)
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if not request.extra_keys.cacheable:
+            return MISS
+        state = self._track(request)
+        num_tokens = len(request.all_token_ids)
+        if state.ticket is not None:
+            return self._answer_ticket(state, num_tokens, num_local_tokens)
+        if state.gave_up:
+            return MISS
+        first = num_local_tokens // self._chunk
+        keys = state.keys.keys
+        last = self._known_until(keys, first)
+        stop = self._usable(last, num_tokens)
+        if stop <= num_local_tokens:
+            return MISS
+        if not self._in_hand:
+            return self._promise(state, num_local_tokens, stop)
+        if not self._policy.worth_loading(stop - num_local_tokens):
+            self._observer.count("hits_recomputed")
+            state.gave_up = True
+            return MISS
+        # Only what the hit uses: rounding to whole blocks can make the last chunk useless.
+        last = -(-stop // self._chunk)
+        chunks = tuple(ChunkRef(keys[i], i * self._chunk) for i in range(first, last))
+        wait = self._policy.wait_seconds(stop - num_local_tokens)
+        state.ticket = self._tickets.open(chunks, wait)
+        if state.ticket is None:
+            self._observer.count("hits_without_staging")
+            state.gave_up = True
+            return MISS
+        return ASK_AGAIN
+
+    def _answer_ticket(
+        self, state: _Request, num_tokens: int, num_local_tokens: int
+    ) -> LookupResult:
+        """Answer from a prefetch: ask again until it ended, then promise what is in hand."""
+        ticket = self._tickets.get(state.ticket)
+        if ticket is None:
+            state.ticket = None
+            return MISS
+        if not ticket.complete and self._clock() < ticket.deadline:
+            return ASK_AGAIN
+        if not ticket.complete:
+            state.gave_up = True
+            self._observer.count("miss_deadline")
+            self._policy.saw_slow_load(
+                len(ticket.chunks) * self._chunk, self._clock() - ticket.opened
+            )
+        covered = ticket.first_token <= num_local_tokens
+        have = (ticket.first_token // self._chunk + ticket.num_in_hand) if covered else 0
+        stop = self._usable(have, num_tokens)
+        if stop <= num_local_tokens:
+            self._release(state)
+            return MISS
+        return self._promise(state, num_local_tokens, stop)
+
+    def _promise(self, state: _Request, start: int, stop: int) -> LookupResult:
+        state.promised = (start, stop)
+        return LookupResult(stop - start, False)
+
+    def _known_until(self, keys: list[ChunkKey], first: int) -> int:
+        """Number of the first chunk from `first` on that is not known to be stored."""
+        contains = self._store.contains
+        for index in range(first, len(keys)):
+            if not contains(keys[index]) or self._is_broken(keys[index]):
+                return index
+        return len(keys)
+
+    def _is_broken(self, key: bytes) -> bool:
+        """Whether a load of `key` failed a short while ago. Not for ever: another process may have
+        mended what this one cannot see."""
+        until = self._broken.get(key)
+        if until is None:
+            return False
+        if self._clock() < until:
+            return True
+        del self._broken[key]
+        return False
+
+    def _note_broken(self, keys: Iterable[bytes]) -> None:
+        until = self._clock() + BROKEN_SECONDS
+        if len(self._broken) > MAX_BROKEN:
+            self._broken.clear()
+        self._broken.update(dict.fromkeys(keys, until))
+
+    def _usable(self, num_chunks: int, num_tokens: int) -> int:
+        """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
+        return min(num_chunks * self._chunk, num_tokens - 1) // self._block * self._block
+
+    # -- allocation and plan --------------------------------------------------------------------
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        if not request.extra_keys.cacheable:
+            return
+        state = self._track(request)
+        state.next_save = 0
+        state.gave_up = False
+        self._unsaved.add(request.request_id)
+        promised, state.promised = state.promised, None
+        if num_external_tokens <= 0 or promised is None:
+            self._observer.count("requests_missed")
+            self._release(state)
+            return
+        start = promised[0]
+        stop = min(promised[1], start + num_external_tokens)
+        keys = state.keys.keys
+        chunks = tuple(
+            ChunkRef(keys[i], i * self._chunk)
+            for i in range(start // self._chunk, -(-stop // self._chunk))
+        )
+        blocks = self._slices(block_ids, start, stop)
+        self._loads.append(Load(request.request_id, state.ticket, chunks, start, stop, blocks))
+        if state.ticket is not None:
+            # The load itself releases the staging on the workers.
+            self._tickets.close(state.ticket, told=True)
+            state.ticket = None
+        self._store.touch([ChunkKey(chunk.key) for chunk in chunks])
+        self._observer.count("hit_tokens", stop - start)
+        self._observer.count("hits")
+
+    def build_plan(self, step: StepView) -> Plan:
+        for request_id in step.preempted_request_ids:
+            self._forget_loads(request_id)
+        saves = self._plan_saves(step) if self._unsaved else ()
+        self._note_step(step)
+        prefetches, releases = self._tickets.drain()
+        if not (saves or prefetches or releases or self._loads or self._announce_namespace):
+            return EMPTY_PLAN
+        loads, self._loads = tuple(self._loads), []
+        namespace = self._namespace if self._announce_namespace else None
+        self._announce_namespace = False
+        return SharedStoragePlan(
+            prefetches=tuple(Prefetch(t.number, t.chunks) for t in prefetches),
+            loads=loads,
+            saves=tuple(saves),
+            releases=tuple(releases),
+            failures_known=self._failures_known,
+            namespace=namespace,
+        )
+
+    def _note_step(self, step: StepView) -> None:
+        self._step_started = None
+        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
+        if num_tokens >= PREFILL_TOKENS and not self._loads:
+            self._step_started = (self._clock(), num_tokens)
+
+    def _plan_saves(self, step: StepView) -> list[Save]:
+        saves: list[Save] = []
+        for item in step.scheduled:
+            if item.request.request_id in self._unsaved:
+                self._plan_request_saves(item, saves)
+        return saves
+
+    def _plan_request_saves(self, item: ScheduledRequest, saves: list[Save]) -> None:
+        """Add every chunk that this step completes (or an earlier one, if it found no staging)."""
+        request = item.request
+        state = self._track(request)
+        keys = state.keys.keys
+        computed = item.num_computed_tokens + item.num_scheduled_tokens
+        # Tokens past `all_token_ids` are drafts: nobody confirmed them.
+        limit = len(request.all_token_ids)
+        if not self._config.save_generated:
+            limit = min(limit, request.num_prompt_tokens)
+            if state.next_save >= limit // self._chunk:
+                self._unsaved.discard(request.request_id)
+                return
+        whole = min(computed, limit) // self._chunk
+        while state.next_save < whole:
+            index = state.next_save
+            save = self._save_of(ChunkRef(keys[index], index * self._chunk), item.block_ids)
+            if save is _Later.WAIT:
+                return
+            if save is not None:
+                saves.append(save)
+            state.next_save += 1
+
+    def _save_of(self, chunk: ChunkRef, block_ids: BlockTable) -> Save | _Later | None:
+        """The save of one chunk; None if somebody has it or it was refused."""
+        key = ChunkKey(chunk.key)
+        if chunk.key in self._saving:
+            return None
+        if self._store.contains(key) and not self._is_broken(key):
+            return None
+        session: str | None = None
+        if self._shared_writes is not None:
+            opened = self._shared_writes.session(key, chunk.first_token)
+            if not opened.ready:
+                return _Later.WAIT
+            if opened.name is None:
+                return None
+            session = opened.name
+        self._saving.add(chunk.key)
+        first = chunk.first_token
+        return Save(chunk, self._slices(block_ids, first, first + self._chunk), session)
+
+    def _slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
+        return tuple(
+            BlockSlice(start // size, tuple(table[start // size : -(-stop // size)]))
+            for size, table in zip(self._block_sizes, block_ids, strict=True)
+        )
+
+    # -- outputs --------------------------------------------------------------------------------
+
+    def update_output(self, output: WorkerOutput) -> None:
+        if self._step_started is not None:
+            started, num_tokens = self._step_started
+            self._policy.saw_compute(num_tokens, self._clock() - started)
+            self._step_started = None
+        meta = output.meta
+        if isinstance(meta, SharedStorageMeta):
+            for report in meta.reports:
+                self._learn(report)
+
+    def _learn(self, report: RankReport) -> None:
+        for news in report.prefetched:
+            self._note_broken(news.broken)
+            ticket = self._tickets.report(report.rank, news.ticket, news.num_chunks, news.done)
+            if ticket is not None and ticket.complete:
+                self._policy.saw_load(
+                    ticket.num_in_hand * self._chunk, self._clock() - ticket.opened
+                )
+        self._note_broken(report.broken)
+        self._failures_known = max(self._failures_known, report.failures)
+        for saved in report.saved:
+            self._learn_saved(report.rank, saved)
+
+    def _learn_saved(self, rank: int, saved: Saved) -> None:
+        if self._shared_writes is not None:
+            if not self._shared_writes.report(rank, saved):
+                return
+        elif saved.stored and not saved.existed:
+            self._broken.pop(saved.key, None)
+        self._saving.discard(saved.key)
+        if saved.retry:
+            self._save_again(saved.key)
+
+    def _save_again(self, key: bytes) -> None:
+        """Staging was full: whoever still holds the chunk offers it once more."""
+        for request_id, state in self._requests.items():
+            try:
+                index = state.keys.keys.index(ChunkKey(key), 0, state.next_save)
+            except ValueError:
+                continue
+            state.next_save = index
+            self._unsaved.add(request_id)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        state = self._requests.pop(request.request_id, None)
+        self._unsaved.discard(request.request_id)
+        if state is not None:
+            self._release(state)
+        self._forget_loads(request.request_id)
+        return FREE_NOW
+
+    def has_pending_work(self) -> bool:
+        return self._tickets.has_news
+
+    def reset(self) -> bool:
+        """Another epoch: what is stored stays, for others, and is not read by this engine again.
+        Saves under way carry the old namespace, so they cannot come back."""
+        self._namespace = self._new_namespace()
+        self._announce_namespace = True
+        for request_id, state in self._requests.items():
+            self._release(state)
+            self._forget_loads(request_id)
+        self._requests.clear()
+        self._unsaved.clear()
+        self._saving.clear()
+        self._broken.clear()
+        return True
+
+    def close(self) -> None:
+        if self._shared_writes is not None:
+            self._shared_writes.close()
+
+    def _track(self, request: RequestView) -> _Request:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = _Request(ChunkKeys(self._namespace, self._chunk, request.extra_keys))
+            self._requests[request.request_id] = state
+        state.keys.extend(request.all_token_ids)
+        return state
+
+    def _forget_loads(self, request_id: str) -> None:
+        """Drop loads that no plan has carried yet: their blocks are no longer the request's."""
+        for load in [load for load in self._loads if load.request_id == request_id]:
+            self._loads.remove(load)
+            if load.ticket is not None:
+                self._tickets.release(load.ticket)
+
+    def _release(self, state: _Request) -> None:
+        if state.ticket is not None:
+            self._tickets.close(state.ticket, told=False)
+            state.ticket = None

@@ -1,0 +1,135 @@
+"""Records that several ranks write together: begun and committed by the scheduler's process.
+
+Every rank writes its rows into one hidden file and returns their leaf digests; when all have, the
+head is written and the record becomes visible. The I/O runs on one background thread; the scheduler
+thread only looks at what is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from kvferry.connectors.shared_storage.messages import Saved
+from kvferry.observe import Observer
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema
+from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+
+
+class Opened(NamedTuple):
+    """Whether a session can be handed to the ranks."""
+
+    ready: bool
+    name: str | None
+    """None if ready: refused, nothing to write."""
+
+
+@dataclass(slots=True)
+class _Session:
+    key: ChunkKey
+    first_token: int
+    begun: Job[str | PutResult]
+    reports: dict[int, Saved] = field(default_factory=dict)
+
+
+class SharedWrites:
+    """All records under way. Runs in: scheduler thread, but for the jobs.
+
+    Args:
+        store: where sessions live.
+        schema: of the records.
+        world_size: ranks that each report once.
+        observer: receives counts.
+    """
+
+    def __init__(
+        self,
+        store: SupportsShardedWrite,
+        schema: RecordSchema,
+        world_size: int,
+        observer: Observer,
+    ) -> None:
+        self._store = store
+        self._schema = schema
+        self._world_size = world_size
+        self._observer = observer
+        self._sessions: dict[bytes, _Session] = {}
+        self._pool = IOPool(1, "kvferry-commit")
+
+    def session(self, key: ChunkKey, first_token: int) -> Opened:
+        """The session of a chunk; begun at the first call, ready at a later one. Never blocks."""
+        session = self._sessions.get(key)
+        if session is None:
+            size = self._schema.record_bytes
+            begun = self._pool.submit(lambda _job: self._store.begin(key, size))
+            self._sessions[key] = session = _Session(key, first_token, begun)
+        if not session.begun.poll():
+            return Opened(False, None)
+        name = session.begun.result
+        if isinstance(name, PutResult) or name is None:
+            del self._sessions[key]
+            self._observer.count(f"put_{name or PutResult.FAILED}")
+            return Opened(True, None)
+        return Opened(True, name)
+
+    def report(self, rank: int, saved: Saved) -> bool:
+        """A rank is through with its part; True when all are and the record is settled."""
+        session = self._sessions.get(saved.key)
+        if session is None:
+            return True
+        session.reports.setdefault(rank, saved)
+        if len(session.reports) < self._world_size:
+            return False
+        del self._sessions[saved.key]
+        name = session.begun.result
+        if isinstance(name, str):
+            self._pool.submit(lambda _job: self._settle(session, name))
+        return True
+
+    def close(self) -> None:
+        """Give up what is not complete. Bounded in time."""
+        for session in self._sessions.values():
+            self._pool.submit(partial(self._abort, session))
+        self._sessions.clear()
+        if not self._pool.close(CLOSE_SECONDS):
+            logger.warning("committing records did not end in time; left behind at close")
+
+    def _abort(self, session: _Session, _job: Job[None]) -> None:
+        """Runs in: I/O thread, after the session's own `begin`."""
+        if isinstance(session.begun.result, str):
+            self._store.abort(session.begun.result)
+
+    def _settle(self, session: _Session, name: str) -> None:
+        """Commit or abort. Runs in: I/O thread."""
+        table = self._leaf_table(session)
+        if table is None:
+            self._store.abort(name)
+            return
+        head = self._schema.encode_head(session.key, session.first_token, table)
+        self._observer.count(f"put_{self._store.commit(name, head)}")
+
+    def _leaf_table(self, session: _Session) -> bytes | None:
+        """The table made of all ranks' parts; None unless every row was written."""
+        table = bytearray(DIGEST_BYTES * self._schema.num_leaves)
+        missing = set(range(self._schema.num_leaves))
+        for saved in session.reports.values():
+            if not saved.stored:
+                return None
+            at = 0
+            for rows in saved.ranges:
+                where = self._schema.leaf_slice(rows)
+                size = where.stop - where.start
+                table[where] = saved.leaf_digests[at : at + size]
+                missing.difference_update(
+                    range(where.start // DIGEST_BYTES, where.stop // DIGEST_BYTES)
+                )
+                at += size
+        return bytes(table) if not missing else None

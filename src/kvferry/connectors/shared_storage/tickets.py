@@ -1,0 +1,123 @@
+"""Prefetches under way: which chunks each holds in staging, on which ranks, and until when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.connectors.shared_storage.messages import ChunkRef
+
+LEASE_SECONDS = 10.0
+"""How long past its deadline a request may sit on staging that others ask for."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One prefetch, from lookup to load or release."""
+
+    number: int
+    chunks: tuple[ChunkRef, ...]
+    opened: float
+    deadline: float
+    num_ranks: int
+    in_hand_by_rank: dict[int, int] = field(default_factory=dict)
+    done_ranks: set[int] = field(default_factory=set)
+
+    @property
+    def first_token(self) -> int:
+        return self.chunks[0].first_token
+
+    @property
+    def complete(self) -> bool:
+        """Every rank has reported the end."""
+        return len(self.done_ranks) == self.num_ranks
+
+    @property
+    def num_in_hand(self) -> int:
+        """Leading chunks that every rank is known to hold verified."""
+        if len(self.in_hand_by_rank) < self.num_ranks:
+            return 0
+        return min(self.in_hand_by_rank.values())
+
+
+class Tickets:
+    """All open prefetches of an engine and the staging they use. Not thread-safe.
+
+    Args:
+        num_ranks: ranks that each must report.
+        num_slots: chunks that fit into staging on every rank.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, num_ranks: int, num_slots: int, clock: Callable[[], float]) -> None:
+        self._num_ranks = num_ranks
+        self._free = num_slots
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Ticket] = {}
+        self._new: list[Ticket] = []
+        self._releases: list[int] = []
+
+    @property
+    def has_news(self) -> bool:
+        """True while a plan must go out although nothing is scheduled."""
+        return bool(self._new or self._releases)
+
+    def open(self, chunks: tuple[ChunkRef, ...], wait_seconds: float) -> int | None:
+        """Ask for `chunks`, or as many leading ones as staging has room for; None if for none."""
+        now = self._clock()
+        if self._free < len(chunks):
+            self._expire(now)
+        chunks = chunks[: self._free]
+        if not chunks:
+            return None
+        ticket = Ticket(next(self._numbers), chunks, now, now + wait_seconds, self._num_ranks)
+        self._free -= len(chunks)
+        self._open[ticket.number] = ticket
+        self._new.append(ticket)
+        return ticket.number
+
+    def get(self, number: int | None) -> Ticket | None:
+        return None if number is None else self._open.get(number)
+
+    def report(self, rank: int, number: int, num_chunks: int, done: bool) -> Ticket | None:
+        """A rank tells how far it is. Reports may repeat; they never take anything back."""
+        ticket = self._open.get(number)
+        if ticket is not None:
+            ticket.in_hand_by_rank[rank] = max(num_chunks, ticket.in_hand_by_rank.get(rank, 0))
+            if done:
+                ticket.done_ranks.add(rank)
+        return ticket
+
+    def close(self, number: int, *, told: bool) -> None:
+        """Give the staging back. `told`: the workers learn it from a load of this ticket."""
+        ticket = self._open.pop(number, None)
+        if ticket is None:
+            return
+        self._free += len(ticket.chunks)
+        if ticket in self._new:
+            self._new.remove(ticket)
+        elif not told:
+            self._releases.append(number)
+
+    def release(self, number: int) -> None:
+        """Tell the workers to drop a ticket that was closed for a load that will not happen."""
+        self._releases.append(number)
+
+    def _expire(self, now: float) -> None:
+        """Take staging back from requests that got their hit in hand and are not admitted."""
+        for ticket in list(self._open.values()):
+            if now > ticket.deadline + LEASE_SECONDS:
+                self.close(ticket.number, told=False)
+
+    def drain(self) -> tuple[list[Ticket], list[int]]:
+        """What the next plan carries: new prefetches and releases."""
+        if not self.has_news:
+            return _NOTHING
+        news, self._new = self._new, []
+        releases, self._releases = self._releases, []
+        return news, releases
+
+
+_NOTHING: tuple[list[Ticket], list[int]] = ([], [])

@@ -1,0 +1,117 @@
+"""A few threads for blocking I/O, and the handles of what they do.
+
+Daemon threads of our own, not `concurrent.futures`: its threads are joined when the interpreter
+ends, so one read that hangs in a stalled file system would hang the shutdown.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """One operation under way. Poll it, wait for it with a deadline, or cancel it.
+
+    After `cancel` returns, the operation writes to nothing but memory of its own: whatever it
+    delivers to others it delivers inside `claim`, which then fails.
+    """
+
+    __slots__ = ("_done", "_lock", "cancelled", "error", "result")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self.cancelled = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def poll(self) -> bool:
+        """True once `result` or `error` is set. Never blocks."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds; True if the job ended."""
+        return self._done.wait(timeout)
+
+    def cancel(self) -> None:
+        """Ask the job to stop. Waits only for a delivery (a copy in memory) under way."""
+        with self._lock:
+            self.cancelled = True
+
+    def claim(self) -> bool:
+        """Begin a delivery; True if the job may write to memory that is not its own. A caller that
+        got True calls `release` after it."""
+        self._lock.acquire()
+        if self.cancelled:
+            self._lock.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+class IOPool:
+    """Runs jobs in order of submission on `num_threads` threads, started with the first job.
+
+    Args:
+        num_threads: how many operations run at once.
+        name: prefix of the thread names.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
+        self._queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._num_threads = num_threads
+        self._name = name
+        self._closed = False
+
+    def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
+        """Queue `run(job)`; never blocks. It runs even if the job was cancelled meanwhile, so that
+        it can give back what it holds; it looks at `job.cancelled` first. After `close` it does not
+        run: the job is done and cancelled when this returns."""
+        job: Job[T] = Job()
+        if self._closed:
+            job.cancelled = True
+            job._done.set()
+            return job
+        if len(self._threads) < self._num_threads:
+            thread = threading.Thread(
+                target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
+        return job
+
+    def close(self, timeout: float) -> bool:
+        """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
+
+        A thread stuck in a system call stays behind as a daemon; its job is cancelled by whoever
+        holds it, so it can touch nothing of the engine's.
+        """
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._queue.put(None)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, run = item
+            try:
+                job.result = run(job)
+            except BaseException as error:  # outermost loop of a thread: the handle tells
+                job.error = error
+            job._done.set()
+            del item, job, run

@@ -1,0 +1,152 @@
+"""Records in and out of a store: verified here, the last place our code sees the bytes.
+
+Blocking functions for I/O threads. None raises: a fault is a `MissReason`, and bytes that are wrong
+are taken out of the store on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import StoreError
+from kvferry.observe import Observer
+from kvferry.record.check import MissReason, check_head, check_rows
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
+from kvferry.store.base import PutResult, Source, Store
+from kvferry.types import ChunkKey
+
+PIECE_BYTES = 512 * 1024
+"""Bytes read, verified and delivered at a time: small enough to stay in a core's own cache between
+the three, large enough that the calls cost little beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRead:
+    """One record, or the rows of it that one rank needs.
+
+    Attributes:
+        key: what to read.
+        first_token: position of the chunk in its prompt.
+        head: scratch of at least `schema.head_bytes`.
+        buffer_for: where the bytes of some rows shall land; called once per piece, in order.
+        deliver: called with the same rows once they are there and verified; False stops the read
+            (its job was cancelled). None: landing in the buffer is all.
+    """
+
+    key: ChunkKey
+    first_token: int
+    head: memoryview
+    buffer_for: Callable[[RowRange], memoryview]
+    deliver: Callable[[RowRange], bool] | None = None
+
+
+def pieces(
+    schema: RecordSchema, ranges: Sequence[RowRange], piece_bytes: int = PIECE_BYTES
+) -> Iterator[RowRange]:
+    """Split row ranges into runs of whole layers, or of heads of one layer, of about
+    `piece_bytes`; so that a piece is a box `[layers, heads]` whose rows are contiguous."""
+    for component, first, stop in ranges:
+        start = first
+        heads = schema.components[component].shape[1]
+        per_piece = max(1, piece_bytes // schema.components[component].row_bytes)
+        while start < stop:
+            if start % heads == 0 and per_piece >= heads and stop - start >= heads:
+                count = min(per_piece, stop - start) // heads * heads
+            else:
+                count = min(per_piece, stop - start, heads - start % heads)
+            yield RowRange(component, start, start + count)
+            start += count
+
+
+def read_record(
+    store: Store,
+    schema: RecordSchema,
+    read: RecordRead,
+    parts: Sequence[RowRange],
+    observer: Observer,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> MissReason | None:
+    """Read and verify `parts` of a record; None if all of it was right and delivered.
+
+    Guarantee: nothing is delivered before its own leaves and the whole head were verified. A
+    record found wrong is discarded from the store. Never raises.
+
+    Args:
+        store: where the record is.
+        schema: what it must look like.
+        read: key and destinations.
+        parts: `pieces` of the ranges wanted.
+        observer: counts the miss.
+        cancelled: asked between pieces.
+    """
+    if cancelled():
+        return MissReason.CANCELLED
+    try:
+        reason = _read(store, schema, read, parts, cancelled)
+    except StoreError:
+        reason = MissReason.IO_ERROR
+    if reason is None:
+        return None
+    observer.count(f"miss_{reason}")
+    if reason.is_corruption:
+        observer.count("records_corrupt")
+        store.discard(read.key, reason)
+    return reason
+
+
+def _read(
+    store: Store,
+    schema: RecordSchema,
+    read: RecordRead,
+    parts: Sequence[RowRange],
+    cancelled: Callable[[], bool],
+) -> MissReason | None:
+    source = store.open_read(read.key)
+    if source is None:
+        return MissReason.ABSENT
+    with source:
+        head = read.head[: schema.head_bytes]
+        got = source.read_into(head, 0)
+        reason = check_head(schema, read.key, read.first_token, source.size, head[:got])
+        if reason is not None:
+            return reason
+        table = head[schema.header_bytes + DIGEST_BYTES :]
+        for rows in parts:
+            if cancelled():
+                return MissReason.CANCELLED
+            buffer = read.buffer_for(rows)
+            reason = _read_rows(schema, source, rows, buffer, table)
+            if reason is not None:
+                return reason
+            if read.deliver is not None and not read.deliver(rows):
+                return MissReason.CANCELLED
+    return None
+
+
+def _read_rows(
+    schema: RecordSchema, source: Source, rows: RowRange, buffer: memoryview, table: memoryview
+) -> MissReason | None:
+    if source.read_into(buffer, schema.offset_of(rows)) < len(buffer):
+        return MissReason.TRUNCATED
+    component = schema.components[rows.component]
+    right = check_rows(component, buffer, table[schema.leaf_slice(rows)])
+    return None if right else MissReason.BAD_LEAF
+
+
+def put_record(
+    store: Store,
+    schema: RecordSchema,
+    key: ChunkKey,
+    first_token: int,
+    leaf_table: bytes,
+    image: memoryview,
+) -> PutResult:
+    """Store a whole record in one atomic step. Never raises.
+
+    Args:
+        leaf_table: digests of the payload, in order.
+        image: the record file with its payload in place; the head is written here.
+    """
+    image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
+    return store.put(key, [image])

@@ -1,0 +1,67 @@
+"""Bounded memory of ours between a store and the engine: equal slots of one aligned region.
+
+I/O lands here and only here, so an operation that outlives its deadline writes to a slot that
+nobody else uses: a slot goes back to the pool when its operation ended, not when its caller gave
+up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+from kvferry.errors import ConfigError
+from kvferry.record.schema import ALIGN
+
+
+class Staging:
+    """A pool of page-aligned slots.
+
+    Args:
+        total_bytes: bound of all slots together.
+        slot_bytes: bytes one slot must hold; rounded up to the alignment of O_DIRECT.
+
+    Raises:
+        ConfigError: fewer than two slots would fit.
+    """
+
+    def __init__(self, total_bytes: int, slot_bytes: int) -> None:
+        self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
+        self.num_slots = total_bytes // self.slot_bytes
+        if self.num_slots < 2:
+            raise ConfigError(
+                f"staging_bytes={total_bytes} holds {self.num_slots} chunk(s) of {slot_bytes} "
+                f"bytes; set it to at least {2 * self.slot_bytes}"
+            )
+        self._lock = threading.Lock()
+        self._free = list(range(self.num_slots))
+        # Reserved now, backed by memory when first touched.
+        self._region = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
+                self._region.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._region)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+    def acquire(self, *, keep_free: int = 0) -> int | None:
+        """Take a slot, or None if `keep_free` or fewer are left. Never blocks on I/O."""
+        with self._lock:
+            return self._free.pop() if len(self._free) > keep_free else None
+
+    def release(self, slot: int) -> None:
+        """Give a slot back. The last one freed is the next one used: it is warm in the cache."""
+        with self._lock:
+            self._free.append(slot)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot, writable."""
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
