@@ -1,0 +1,160 @@
+"""A store in a dict: the smallest implementation of the contract, and its documentation.
+
+Every `MemoryStore` is a store of its own, also under an equal name: sharing content by name would
+need state of the module. Whoever wants to share one hands the object on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.store.base import Buffer, Entry, PutResult, Source, Store, StoreStat
+from kvferry.types import ChunkKey
+
+
+class _Value(NamedTuple):
+    content: bytes
+    last_used: float
+
+
+class BytesSource(Source):
+    """A value that is already in memory, opened for reading."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = memoryview(content)
+        self.size = len(content)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        part = self._content[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        # Nothing to release: an evicted value lives as long as its last source, then goes.
+        pass
+
+
+class MemoryStore(Store):
+    """Values in this process only; evicts the least recent to stay within `max_bytes`.
+
+    Args:
+        name: shown in the URL.
+        max_bytes: sum of the sizes of all values; None for no limit.
+        observer: counts `store_evictions`, `store_evicted_bytes` and `store_quarantined`.
+        clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: `max_bytes` is not positive.
+    """
+
+    multi_process = False
+
+    def __init__(
+        self,
+        name: str = "",
+        max_bytes: int | None = None,
+        observer: Observer | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigError(f"max_bytes is {max_bytes}; give at least 1, or None for no limit")
+        self.url = f"memory://{name}"
+        self._max_bytes = max_bytes
+        self._observer = observer if observer is not None else Observer()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._values: OrderedDict[ChunkKey, _Value] = OrderedDict()  # least recent first
+        self._used_bytes = 0
+        self._closed = False
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self._values
+
+    def open_read(self, key: ChunkKey) -> Source | None:
+        value = self._values.get(key)
+        return None if value is None else BytesSource(value.content)
+
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+        content = b"".join(buffers)
+        with self._lock:
+            if self._closed:
+                return PutResult.FAILED
+            if key in self._values:
+                return PutResult.EXISTS
+            if self._max_bytes is not None and len(content) > self._max_bytes:
+                return PutResult.NO_SPACE
+            evicted = self._make_room(len(content))
+            self._values[key] = _Value(content, self._clock())
+            self._used_bytes += len(content)
+        if evicted:
+            self._observer.count("store_evictions", len(evicted))
+            self._observer.count("store_evicted_bytes", sum(evicted))
+        return PutResult.STORED
+
+    def _make_room(self, num_bytes: int) -> list[int]:
+        """Evict until `num_bytes` fit; returns the sizes of what went. Needs the lock."""
+        evicted: list[int] = []
+        while self._max_bytes is not None and self._used_bytes + num_bytes > self._max_bytes:
+            _, value = self._values.popitem(last=False)
+            self._used_bytes -= len(value.content)
+            evicted.append(len(value.content))
+        return evicted
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        """Dropped and counted: memory has no place for quarantine worth its space."""
+        if self.delete(key):
+            self._observer.count("store_quarantined")
+
+    def delete(self, key: ChunkKey) -> bool:
+        with self._lock:
+            value = self._values.pop(key, None)
+            if value is not None:
+                self._used_bytes -= len(value.content)
+        return value is not None
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        now = self._clock()
+        with self._lock:
+            # From the end, so that the first key, the root of the prefix, is the most recent.
+            for key in reversed(list(keys)):
+                value = self._values.get(key)
+                if value is not None:  # stays in place throughout: `contains` takes no lock
+                    self._values[key] = value._replace(last_used=now)
+                    self._values.move_to_end(key)
+
+    def stat(self) -> StoreStat:
+        with self._lock:
+            return StoreStat(
+                url=self.url,
+                num_records=len(self._values),
+                used_bytes=self._used_bytes,
+                max_bytes=self._max_bytes,
+                index_complete=True,
+            )
+
+    def scan(self) -> Iterator[Entry]:
+        with self._lock:
+            entries = [
+                Entry(key, len(value.content), value.last_used)
+                for key, value in self._values.items()
+            ]
+        return iter(entries)
+
+    def close(self) -> None:
+        """Drops all values."""
+        with self._lock:
+            self._closed = True
+            self._values.clear()
+            self._used_bytes = 0
+
+    def __repr__(self) -> str:
+        stat = self.stat()
+        state = "closed" if self._closed else f"{stat.num_records} values, {stat.used_bytes} bytes"
+        return f"<MemoryStore {self.url} {state}>"

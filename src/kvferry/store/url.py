@@ -1,0 +1,99 @@
+"""From a store URL to an open store. The options of each scheme are a dataclass here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kvferry.config import StoreUrl, build_config, parse_store_url
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.store.base import Store
+from kvferry.store.memory import MemoryStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quota:
+    max_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ConfigError("option 'max_bytes' is 0; give a size such as 10GiB, or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions(_Quota):
+    """Options of `file:` URLs.
+
+    Attributes:
+        max_bytes: quota over all processes that share the directory; None for no limit.
+        create: make the directory if it is missing.
+        read_only: never write, evict or quarantine.
+        direct_io: bypass the page cache; "auto" where it is faster and works.
+    """
+
+    create: bool = True
+    read_only: bool = False
+    direct_io: Literal["auto", "on", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions(_Quota):
+    """Options of `memory:` URLs.
+
+    Attributes:
+        max_bytes: sum of the sizes of all values; None for no limit.
+    """
+
+
+def open_store(url: str, *, observer: Observer | None = None, multi_process: bool = False) -> Store:
+    """Open the store that `url` names.
+
+    Args:
+        url: `file:///absolute/directory` or `memory://name`, with options after a `?`.
+        observer: receives the counts of the store.
+        multi_process: True where scheduler and worker roles, or several ranks, live in different
+            processes and must see each other's values; refuses stores that cannot.
+
+    Raises:
+        ConfigError: a URL, option or directory that cannot be used.
+
+    Example:
+        >>> with open_store("memory://example?max_bytes=1GiB") as store:
+        ...     store.stat().max_bytes
+        1073741824
+    """
+    parsed = parse_store_url(url)
+    where = f"store URL {url!r}"
+    seen_by = observer if observer is not None else Observer()
+    if parsed.scheme == "memory":
+        return _open_memory(parsed, where, seen_by, multi_process=multi_process)
+    return _open_file(parsed, where, seen_by)
+
+
+def _open_memory(
+    parsed: StoreUrl, where: str, observer: Observer, *, multi_process: bool
+) -> MemoryStore:
+    options = build_config(MemoryOptions, parsed.options, where=where)
+    if multi_process:
+        raise ConfigError(
+            f"{where}: a memory store is seen by one process only, and here several must share "
+            "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
+        )
+    return MemoryStore(parsed.path, options.max_bytes, observer)
+
+
+def _open_file(parsed: StoreUrl, where: str, observer: Observer) -> Store:
+    options = build_config(FileOptions, parsed.options, where=where)
+    # Only here: whoever keeps values in memory need not load threads, rings and ledgers.
+    from kvferry.store.file.store import FileStore
+
+    return FileStore(
+        Path(parsed.path),
+        max_bytes=options.max_bytes,
+        create=options.create,
+        read_only=options.read_only,
+        direct_io=options.direct_io,
+        observer=observer,
+    )

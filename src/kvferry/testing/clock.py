@@ -1,0 +1,31 @@
+"""Time that a test moves."""
+
+from __future__ import annotations
+
+import threading
+
+
+class FakeClock:
+    """Stands in for `time.monotonic` or `time.time` (call it) and for `time.sleep` (`sleep`).
+
+    Thread-safe. Time moves only when told to: `sleep` moves it and returns at once, so code that
+    polls until a deadline runs through without waiting.
+    """
+
+    def __init__(self, start: float = 1_000_000.0) -> None:
+        self._lock = threading.Lock()
+        self._now = start
+
+    def __call__(self) -> float:
+        with self._lock:
+            return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward. Negative amounts are refused: no clock of ours goes back."""
+        if seconds < 0:
+            raise ValueError(f"time does not go back by {-seconds} s")
+        with self._lock:
+            self._now += seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(max(seconds, 0.0))

@@ -1,0 +1,277 @@
+"""Stores that misbehave on purpose, to put in front of a sound one.
+
+    store = StallingStore(MemoryStore(), gate=gate)             # operations wait until released
+    store = FailingStore(MemoryStore(), operations={"put"})     # the medium fails
+    store = CorruptingStore(MemoryStore(), damage=flip_bit(7))  # the bytes are not what was stored
+
+They nest. Optional abilities of the inner store stay (`WrapperStore`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from kvferry.errors import StoreError
+from kvferry.store.base import (
+    Buffer,
+    PutResult,
+    Source,
+    Store,
+    SupportsProbe,
+    SupportsScan,
+    SupportsShardedWrite,
+)
+from kvferry.store.memory import BytesSource
+from kvferry.store.wrappers import (
+    ProbeDelegate,
+    ScanDelegate,
+    ShardedWriteDelegate,
+    WrapperStore,
+)
+from kvferry.types import ChunkKey
+
+Operation = Literal[
+    "open_read", "read_into", "put", "delete", "discard", "begin", "write_at", "commit"
+]
+Damage = Callable[[bytes], bytes]
+
+
+def flip_bit(index: int) -> Damage:
+    """Invert bit `index`, counted from the first byte's lowest, modulo the size."""
+
+    def damage(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[index // 8 % len(changed)] ^= 1 << index % 8
+        return bytes(changed)
+
+    return damage
+
+
+def truncate(num_bytes: int) -> Damage:
+    """Keep the first `num_bytes`; a negative number cuts that many from the end."""
+    return lambda content: content[:num_bytes]
+
+
+def zero(start: int, stop: int) -> Damage:
+    """Zero `[start, stop)`, as a hole in a file reads."""
+
+    def damage(content: bytes) -> bytes:
+        first, last, _ = slice(start, stop).indices(len(content))
+        last = max(first, last)
+        return content[:first] + bytes(last - first) + content[last:]
+
+    return damage
+
+
+class Gate:
+    """Where operations wait for a test. Closed at first; `release` opens it for good."""
+
+    def __init__(self, limit_seconds: float = 60.0) -> None:
+        self._limit_seconds = limit_seconds
+        self._open = threading.Event()
+        self._arrivals = threading.Semaphore(0)
+
+    def pass_through(self) -> None:
+        """Wait until released, at most `limit_seconds`: a test that forgets must not hang."""
+        self._arrivals.release()
+        self._open.wait(self._limit_seconds)
+
+    def wait_for_arrival(self, timeout: float = 10.0) -> bool:
+        """Wait until one more operation stands (or stood) at the gate."""
+        return self._arrivals.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._open.set()
+
+
+class _FaultySource(Source):
+    """Runs `before` ahead of each read."""
+
+    def __init__(self, inner: Source, before: Callable[[], None]) -> None:
+        self._inner = inner
+        self._before = before
+        self.size = inner.size
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        self._before()
+        return self._inner.read_into(buffer, offset)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyShardedWrite(ShardedWriteDelegate):
+    """The sharded write of a `FaultyStore`: asks it before each step."""
+
+    enter: Callable[[str], bool]
+
+    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
+        return super().begin(key, num_bytes) if self.enter("begin") else PutResult.FAILED
+
+    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
+        return self.enter("write_at") and super().write_at(session, offset, buffers)
+
+    def commit(self, session: str, head: Buffer) -> PutResult:
+        if self.enter("commit"):
+            return super().commit(session, head)
+        self.inner.abort(session)  # the contract: over afterwards, whatever the answer
+        return PutResult.FAILED
+
+
+class FaultyStore(WrapperStore):
+    """Asks `enter` before each of `operations`; what enters goes on to the inner store.
+
+    An operation that may not enter fails as the contract says: `open_read` and `read_into` raise
+    StoreError, writes answer FAILED, `delete` and `discard` do nothing.
+    """
+
+    abilities = (
+        (SupportsScan, ScanDelegate),
+        (SupportsProbe, ProbeDelegate),
+        (SupportsShardedWrite, _FaultyShardedWrite),
+    )
+
+    def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
+        super().__init__(inner)
+        self._operations: frozenset[str] = frozenset(operations)
+
+    def enter(self, operation: str) -> bool:
+        """Whether `operation` may go on; may take its time."""
+        return operation not in self._operations or self.fault(operation)
+
+    def fault(self, operation: str) -> bool:
+        """What happens to one of the chosen operations; True lets it go on afterwards."""
+        raise NotImplementedError
+
+    def open_read(self, key: ChunkKey) -> Source | None:
+        if not self.enter("open_read"):
+            raise StoreError(f"injected: open_read of {key.hex()[:16]} failed")
+        source = self.inner.open_read(key)
+        return None if source is None else _FaultySource(source, self._before_read)
+
+    def _before_read(self) -> None:
+        if not self.enter("read_into"):
+            raise StoreError("injected: read_into failed")
+
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+        return self.inner.put(key, buffers) if self.enter("put") else PutResult.FAILED
+
+    def delete(self, key: ChunkKey) -> bool:
+        return self.enter("delete") and self.inner.delete(key)
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        if self.enter("discard"):
+            self.inner.discard(key, reason)
+
+
+class StallingStore(FaultyStore):
+    """Operations wait at `gate`, then work. A file system that hangs, in the hands of a test."""
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        gate: Gate,
+        operations: Collection[Operation] = ("open_read", "read_into", "put"),
+    ) -> None:
+        super().__init__(inner, operations)
+        self._gate = gate
+
+    def fault(self, operation: str) -> bool:
+        self._gate.pass_through()
+        return True
+
+
+class SlowStore(FaultyStore):
+    """Operations take `seconds` longer. Pass `FakeClock().sleep` for time that costs none."""
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        seconds: float,
+        sleep: Callable[[float], None],
+        operations: Collection[Operation] = ("open_read", "read_into", "put"),
+    ) -> None:
+        super().__init__(inner, operations)
+        self._seconds = seconds
+        self._sleep = sleep
+
+    def fault(self, operation: str) -> bool:
+        self._sleep(self._seconds)
+        return True
+
+
+class FailingStore(FaultyStore):
+    """Operations fail: the first `num_failures` of them, or all.
+
+    Attributes:
+        num_failed: failures injected so far.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        operations: Collection[Operation],
+        num_failures: int | None = None,
+    ) -> None:
+        super().__init__(inner, operations)
+        self._num_failures = num_failures
+        self._lock = threading.Lock()
+        self.num_failed = 0
+
+    def fault(self, operation: str) -> bool:
+        with self._lock:
+            if self._num_failures is not None and self.num_failed >= self._num_failures:
+                return True
+            self.num_failed += 1
+            return False
+
+
+class CorruptingStore(WrapperStore):
+    """Values come back damaged, or as the value of another key.
+
+    Args:
+        inner: the sound store.
+        damage: applied to whole values: `flip_bit`, `truncate`, `zero` or any function.
+        keys: which values; None for all.
+        swap: key asked for to key that is opened instead.
+        when: "read" leaves what is stored alone; "put" stores the damage, so that other stores and
+            processes meet it too. Sharded writes are not damaged.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        damage: Damage | None = None,
+        keys: Collection[ChunkKey] | None = None,
+        swap: Mapping[ChunkKey, ChunkKey] | None = None,
+        when: Literal["read", "put"] = "read",
+    ) -> None:
+        super().__init__(inner)
+        self._damage = damage
+        self._keys = keys
+        self._swap = dict(swap or {})
+        self._when = when
+
+    def _damage_for(self, key: ChunkKey, when: str) -> Damage | None:
+        is_meant = self._keys is None or key in self._keys
+        return self._damage if when == self._when and is_meant else None
+
+    def open_read(self, key: ChunkKey) -> Source | None:
+        source = self.inner.open_read(self._swap.get(key, key))
+        damage = self._damage_for(key, "read")
+        if source is None or damage is None:
+            return source
+        with source:
+            content = bytearray(source.size)
+            size = source.read_into(memoryview(content), 0)
+        return BytesSource(damage(bytes(content[:size])))
+
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+        damage = self._damage_for(key, "put")
+        return self.inner.put(key, [damage(b"".join(buffers))] if damage else buffers)

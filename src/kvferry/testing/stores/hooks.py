@@ -1,0 +1,111 @@
+"""What a store gives to its conformance suite, and what the tests share."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+from kvferry.observe import Observer
+from kvferry.store.base import Store
+from kvferry.types import ChunkKey
+
+awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
+"""Around pages, sectors and leaves; no store may be right for round numbers only."""
+
+PATIENCE_SECONDS = 20.0
+"""How long a test waits for what a background thread does. Reached only by a failing test."""
+
+
+def make_key(number: int = 0) -> ChunkKey:
+    """A key that looks like a real one (uniform 32 bytes), the same in every run."""
+    return ChunkKey(random.Random(f"key {number}").randbytes(32))
+
+
+def make_value(num_bytes: int = 4097, number: int = 0) -> bytes:
+    """Bytes that differ from every other value's, the same in every run."""
+    return random.Random(f"value {number}").randbytes(num_bytes)
+
+
+def read_value(store: Store, key: ChunkKey) -> bytes | None:
+    """The whole value as the API gives it; None if absent."""
+    source = store.open_read(key)
+    if source is None:
+        return None
+    with source:
+        buffer = bytearray(source.size)
+        size = source.read_into(memoryview(buffer), 0)
+    assert size == len(buffer), f"read {size} of {len(buffer)} bytes"
+    return bytes(buffer)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until `condition` holds; fails after `PATIENCE_SECONDS`."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS:.0f} s: {what}"
+        pause.wait(0.005)
+
+
+def run_together(*actions: Callable[[], None]) -> None:
+    """Run `actions` in one thread each, started as close together as threads allow. Raises the
+    first error of any."""
+    barrier = threading.Barrier(len(actions))
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], None]) -> None:
+        barrier.wait(PATIENCE_SECONDS)
+        try:
+            action()
+        except BaseException as error:  # handed to the caller below, whatever it is
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), "an operation did not return"
+    if errors:
+        raise errors[0]
+
+
+class StoreHooks(ABC):
+    """The part of a conformance test that is the store's own."""
+
+    persistent: ClassVar[bool] = False
+    """True if a store made again at the same place holds what the last one held."""
+
+    exact_accounting: ClassVar[bool] = True
+    """True if, with one process, `stat().used_bytes` is the sum of `charge` over all values."""
+
+    @abstractmethod
+    def make_store(
+        self,
+        tmp_path: Path,
+        *,
+        max_bytes: int | None = None,
+        observer: Observer | None = None,
+    ) -> Store:
+        """Open a store at `tmp_path`; several times for several instances at one place."""
+
+    @abstractmethod
+    def poke(self, store: Store, key: ChunkKey, value: bytes | None) -> None:
+        """Behind the API: make `value` what the medium holds under `key`; None removes it."""
+
+    @abstractmethod
+    def peek(self, store: Store, key: ChunkKey) -> bytes | None:
+        """Behind the API: what the medium holds under `key`, or None."""
+
+    def charge(self, num_bytes: int) -> int:
+        """What a value of `num_bytes` takes from the quota."""
+        return num_bytes
+
+    def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default
+        """Wait until what was stored and touched so far decides what is evicted next. For stores
+        that write recency back in batches."""

@@ -1,0 +1,159 @@
+"""A store beside a dict: the same actions on both, compared after each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvferry.store.base import PutResult, Store, SupportsScan
+from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
+from kvferry.types import ChunkKey
+
+QUOTA = 50_000
+
+numbers = st.integers(0, 7)
+sizes = st.one_of(st.sampled_from([1, 4095, 4096, 4097]), st.integers(1, 20_000))
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Values under eight keys, with and without a quota.
+
+    Without a quota the store must equal the dict. With one, values may go, but only in an action
+    that needs room for a new value; what goes then leaves the dict, and everything else must stay.
+
+    `vanished_bytes` is what an honest store may still believe to hold: values removed behind its
+    back, and quarantined ones. They count as room that may be needed.
+    """
+
+    hooks: StoreHooks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="kvferry-store-"))
+        self.model: dict[ChunkKey, bytes] = {}
+        self.vanished_bytes = 0
+        self.max_bytes: int | None = None
+        self.store: Store | None = None
+
+    @initialize(has_quota=st.booleans())
+    def open(self, has_quota: bool) -> None:
+        self.max_bytes = QUOTA if has_quota else None
+        self.store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+
+    @property
+    def opened(self) -> Store:
+        """The store; every rule runs after `open`."""
+        if self.store is None:
+            raise RuntimeError("a rule ran before the store was opened")
+        return self.store
+
+    def _charge(self) -> int:
+        return sum(self.hooks.charge(len(value)) for value in self.model.values())
+
+    @rule(number=numbers, size=sizes, variant=st.integers(0, 2))
+    def put(self, number: int, size: int, variant: int) -> None:
+        key, value = make_key(number), make_value(size, variant)
+        needed = self._charge() + self.vanished_bytes + self.hooks.charge(size)
+        may_evict = self.max_bytes is not None and needed > self.max_bytes
+        middle = size // 2
+        result = self.opened.put(key, [value[:middle], value[middle:]])
+        if key in self.model:
+            assert result is PutResult.EXISTS
+            return
+        assert result is PutResult.STORED
+        assert self.opened.contains(key)
+        if may_evict:
+            self._drop_what_was_evicted()
+        self.model[key] = value
+
+    def _drop_what_was_evicted(self) -> None:
+        for key in list(self.model):
+            if self.hooks.peek(self.opened, key) is None:
+                assert self.opened.open_read(key) is None
+                del self.model[key]
+
+    @precondition(lambda self: self.max_bytes is not None)
+    @rule(number=numbers)
+    def put_too_large(self, number: int) -> None:
+        key = make_key(number)
+        expected = PutResult.EXISTS if key in self.model else PutResult.NO_SPACE
+        assert self.opened.put(key, [bytes(QUOTA + 1)]) is expected
+
+    @rule(number=numbers)
+    def delete(self, number: int) -> None:
+        was_there = self.model.pop(make_key(number), None) is not None
+        assert self.opened.delete(make_key(number)) is was_there
+
+    @rule(number=numbers)
+    def discard(self, number: int) -> None:
+        value = self.model.pop(make_key(number), None)
+        self.opened.discard(make_key(number), "bad_leaf")
+        if value is not None:
+            self.vanished_bytes += self.hooks.charge(len(value))
+
+    @rule(number=numbers)
+    def lose(self, number: int) -> None:
+        value = self.model.pop(make_key(number), None)
+        if value is not None:
+            self.hooks.poke(self.opened, make_key(number), None)
+            self.vanished_bytes += self.hooks.charge(len(value))
+
+    @rule(touched=st.lists(numbers, max_size=8))
+    def touch(self, touched: list[int]) -> None:
+        self.opened.touch(make_key(number) for number in touched)
+
+    @rule()
+    def reopen(self) -> None:
+        self.opened.close()
+        self.store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+        if not self.hooks.persistent:
+            self.model.clear()
+            self.vanished_bytes = 0
+
+    @invariant()
+    def holds_what_the_dict_holds(self) -> None:
+        if self.store is None:
+            return
+        for number in range(8):
+            key = make_key(number)
+            assert read_value(self.store, key) == self.model.get(key)
+            if key not in self.model:  # the read above found nothing, so the index knows
+                assert not self.store.contains(key)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if self.store is None:
+            return
+        used_bytes = self.store.stat().used_bytes
+        if self.max_bytes is not None:
+            assert used_bytes <= self.max_bytes
+        if self.hooks.exact_accounting:
+            assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
+
+    @invariant()
+    def scan_lists_what_the_dict_holds(self) -> None:
+        if self.store is None:
+            return
+        if isinstance(self.store, SupportsScan):
+            listed = {entry.key: entry.num_bytes for entry in self.store.scan()}
+            assert listed == {key: len(value) for key, value in self.model.items()}
+
+    def teardown(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def store_machine(hooks: StoreHooks) -> type[StoreMachine]:
+    """The machine for one kind of store; its `.TestCase` is what pytest collects."""
+    return type(f"{type(hooks).__name__}Machine", (StoreMachine,), {"hooks": hooks})

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+import kvferry.store.url
+from kvferry.errors import ConfigError
+from kvferry.observe import Counters
+from kvferry.store.memory import MemoryStore
+from kvferry.store.url import open_store
+from kvferry.testing.stores import make_key
+
+
+def test_examples_in_docstrings_are_true():
+    result = doctest.testmod(kvferry.store.url)
+    assert (result.attempted, result.failed) == (1, 0)
+
+
+def test_a_memory_url_opens_a_memory_store():
+    counters = Counters()
+    with open_store("memory://name?max_bytes=1KiB", observer=counters) as store:
+        assert isinstance(store, MemoryStore)
+        assert store.url == "memory://name"
+        assert store.stat().max_bytes == 1024
+        store.put(make_key(0), [bytes(1000)])
+        store.put(make_key(1), [bytes(1000)])
+    assert counters["store_evictions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("memory://x?max_byte=1GiB", ["unknown option 'max_byte'", "'max_bytes'"]),
+        ("memory://x?direct_io=on", ["unknown option 'direct_io'"]),
+        ("memory://x?max_bytes=lots", ["'max_bytes'", "'lots'", "10GiB"]),
+        ("memory://x?max_bytes=0", ["'max_bytes' is 0"]),
+        ("memory://x?max_bytes=0.5B", ["'max_bytes' is 0"]),
+        ("file:///x?max_bytes=-5", ["'max_bytes'", "'-5'", "negative"]),
+        ("file:///x?read_onyl=yes", ["unknown option 'read_onyl'", "'read_only'"]),
+        ("file:///x?create=perhaps", ["'create'", "'perhaps'", "true nor false"]),
+        ("file:///x?direct_io=maybe", ["'direct_io'", "'maybe'", "auto, on, off"]),
+        ("/var/cache/kv", ["did you mean 'file:///var/cache/kv'?"]),
+        ("redis://host", ["unknown scheme 'redis'", "file, memory"]),
+    ],
+)
+def test_unusable_urls_are_refused_in_one_line(url, parts):
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in [repr(url), *parts]:
+        assert part in message
+
+
+def test_memory_is_refused_where_several_processes_must_share():
+    with pytest.raises(ConfigError, match=r"one process only.*file:///"):
+        open_store("memory://x", multi_process=True)
