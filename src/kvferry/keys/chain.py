@@ -9,10 +9,11 @@ The same ids give the same keys in every process, Python and platform (golden ve
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 from blake3 import blake3
 
@@ -112,7 +113,7 @@ class _ExtraEncoder:
     __slots__ = ("_chunk_tokens", "_common", "_encoded", "_items")
 
     def __init__(self, extra: ExtraKeys, chunk_tokens: int) -> None:
-        common: dict[str, JsonValue | bytes] = {}
+        common: dict[str, JsonValue] = {}
         if extra.cache_salt is not None:
             common["salt"] = extra.cache_salt
         if extra.lora is not None:
@@ -148,18 +149,23 @@ def _overlapping(items: tuple[MultimodalItem, ...], start: int, length: int) -> 
 def _pack(token_ids: Sequence[int], first: int) -> bytes:
     """Token ids as little-endian u32; `first` is the position of the first one, for messages."""
     ids = token_ids.tolist() if isinstance(token_ids, _SupportsToList) else token_ids
+    if not isinstance(ids, list):
+        # Not only for speed: array("I", b"...") would read bytes as packed machine words.
+        ids = list(ids)
     try:
-        # `list` also keeps bytes-like ids from being taken for packed machine words.
-        packed = array("I", ids if isinstance(ids, list) else list(ids))
+        packed = array("I", ids)
     except (TypeError, OverflowError) as error:
-        raise ContractError(_why_not_packed(list(token_ids), first)) from error
+        bad = next((i for i, token in enumerate(ids) if not _is_token_id(token)), 0)
+        raise ContractError(
+            f"token {first + bad} is {ids[bad]!r}; token ids are integers from 0 to 2**32 - 1"
+        ) from error
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
-def _why_not_packed(token_ids: list[object], first: int) -> str:
-    for position, token in enumerate(token_ids, first):
-        if not (hasattr(token, "__index__") and 0 <= int(token) < 2**32):
-            return f"token {position} is {token!r}; token ids are integers from 0 to 2**32 - 1"
-    return "token ids are not a flat sequence of integers from 0 to 2**32 - 1"
+def _is_token_id(token: SupportsIndex) -> bool:
+    try:
+        return 0 <= operator.index(token) < 2**32
+    except TypeError:
+        return False

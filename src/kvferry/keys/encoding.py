@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 _QUIET_NAN = bytes.fromhex("000000000000f87f")
 
 
-def canonical(value: JsonValue | bytes) -> bytes:
+def canonical(value: JsonValue) -> bytes:
     """Encode `value`. Equal encodings mean equal values of equal types.
 
     Raises:
@@ -73,8 +73,6 @@ def _scalar(value: object, path: str) -> tuple[bytes, bytes]:
         return b"F", _QUIET_NAN if math.isnan(value) else struct.pack("<d", value)
     if isinstance(value, str):
         return b"S", value.encode("utf-8", "surrogatepass")
-    if isinstance(value, bytes):
-        return b"Y", value
     raise ConfigError(
         f"value at {path or 'the top'!r} is a {type(value).__name__}; identity is made of None, "
         "bool, int, float, str, lists and mappings: convert it first"

@@ -64,8 +64,11 @@ def weights_digest(
         ConfigError: no such directory, no weights in it, a file that cannot be read or that changes
             while it is read.
     """
-    files = _weight_files(model_dir)
-    total = sum(path.stat().st_size for path in files)
+    try:
+        files = _weight_files(model_dir)
+        total = sum(path.stat().st_size for path in files)
+    except OSError as error:
+        raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
     cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
     hasher = blake3(WEIGHTS_TAG)
     done = 0
@@ -110,13 +113,9 @@ def effective_config(model_dir: Path) -> dict[str, JsonValue]:
 def _weight_files(model_dir: Path) -> list[Path]:
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a model directory: no such directory")
-    try:
-        names = os.listdir(model_dir)
-    except OSError as error:
-        raise ConfigError(f"cannot list {model_dir}: {error.strerror}") from error
     files = [
         model_dir / name
-        for name in sorted(names, key=os.fsencode)
+        for name in sorted(os.listdir(model_dir), key=os.fsencode)
         if name.endswith(WEIGHT_SUFFIXES) and name not in NOT_WEIGHTS
     ]
     if all(path.name.endswith(".index.json") for path in files):
@@ -149,8 +148,10 @@ def _file_digest(
             hasher.update(piece)
             done += len(piece)
             report(done)
+            if done > before.st_size:  # a file that grows as fast as we read would never end
+                break
         after = os.fstat(file.fileno())
-    if _identity(before) != _identity(after) or done != after.st_size:
+    if _identity(before) != _identity(after) or done != before.st_size:
         raise ConfigError(f"{path} changes while it is read: wait until it is complete")
     digest = hasher.digest()
     # Like git's "racily clean" files: only ctime is looked at, because nobody can set it back.
