@@ -1,0 +1,1 @@
+"""What the counters say, in the form that others read."""
