@@ -166,6 +166,12 @@ class RecordSchema:
             ),
         )
 
+    def with_namespace(self, namespace: bytes) -> RecordSchema:
+        """The same record under another namespace; all sizes and offsets are equal."""
+        return RecordSchema(
+            namespace=namespace, chunk_tokens=self.chunk_tokens, components=self.components
+        )
+
     def _header_json(self, key: ChunkKey, first_token: int) -> bytes:
         tensors: dict[str, object] = {
             "__metadata__": {

@@ -18,6 +18,7 @@ from kvferry.connectors.registry import EngineSpec
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
+from kvferry.observe import Counters, Observer
 from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, GroupShard, KVGroup, RankShard
 
@@ -228,11 +229,11 @@ class SimulatedHost:
     def _check_answer(self, hit: int, num_local_tokens: int, num_tokens: int) -> None:
         """Contract A4, as a host that dies of it would."""
         size = max(group.block_size for group in self._groups)
-        if hit < 0 or num_local_tokens + hit >= num_tokens or hit % size:
-            if hit != 0:
-                raise AssertionError(
-                    f"illegal hit {hit} beyond {num_local_tokens} of {num_tokens} tokens"
-                )
+        too_long = num_local_tokens + hit >= num_tokens
+        if hit and (hit < 0 or too_long or hit % size):
+            raise AssertionError(
+                f"illegal hit {hit} beyond {num_local_tokens} of {num_tokens} tokens"
+            )
 
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
         """Compute until every known token has KV, then check all of it."""
@@ -352,13 +353,12 @@ def make_shared_storage_host(
     world_size: int = 1,
     num_blocks: int = 64,
     weights: bytes = b"w" * 32,
-    observer: Any = None,
+    observer: Observer | None = None,
     carries_worker_meta: bool = True,
 ) -> tuple[SimulatedHost, Any]:
     """A host with the shared-storage connector, and what its roles share (close it last)."""
     from kvferry.connectors.shared_storage.build import Parts
     from kvferry.keys import ModelIdentity
-    from kvferry.observe import Counters
 
     groups = groups or make_groups()
     specs = [

@@ -80,10 +80,7 @@ class RankRows:
 
     def switch_namespace(self, namespace: bytes) -> None:
         """Read and write records of another namespace from now on; sizes stay as they are."""
-        old = self.schema
-        self.schema = RecordSchema(
-            namespace=namespace, chunk_tokens=old.chunk_tokens, components=old.components
-        )
+        self.schema = self.schema.with_namespace(namespace)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Bind the engine's tensors.

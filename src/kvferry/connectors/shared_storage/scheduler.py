@@ -11,26 +11,23 @@ computes; of what it computes, whole chunks that the store does not know are sav
 
 from __future__ import annotations
 
-import enum
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
-    BlockSlice,
     ChunkRef,
     Load,
     Prefetch,
     RankReport,
-    Save,
-    Saved,
     SharedStorageMeta,
     SharedStoragePlan,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
+from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState, block_slices
+from kvferry.connectors.shared_storage.save_planner import SavePlanner
 from kvferry.connectors.shared_storage.tickets import Tickets
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -44,7 +41,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.keys import ChunkKeys
 from kvferry.store.base import SupportsProbe
-from kvferry.types import BlockTable, ChunkKey, RequestView, ScheduledRequest, StepView
+from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
     from kvferry.connectors.registry import EngineSpec
@@ -56,33 +53,6 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 64
 """A step with at least this many tokens says something about the speed of prefill; a decode step
 does not."""
-
-
-BROKEN_SECONDS = 60.0
-"""How long a chunk that could not be read is not offered again, unless it is stored anew."""
-
-MAX_BROKEN = 100_000
-
-
-class _Later(enum.Enum):
-    """A save that has to wait for the place it is written to."""
-
-    WAIT = enum.auto()
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is remembered of one live request."""
-
-    keys: ChunkKeys
-    ticket: int | None = None
-    """Its prefetch, from the plan that carries it to its load or release."""
-    promised: tuple[int, int] | None = None
-    """Tokens `[start, stop)` of the last positive answer."""
-    gave_up: bool = False
-    """Its hit was refused or came too late; not tried again before it is admitted."""
-    next_save: int = 0
-    """Chunks before this one are stored, on their way, or will not be saved by this request."""
 
 
 class SharedStorageScheduler(SchedulerRole):
@@ -128,11 +98,17 @@ class SharedStorageScheduler(SchedulerRole):
         self._in_hand = config.promise == "in_hand" and spec.carries_worker_meta
         self._policy = LoadPolicy(config.load_timeout_seconds)
         self._tickets = Tickets(spec.shard.world_size, num_load_slots, clock)
-        self._requests: dict[str, _Request] = {}
-        self._saving: set[bytes] = set()
-        self._broken: dict[bytes, float] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._broken = BrokenKeys(clock)
+        self._saves = SavePlanner(
+            store,
+            self._broken,
+            chunk_tokens=config.chunk_tokens,
+            block_sizes=self._block_sizes,
+            save_generated=config.save_generated,
+            shared_writes=shared_writes,
+        )
         self._failures_known = 0
-        self._unsaved: set[str] = set()
         self._loads: list[Load] = []
         self._step_started: tuple[float, int] | None = None
 
@@ -175,7 +151,7 @@ class SharedStorageScheduler(SchedulerRole):
         return ASK_AGAIN
 
     def _answer_ticket(
-        self, state: _Request, num_tokens: int, num_local_tokens: int
+        self, state: RequestState, num_tokens: int, num_local_tokens: int
     ) -> LookupResult:
         """Answer from a prefetch: ask again until it ended, then promise what is in hand."""
         ticket = self._tickets.get(state.ticket)
@@ -198,7 +174,7 @@ class SharedStorageScheduler(SchedulerRole):
             return MISS
         return self._promise(state, num_local_tokens, stop)
 
-    def _promise(self, state: _Request, start: int, stop: int) -> LookupResult:
+    def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
         state.promised = (start, stop)
         return LookupResult(stop - start, False)
 
@@ -206,30 +182,13 @@ class SharedStorageScheduler(SchedulerRole):
         """Number of the first chunk from `first` on that is not known to be stored."""
         contains = self._store.contains
         for index in range(first, len(keys)):
-            if not contains(keys[index]) or self._is_broken(keys[index]):
+            if not contains(keys[index]) or keys[index] in self._broken:
                 return index
         return len(keys)
 
-    def _is_broken(self, key: bytes) -> bool:
-        """Whether a load of `key` failed a short while ago. Not for ever: another process may have
-        mended what this one cannot see."""
-        until = self._broken.get(key)
-        if until is None:
-            return False
-        if self._clock() < until:
-            return True
-        del self._broken[key]
-        return False
-
-    def _note_broken(self, keys: Iterable[bytes]) -> None:
-        until = self._clock() + BROKEN_SECONDS
-        if len(self._broken) > MAX_BROKEN:
-            self._broken.clear()
-        self._broken.update(dict.fromkeys(keys, until))
-
     def _usable(self, num_chunks: int, num_tokens: int) -> int:
         """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
-        return min(num_chunks * self._chunk, num_tokens - 1) // self._block * self._block
+        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // self._block * self._block
 
     # -- allocation and plan --------------------------------------------------------------------
 
@@ -239,9 +198,8 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable:
             return
         state = self._track(request)
-        state.next_save = 0
         state.gave_up = False
-        self._unsaved.add(request.request_id)
+        self._saves.admitted(request.request_id, state)
         promised, state.promised = state.promised, None
         if num_external_tokens <= 0 or promised is None:
             self._observer.count("requests_missed")
@@ -254,7 +212,7 @@ class SharedStorageScheduler(SchedulerRole):
             ChunkRef(keys[i], i * self._chunk)
             for i in range(start // self._chunk, -(-stop // self._chunk))
         )
-        blocks = self._slices(block_ids, start, stop)
+        blocks = block_slices(self._block_sizes, block_ids, start, stop)
         self._loads.append(Load(request.request_id, state.ticket, chunks, start, stop, blocks))
         if state.ticket is not None:
             # The load itself releases the staging on the workers.
@@ -267,7 +225,7 @@ class SharedStorageScheduler(SchedulerRole):
     def build_plan(self, step: StepView) -> Plan:
         for request_id in step.preempted_request_ids:
             self._forget_loads(request_id)
-        saves = self._plan_saves(step) if self._unsaved else ()
+        saves = self._saves.plan(step)
         self._note_step(step)
         prefetches, releases = self._tickets.drain()
         if not (saves or prefetches or releases or self._loads or self._announce_namespace):
@@ -290,61 +248,6 @@ class SharedStorageScheduler(SchedulerRole):
         if num_tokens >= PREFILL_TOKENS and not self._loads:
             self._step_started = (self._clock(), num_tokens)
 
-    def _plan_saves(self, step: StepView) -> list[Save]:
-        saves: list[Save] = []
-        for item in step.scheduled:
-            if item.request.request_id in self._unsaved:
-                self._plan_request_saves(item, saves)
-        return saves
-
-    def _plan_request_saves(self, item: ScheduledRequest, saves: list[Save]) -> None:
-        """Add every chunk that this step completes (or an earlier one, if it found no staging)."""
-        request = item.request
-        state = self._track(request)
-        keys = state.keys.keys
-        computed = item.num_computed_tokens + item.num_scheduled_tokens
-        # Tokens past `all_token_ids` are drafts: nobody confirmed them.
-        limit = len(request.all_token_ids)
-        if not self._config.save_generated:
-            limit = min(limit, request.num_prompt_tokens)
-            if state.next_save >= limit // self._chunk:
-                self._unsaved.discard(request.request_id)
-                return
-        whole = min(computed, limit) // self._chunk
-        while state.next_save < whole:
-            index = state.next_save
-            save = self._save_of(ChunkRef(keys[index], index * self._chunk), item.block_ids)
-            if save is _Later.WAIT:
-                return
-            if save is not None:
-                saves.append(save)
-            state.next_save += 1
-
-    def _save_of(self, chunk: ChunkRef, block_ids: BlockTable) -> Save | _Later | None:
-        """The save of one chunk; None if somebody has it or it was refused."""
-        key = ChunkKey(chunk.key)
-        if chunk.key in self._saving:
-            return None
-        if self._store.contains(key) and not self._is_broken(key):
-            return None
-        session: str | None = None
-        if self._shared_writes is not None:
-            opened = self._shared_writes.session(key, chunk.first_token)
-            if not opened.ready:
-                return _Later.WAIT
-            if opened.name is None:
-                return None
-            session = opened.name
-        self._saving.add(chunk.key)
-        first = chunk.first_token
-        return Save(chunk, self._slices(block_ids, first, first + self._chunk), session)
-
-    def _slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
-        return tuple(
-            BlockSlice(start // size, tuple(table[start // size : -(-stop // size)]))
-            for size, table in zip(self._block_sizes, block_ids, strict=True)
-        )
-
     # -- outputs --------------------------------------------------------------------------------
 
     def update_output(self, output: WorkerOutput) -> None:
@@ -359,42 +262,22 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _learn(self, report: RankReport) -> None:
         for news in report.prefetched:
-            self._note_broken(news.broken)
+            self._broken.add(news.broken)
             ticket = self._tickets.report(report.rank, news.ticket, news.num_chunks, news.done)
             if ticket is not None and ticket.complete:
                 self._policy.saw_load(
                     ticket.num_in_hand * self._chunk, self._clock() - ticket.opened
                 )
-        self._note_broken(report.broken)
+        self._broken.add(report.broken)
         self._failures_known = max(self._failures_known, report.failures)
         for saved in report.saved:
-            self._learn_saved(report.rank, saved)
-
-    def _learn_saved(self, rank: int, saved: Saved) -> None:
-        if self._shared_writes is not None:
-            if not self._shared_writes.report(rank, saved):
-                return
-        elif saved.stored and not saved.existed:
-            self._broken.pop(saved.key, None)
-        self._saving.discard(saved.key)
-        if saved.retry:
-            self._save_again(saved.key)
-
-    def _save_again(self, key: bytes) -> None:
-        """Staging was full: whoever still holds the chunk offers it once more."""
-        for request_id, state in self._requests.items():
-            try:
-                index = state.keys.keys.index(ChunkKey(key), 0, state.next_save)
-            except ValueError:
-                continue
-            state.next_save = index
-            self._unsaved.add(request_id)
+            self._saves.learn(report.rank, saved)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         state = self._requests.pop(request.request_id, None)
-        self._unsaved.discard(request.request_id)
+        self._saves.forget(request.request_id)
         if state is not None:
             self._release(state)
         self._forget_loads(request.request_id)
@@ -408,12 +291,13 @@ class SharedStorageScheduler(SchedulerRole):
         Saves under way carry the old namespace, so they cannot come back."""
         self._namespace = self._new_namespace()
         self._announce_namespace = True
+        if self._shared_writes is not None:
+            self._shared_writes.switch_namespace(self._namespace)
         for request_id, state in self._requests.items():
             self._release(state)
             self._forget_loads(request_id)
         self._requests.clear()
-        self._unsaved.clear()
-        self._saving.clear()
+        self._saves.clear()
         self._broken.clear()
         return True
 
@@ -421,10 +305,10 @@ class SharedStorageScheduler(SchedulerRole):
         if self._shared_writes is not None:
             self._shared_writes.close()
 
-    def _track(self, request: RequestView) -> _Request:
+    def _track(self, request: RequestView) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = _Request(ChunkKeys(self._namespace, self._chunk, request.extra_keys))
+            state = RequestState(ChunkKeys(self._namespace, self._chunk, request.extra_keys))
             self._requests[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state
@@ -436,7 +320,7 @@ class SharedStorageScheduler(SchedulerRole):
             if load.ticket is not None:
                 self._tickets.release(load.ticket)
 
-    def _release(self, state: _Request) -> None:
+    def _release(self, state: RequestState) -> None:
         if state.ticket is not None:
             self._tickets.close(state.ticket, told=False)
             state.ticket = None

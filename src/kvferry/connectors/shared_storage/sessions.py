@@ -94,13 +94,21 @@ class SharedWrites:
             self._pool.submit(lambda _job: self._settle(session, name))
         return True
 
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Commit records of another namespace from now on; those under way are given up."""
+        self._schema = self._schema.with_namespace(namespace)
+        self._give_up()
+
     def close(self) -> None:
         """Give up what is not complete. Bounded in time."""
+        self._give_up()
+        if not self._pool.close(CLOSE_SECONDS):
+            logger.warning("committing records did not end in time; left behind at close")
+
+    def _give_up(self) -> None:
         for session in self._sessions.values():
             self._pool.submit(partial(self._abort, session))
         self._sessions.clear()
-        if not self._pool.close(CLOSE_SECONDS):
-            logger.warning("committing records did not end in time; left behind at close")
 
     def _abort(self, session: _Session, _job: Job[None]) -> None:
         """Runs in: I/O thread, after the session's own `begin`."""

@@ -1,0 +1,263 @@
+"""Bringing chunks in: prefetches into staging, copies from staging, direct loads.
+
+Runs in: worker, on the model runner's thread; the jobs on I/O threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import ChunkRef, Load, Prefetch, Prefetched
+from kvferry.errors import LayoutError
+from kvferry.record.check import MissReason
+from kvferry.record.schema import RowRange
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.recordio import RecordRead, read_record
+from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.rank_rows import RankRows
+    from kvferry.connectors.shared_storage.report import Report
+    from kvferry.observe import Observer
+    from kvferry.store.base import Store
+    from kvferry.store.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+
+class _Slot:
+    """A staging slot shared by an operation and whoever asked for it: free when both are through,
+    so that a read that outlives its deadline writes to memory that nobody else has."""
+
+    __slots__ = ("_holders", "_lock", "_staging", "index")
+
+    def __init__(self, staging: Staging, index: int) -> None:
+        self._staging = staging
+        self._lock = threading.Lock()
+        self._holders = 2
+        self.index = index
+
+    def drop(self) -> None:
+        """One of the two holders is through."""
+        with self._lock:
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self._staging.release(self.index)
+
+    @property
+    def view(self) -> memoryview:
+        return self._staging.view(self.index)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A prefetch under way: one slot and one job per chunk, in order."""
+
+    op: Prefetch
+    started: float
+    slots: list[_Slot] = field(default_factory=list)
+    jobs: list[Job[MissReason | None]] = field(default_factory=list)
+    told: int = 0
+    """Leading chunks in hand, as last reported."""
+    done: bool = False
+
+    def in_hand(self, key: bytes) -> _Slot | None:
+        """The slot of a chunk that was read and verified."""
+        for chunk, slot, job in zip(self.op.chunks, self.slots, self.jobs, strict=False):
+            if chunk.key == key:
+                return slot if _succeeded(job) else None
+        return None
+
+
+class Loads:
+    """All loads of one rank.
+
+    Args:
+        rows: what this rank moves.
+        store: where from.
+        staging: memory for chunks in hand.
+        num_threads: reads at once.
+        timeout_seconds: bound of a direct load.
+        report: receives news and failures.
+        observer: receives counts.
+    """
+
+    def __init__(
+        self,
+        rows: RankRows,
+        store: Store,
+        staging: Staging,
+        *,
+        num_threads: int,
+        timeout_seconds: float,
+        report: Report,
+        observer: Observer,
+    ) -> None:
+        self._rows = rows
+        self._store = store
+        self._staging = staging
+        self._timeout = timeout_seconds
+        self._report = report
+        self._observer = observer
+        self._fetches: dict[int, _Fetch] = {}
+        self._pool = IOPool(num_threads, "kvferry-load")
+
+    def prefetch(self, op: Prefetch) -> None:
+        """Start to bring chunks into staging. Never blocks."""
+        fetch = _Fetch(op, time.monotonic())
+        self._fetches[op.ticket] = fetch
+        for chunk in op.chunks:
+            index = self._staging.acquire()
+            if index is None:
+                # What fits is still a hit; the scheduler role learns how much did.
+                self._observer.count(f"miss_{MissReason.NO_STAGING}")
+                break
+            slot = _Slot(self._staging, index)
+            fetch.slots.append(slot)
+            fetch.jobs.append(self._pool.submit(self._prefetch_job(chunk, slot)))
+
+    def _prefetch_job(
+        self, chunk: ChunkRef, slot: _Slot
+    ) -> Callable[[Job[MissReason | None]], MissReason | None]:
+        rows, view = self._rows, slot.view
+        read = RecordRead(
+            key=ChunkKey(chunk.key),
+            first_token=chunk.first_token,
+            head=rows.head_of(view),
+            buffer_for=lambda piece: rows.piece_of(view, piece),
+        )
+
+        schema = rows.schema
+
+        def run(job: Job[MissReason | None]) -> MissReason | None:
+            try:
+                return read_record(
+                    self._store, schema, read, rows.pieces, self._observer, lambda: job.cancelled
+                )
+            finally:
+                slot.drop()
+
+        return run
+
+    def collect(self) -> None:
+        """Report what came in hand since the last call."""
+        for fetch in self._fetches.values():
+            if fetch.done:
+                continue
+            good = 0
+            for job in fetch.jobs:
+                if not _succeeded(job):
+                    break
+                good += 1
+            fetch.done = all(job.poll() for job in fetch.jobs)
+            if fetch.done:
+                broken = tuple(
+                    chunk.key
+                    for chunk, job in zip(fetch.op.chunks, fetch.jobs, strict=False)
+                    if not _succeeded(job)
+                )
+                self._report.prefetched.append(Prefetched(fetch.op.ticket, good, True, broken))
+                self._observer.observe("prefetch", time.monotonic() - fetch.started)
+            elif good > fetch.told:
+                fetch.told = good
+                self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
+
+    def release(self, ticket: int) -> None:
+        """Drop a prefetch. A slot whose read still runs is freed when the read ends."""
+        fetch = self._fetches.pop(ticket, None)
+        if fetch is None:
+            return
+        for slot, job in zip(fetch.slots, fetch.jobs, strict=True):
+            job.cancel()
+            slot.drop()
+
+    def from_staging(self, load: Load, ticket: int) -> None:
+        """Copy a prefetched hit into the blocks and let its staging go."""
+        fetch = self._fetches.get(ticket)
+        started = time.perf_counter()
+        for chunk in load.chunks:
+            slot = None if fetch is None else fetch.in_hand(chunk.key)
+            if slot is None:
+                self._fail(load, chunk)
+                continue
+            try:
+                self._rows.scatter_chunk(slot.view, load, chunk.first_token)
+            except LayoutError as error:
+                logger.error("load of %s refused: %s", load.request_id, error)
+                self._fail(load, chunk)
+        self._observer.observe("load_copy", time.perf_counter() - started)
+        self._observer.count("loaded_tokens", load.stop - load.start)
+        self.release(ticket)
+
+    def from_store(self, load: Load) -> None:
+        """Read, verify and copy now, bounded by the load's deadline."""
+        deadline = time.monotonic() + self._timeout
+        try:
+            jobs = [
+                (chunk, self._pool.submit(self._direct_job(load, chunk))) for chunk in load.chunks
+            ]
+        except LayoutError as error:
+            logger.error("load of %s refused: %s", load.request_id, error)
+            jobs = []
+            for chunk in load.chunks:
+                self._fail(load, chunk)
+        for chunk, job in jobs:
+            if not job.wait(max(0.0, deadline - time.monotonic())):
+                job.cancel()
+                self._observer.count(f"miss_{MissReason.DEADLINE}")
+            if not (job.poll() and _succeeded(job)):
+                self._fail(load, chunk)
+        self._observer.count("loaded_tokens", load.stop - load.start)
+
+    def _direct_job(
+        self, load: Load, chunk: ChunkRef
+    ) -> Callable[[Job[MissReason | None]], MissReason | None]:
+        rows, schema = self._rows, self._rows.schema
+        runs = rows.runs_of(load, chunk.first_token)
+
+        def run(job: Job[MissReason | None]) -> MissReason | None:
+            scratch = rows.scratch()
+
+            def deliver(piece: RowRange) -> bool:
+                if not job.claim():
+                    return False
+                try:
+                    rows.scatter_piece(scratch, piece, runs, chunk.first_token)
+                finally:
+                    job.release()
+                return True
+
+            read = RecordRead(
+                key=ChunkKey(chunk.key),
+                first_token=chunk.first_token,
+                head=rows.head_of(scratch),
+                buffer_for=lambda piece: rows.scratch_piece(scratch, piece),
+                deliver=deliver,
+            )
+            return read_record(
+                self._store, schema, read, rows.pieces, self._observer, lambda: job.cancelled
+            )
+
+        return run
+
+    def _fail(self, load: Load, chunk: ChunkRef) -> None:
+        self._observer.count("load_failed_chunks")
+        self._report.broken.append(chunk.key)
+        self._report.invalid.update(self._rows.blocks_of(load, chunk.first_token))
+
+    def close(self, timeout: float) -> bool:
+        """Cancel everything; True if every thread ended in time."""
+        for ticket in list(self._fetches):
+            self.release(ticket)
+        return self._pool.close(timeout)
+
+
+def _succeeded(job: Job[MissReason | None]) -> bool:
+    """Whether a read ended with everything verified. Its result is the reason why not."""
+    return job.poll() and job.error is None and job.result is None and not job.cancelled

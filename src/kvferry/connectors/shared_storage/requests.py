@@ -1,0 +1,70 @@
+"""What the scheduler role remembers: of each live request, and of chunks that could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.connectors.shared_storage.messages import BlockSlice
+from kvferry.keys import ChunkKeys
+from kvferry.types import BlockTable
+
+BROKEN_SECONDS = 60.0
+"""How long a chunk that could not be read is not offered again, unless it is stored anew."""
+
+MAX_BROKEN = 100_000
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One live request."""
+
+    keys: ChunkKeys
+    ticket: int | None = None
+    """Its prefetch, from the plan that carries it to its load or release."""
+    promised: tuple[int, int] | None = None
+    """Tokens `[start, stop)` of the last positive answer."""
+    gave_up: bool = False
+    """Its hit was refused or came too late; not tried again before it is admitted."""
+    next_save: int = 0
+    """Chunks before this one are stored, on their way, or will not be saved by this request."""
+
+
+class BrokenKeys:
+    """Chunks whose load failed a short while ago. Not for ever: another process may have mended
+    what this one cannot see. Bounded; not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[bytes, float] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        if not self._until:
+            return False
+        until = self._until.get(key)
+        if until is not None and self._clock() >= until:
+            del self._until[key]
+            return False
+        return until is not None
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        if len(self._until) > MAX_BROKEN:
+            self._until.clear()
+        self._until.update(dict.fromkeys(keys, self._clock() + BROKEN_SECONDS))
+
+    def mended(self, key: bytes) -> None:
+        """It was stored anew."""
+        self._until.pop(key, None)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+
+def block_slices(
+    block_sizes: tuple[int, ...], block_ids: BlockTable, start: int, stop: int
+) -> tuple[BlockSlice, ...]:
+    """The part of each group's block table that holds tokens `[start, stop)`."""
+    return tuple(
+        BlockSlice(start // size, tuple(table[start // size : -(-stop // size)]))
+        for size, table in zip(block_sizes, block_ids, strict=True)
+    )

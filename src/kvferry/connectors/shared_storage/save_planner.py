@@ -1,0 +1,133 @@
+"""Which chunks to save in a step: whole, computed, confirmed, and not stored yet."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import ChunkRef, Save, Saved
+from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState, block_slices
+from kvferry.types import BlockTable, ChunkKey, ScheduledRequest, StepView
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.sessions import SharedWrites
+    from kvferry.store.base import Store
+
+
+class _Later(enum.Enum):
+    """A save that has to wait for the place it is written to."""
+
+    WAIT = enum.auto()
+
+
+class SavePlanner:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        store: asked what is known to be stored.
+        broken: chunks to store again although the store may seem to have them.
+        chunk_tokens: tokens per chunk.
+        block_sizes: of each KV group.
+        save_generated: also save chunks that end in generated tokens.
+        shared_writes: where several ranks write one record, else None.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        broken: BrokenKeys,
+        *,
+        chunk_tokens: int,
+        block_sizes: tuple[int, ...],
+        save_generated: bool,
+        shared_writes: SharedWrites | None,
+    ) -> None:
+        self._store = store
+        self._broken = broken
+        self._chunk = chunk_tokens
+        self._block_sizes = block_sizes
+        self._save_generated = save_generated
+        self._shared_writes = shared_writes
+        self._saving: set[bytes] = set()
+        self._unsaved: dict[str, RequestState] = {}
+
+    def admitted(self, request_id: str, state: RequestState) -> None:
+        """A request got blocks: look at its chunks from the first on."""
+        state.next_save = 0
+        self._unsaved[request_id] = state
+
+    def forget(self, request_id: str) -> None:
+        self._unsaved.pop(request_id, None)
+
+    def clear(self) -> None:
+        self._unsaved.clear()
+        self._saving.clear()
+
+    def plan(self, step: StepView) -> list[Save]:
+        """The saves of this step. Costs nothing once every live prompt is saved."""
+        saves: list[Save] = []
+        if self._unsaved:
+            for item in step.scheduled:
+                state = self._unsaved.get(item.request.request_id)
+                if state is not None:
+                    self._plan_request(item, state, saves)
+        return saves
+
+    def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
+        """Add every chunk that this step completes, or that an earlier one had to leave."""
+        request = item.request
+        # Tokens past `all_token_ids` are drafts: nobody confirmed them.
+        limit = len(request.all_token_ids)
+        if self._save_generated:
+            state.keys.extend(request.all_token_ids)
+        else:
+            limit = min(limit, request.num_prompt_tokens)
+            if state.next_save >= limit // self._chunk:
+                self.forget(request.request_id)
+                return
+        computed = item.num_computed_tokens + item.num_scheduled_tokens
+        whole = min(computed, limit) // self._chunk
+        keys = state.keys.keys
+        while state.next_save < whole:
+            index = state.next_save
+            save = self._save_of(ChunkRef(keys[index], index * self._chunk), item.block_ids)
+            if save is _Later.WAIT:
+                return
+            if isinstance(save, Save):
+                saves.append(save)
+            state.next_save += 1
+
+    def _save_of(self, chunk: ChunkRef, block_ids: BlockTable) -> Save | _Later | None:
+        """The save of one chunk; None if somebody has it or it was refused."""
+        key = ChunkKey(chunk.key)
+        if key in self._saving or (self._store.contains(key) and key not in self._broken):
+            return None
+        session: str | None = None
+        if self._shared_writes is not None:
+            opened = self._shared_writes.session(key, chunk.first_token)
+            if not opened.ready:
+                return _Later.WAIT
+            if opened.name is None:
+                return None
+            session = opened.name
+        self._saving.add(key)
+        first = chunk.first_token
+        blocks = block_slices(self._block_sizes, block_ids, first, first + self._chunk)
+        return Save(chunk, blocks, session)
+
+    def learn(self, rank: int, saved: Saved) -> None:
+        """A rank reported the end of a save."""
+        if self._shared_writes is not None:
+            if not self._shared_writes.report(rank, saved):
+                return
+        elif saved.stored and not saved.existed:
+            self._broken.mended(saved.key)
+        self._saving.discard(saved.key)
+        if saved.retry:
+            self._offer_again(ChunkKey(saved.key))
+
+    def _offer_again(self, key: ChunkKey) -> None:
+        """There was no staging memory: whoever still holds the chunk offers it once more."""
+        for state in self._unsaved.values():
+            if key in state.keys.keys[: state.next_save]:
+                state.next_save = state.keys.keys.index(key)
