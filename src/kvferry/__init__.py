@@ -1,0 +1,82 @@
+"""KV cache that is either right or a miss.
+
+The names below load on first use, so `import kvferry` is quick and loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.contract.v1 import KVConnectorBase_V1
+    from kvferry.engine.sampling import SamplingParams
+    from kvferry.errors import (
+        ConfigError,
+        ContractError,
+        KeyMismatchError,
+        KVError,
+        LayoutError,
+        StoreError,
+        TopologyError,
+        TransferError,
+        TransferTimeout,
+    )
+    from kvferry.keys import ChunkKeys
+    from kvferry.store.base import Store
+    from kvferry.store.url import open_store
+
+    __version__: str
+
+__all__ = [
+    "ChunkKeys",
+    "ConfigError",
+    "ContractError",
+    "KVConnectorBase_V1",
+    "KVError",
+    "KeyMismatchError",
+    "LayoutError",
+    "SamplingParams",
+    "Store",
+    "StoreError",
+    "TopologyError",
+    "TransferError",
+    "TransferTimeout",
+    "__version__",
+    "open_store",
+]
+
+_MODULES = {
+    "kvferry.contract.v1": ("KVConnectorBase_V1",),
+    "kvferry.engine.sampling": ("SamplingParams",),
+    "kvferry.errors": (
+        "ConfigError",
+        "ContractError",
+        "KVError",
+        "KeyMismatchError",
+        "LayoutError",
+        "StoreError",
+        "TopologyError",
+        "TransferError",
+        "TransferTimeout",
+    ),
+    "kvferry.keys": ("ChunkKeys",),
+    "kvferry.store.base": ("Store",),
+    "kvferry.store.url": ("open_store",),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        # The installed version; reading it costs more than the rest of this module.
+        return importlib.import_module("importlib.metadata").version("kvferry")
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(module), name)
+            globals()[name] = value  # the next use does not come here
+            return value
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,292 @@
+"""The layers of the package, as imports show them, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import kvferry
+
+ROOT = Path(kvferry.__file__).parent
+
+# A room is a module or package right under kvferry. Imports go down only; within a room, freely.
+LAYERS = [
+    {"errors", "types", "observe", "config"},
+    {"keys", "topology", "layout", "record"},
+    {"contract", "aggregation", "store", "transfer"},
+    {"connectors", "runner"},
+    {"adapters", "exporters", "engine", "testing"},
+    {"bench", "cli", "demo"},
+]
+
+# Rooms of one layer do not know each other, but for these.
+SIDEWAYS = {
+    ("config", "errors"),
+    ("layout", "topology"),
+    ("aggregation", "contract"),
+    ("testing", "engine"),
+    ("cli", "bench"),
+    ("cli", "demo"),
+}
+
+# Downward, and still not for everyone: target -> files that may import it (besides its own room).
+ONLY_FROM = {
+    # A connector is reached by its name; the kit tests connectors, so it may hold one.
+    "connectors.shared_storage": ["testing"],
+    # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
+    "record": [
+        "store/recordio.py",
+        "store/staging.py",
+        "connectors",
+        "engine",
+        "testing",
+        "bench",
+        "cli",
+        "demo",
+    ],
+    "keys": ["connectors", "engine", "testing", "adapters", "bench", "cli", "demo"],
+    "layout": ["connectors", "runner", "engine", "testing", "adapters", "bench"],
+    # `cli` runs the conformance kit on what others bring.
+    "testing": ["cli"],
+}
+
+# Third parties that cost time or may be absent: where they may be imported at run time.
+THIRD_PARTIES = {
+    "torch": [
+        "layout/ops.py",
+        "connectors",
+        "runner/kv_allocation.py",
+        "engine",
+        "testing",
+        "adapters",
+        "bench",
+        "demo",
+    ],
+    "transformers": ["engine", "testing", "adapters", "demo"],
+    "numpy": ["layout/ops.py", "engine", "testing", "adapters", "bench", "demo"],
+    "pytest": ["testing"],
+    "hypothesis": ["testing"],
+    "prometheus_client": ["exporters/prometheus.py"],
+    "typer": ["cli"],
+    "rich": ["cli", "bench", "demo", "engine"],
+    "matplotlib": ["demo", "bench"],
+    "gguf": ["demo"],
+}
+
+# Imports inside functions: each loads something heavy or optional, where it is used.
+LAZY = {
+    "connectors/registry.py": {"kvferry.connectors.shared_storage"},
+    "store/url.py": {"kvferry.store.file"},
+    "engine": {"transformers"},
+    "testing": {"transformers"},
+    # A simulated host serves any connector; this one only if it is asked for.
+    "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
+    "demo": {"transformers", "matplotlib", "gguf", "pydoc_data"},
+    "bench": {"matplotlib", "torch"},
+    "cli": {"kvferry.bench", "kvferry.demo", "kvferry.engine", "kvferry.testing"},
+}
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    in_function: bool
+    for_types_only: bool
+
+
+def imports_of(source: str) -> Iterator[Import]:
+    def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            in_function = True
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for child in node.body:
+                yield from walk(child, in_function, True)
+            for child in node.orelse:
+                yield from walk(child, in_function, for_types)
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, in_function, for_types)
+        if isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names if module == "kvferry" else [None]:
+                name = module if alias is None else f"kvferry.{alias.name}"
+                yield Import(name, node.lineno, in_function, for_types)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, in_function, for_types)
+
+    return walk(ast.parse(source), False, False)
+
+
+def is_in(name: str, places: list[str] | set[str], separator: str) -> bool:
+    return any(name == place or name.startswith(place + separator) for place in places)
+
+
+def layer_of(room: str) -> int | None:
+    return next((number for number, rooms in enumerate(LAYERS) if room in rooms), None)
+
+
+def faults_of(path: str, source: str) -> list[str]:
+    """What is wrong with the imports of one module; `path` is relative to the package."""
+    if path == "__init__.py":
+        return []  # names every layer, loads none: the subprocess tests hold that
+    room = path.removesuffix(".py").split("/")[0]
+    faults = []
+    if layer_of(room) is None:
+        faults.append(f"{path}: room {room!r} stands in no layer of this test")
+    for found in imports_of(source):
+        for fault in faults_of_import(path, room, found):
+            faults.append(f"{path}:{found.line}: {fault}")
+    return faults
+
+
+def faults_of_import(path: str, room: str, found: Import) -> Iterator[str]:
+    if found.module.startswith("."):
+        yield "relative import; name the module in full"
+        return
+    if found.in_function:
+        allowed = {module for place in LAZY if is_in(path, [place], "/") for module in LAZY[place]}
+        if not is_in(found.module, allowed, "."):
+            yield f"import of {found.module} inside a function"
+    package, _, target = found.module.partition(".")
+    if package != "kvferry":
+        places = None if found.for_types_only else THIRD_PARTIES.get(package)
+        if places is not None and not is_in(path, places, "/"):
+            yield f"{package} is not for {room}"
+        return
+    yield from faults_of_layers(path, room, target)
+
+
+def faults_of_layers(path: str, room: str, target: str) -> Iterator[str]:
+    target_room = target.split(".", maxsplit=1)[0]
+    if target_room == room:
+        return
+    own, other = layer_of(room), layer_of(target_room)
+    if own is None or other is None:
+        yield f"kvferry.{target} stands in no layer of this test"
+    elif other > own:
+        yield f"kvferry.{target} is above {room}"
+    elif other == own and (room, target_room) not in SIDEWAYS:
+        yield f"kvferry.{target} is beside {room}"
+    for narrow, places in ONLY_FROM.items():
+        if is_in(target, [narrow], ".") and not is_in(path, places, "/"):
+            yield f"kvferry.{target} is not for {path}"
+
+
+def test_imports_go_down_the_layers():
+    paths = sorted(ROOT.rglob("*.py"))
+    assert len(paths) > 30
+    faults = [
+        fault
+        for path in paths
+        for fault in faults_of(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "part"),
+    [
+        ("store/base.py", "import kvferry.connectors.registry", "above store"),
+        ("store/base.py", "from kvferry.contract import messages", "beside store"),
+        ("store/base.py", "from kvferry import engine", "above store"),
+        ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
+        ("runner/lifecycle.py", "from kvferry.connectors.registry import Roles", "beside runner"),
+        ("cli/ls.py", "import kvferry.connectors.shared_storage.worker", "not for cli/ls.py"),
+        ("engine/llm.py", "import kvferry.testing.clock", "not for engine/llm.py"),
+        ("errors.py", "import kvferry.types", "beside errors"),
+        ("store/base.py", "import torch.nn", "torch is not for store"),
+        ("keys/chain.py", "from torch import nn", "torch is not for keys"),
+        ("engine/llm.py", "import typer", "typer is not for engine"),
+        ("store/base.py", "from . import memory", "relative"),
+        ("store/base.py", "def f():\n  from kvferry.types import X", "inside a function"),
+        ("store/base.py", "if TYPE_CHECKING:\n  import kvferry.engine", "above store"),
+        ("attic/x.py", "", "room 'attic' stands in no layer"),
+        ("store/base.py", "import kvferry.attic", "kvferry.attic stands in no layer"),
+    ],
+)
+def test_a_wrong_import_is_found(path, source, part):
+    assert any(part in fault for fault in faults_of(path, source))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("store/recordio.py", "from kvferry.record.schema import digest"),
+        ("contract/worker.py", "if TYPE_CHECKING:\n  import torch"),
+        ("connectors/registry.py", "def f():\n  from kvferry.connectors.shared_storage import x"),
+        ("cli/main.py", "import kvferry.bench.step\nfrom kvferry.errors import KVError"),
+        ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
+    ],
+)
+def test_a_right_import_passes(path, source):
+    assert faults_of(path, source) == []
+
+
+HEAVY = "('torch', 'numpy', 'transformers')"
+
+
+def run_fresh(code: str) -> str:
+    """Standard output of `code` in a new interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import kvferry",
+        "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
+        "import kvferry.keys, kvferry.record.check, kvferry.store.recordio",
+        "import kvferry.contract.guard, kvferry.runner.lifecycle, kvferry.connectors.registry",
+    ],
+)
+def test_cheap_modules_load_no_torch(code):
+    assert run_fresh(f"{code}; import sys; print([m for m in {HEAVY} if m in sys.modules])") == "[]"
+
+
+def test_import_takes_at_most_100_ms():
+    code = (
+        "import time; start = time.perf_counter(); import kvferry; "
+        "print(time.perf_counter() - start)"
+    )
+    # The best of several: the others measure what else the machine does.
+    assert min(float(run_fresh(code)) for _ in range(5)) <= 0.1
+
+
+def test_every_public_name_is_there():
+    assert len(kvferry.__all__) == len(set(kvferry.__all__))
+    for name in kvferry.__all__:
+        assert getattr(kvferry, name) is not None
+        assert name in dir(kvferry)
+    with pytest.raises(AttributeError, match="no attribute 'open_stor'"):
+        kvferry.open_stor  # noqa: B018  # the access is the test
+
+
+def test_type_checkers_and_python_see_the_same_names():
+    listed = {name for names in kvferry._MODULES.values() for name in names}
+    assert listed | {"__version__"} == set(kvferry.__all__)
+    tree = ast.parse(Path(kvferry.__file__).read_text("utf-8"))
+    typed = {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry.")
+        for alias in node.names
+    }
+    assert typed == {(module, name) for module, names in kvferry._MODULES.items() for name in names}
+
+
+def test_every_error_is_public():
+    from kvferry import errors
+
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined <= set(kvferry.__all__)
