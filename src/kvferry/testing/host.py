@@ -263,9 +263,15 @@ class SimulatedHost:
         """Step without tokens until nothing new is reported for a while (saves have ended)."""
         deadline = time.monotonic() + timeout
         quiet = 0
-        while quiet < 5 and time.monotonic() < deadline:
+        while quiet < 4 and time.monotonic() < deadline:
             quiet = quiet + 1 if self.step([]) else 0
-            time.sleep(0.003)
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Close every role; what they share stays open."""
+        self.scheduler.close()
+        for rank in self.ranks:
+            rank.worker.close()
 
     # -- one step -------------------------------------------------------------------------------
 
