@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.reports import REMEMBERED_REQUESTS
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.runner.reports import REMEMBERED_REQUESTS
 from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 
 NORMAL_STEP = ["begin_step", "start_load", "save", "collect", "end_step"]
@@ -105,7 +105,7 @@ def test_a_step_inside_a_step_is_refused():
 
 def test_ending_a_step_that_was_not_begun_is_refused():
     with pytest.raises(ContractError, match="not begun"):
-        Run().lifecycle.finish(Plan(), ids())
+        Run().lifecycle.finish(ids())
 
 
 def test_layer_hooks_are_offered_by_a_worker_that_has_them_only():

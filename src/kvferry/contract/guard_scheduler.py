@@ -202,13 +202,22 @@ class GuardedScheduler(SchedulerRole):
         request_id = request.request_id
         self._asked.pop(request_id, None)
         self._promised.pop(request_id, None)
-        self._loading.pop(request_id, None)
         self._barred.discard(request_id)
+        is_loading = self._loading.pop(request_id, None) is not None
         try:
-            return self._role.request_finished(request, block_ids)
+            result = self._role.request_finished(request, block_ids)
+            delay_free, params = result
         except Exception:
             self._faults.fault("request_finished", "its blocks are freed now")
             return FREE_NOW
+        if delay_free and is_loading:
+            self._faults.violation(
+                "request_finished",
+                "delay_free for %r, which still loads: the end of the load frees its blocks",
+                request_id,
+            )
+            return FinishResult(False, params)
+        return result
 
     def take_events(self) -> Iterable[Any]:
         try:

@@ -70,13 +70,14 @@ class GuardedWorker(WorkerRole):
             self._faults.fault("planned_blocks", "failed loads of this plan may go unreported")
             return lost
 
-    def planned_recving(self, plan: Plan) -> frozenset[str]:
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
         lost: frozenset[str] = frozenset()
         if isinstance(plan, RepairedPlan):
             lost = plan.lost_request_ids
             plan = plan.plan
         try:
-            return self._role.planned_recving(plan) | lost
+            recving = self._role.planned_recving(plan)
+            return None if recving is None else recving | lost
         except Exception:
             self._faults.fault("planned_recving", "async loads of this plan may go unreported")
             return lost
@@ -96,7 +97,7 @@ class GuardedWorker(WorkerRole):
     def _report_lost(self, plan: RepairedPlan) -> None:
         self._invalid |= plan.lost_block_ids
         # What the role starts nevertheless it will end itself; until then it may write.
-        started = self.planned_recving(plan.plan)
+        started = self.planned_recving(plan.plan) or frozenset()
         self._lost_recving |= plan.lost_request_ids - started
         self._failed_recving |= plan.lost_request_ids & started
         # The engine computes on blocks that nobody filled.
@@ -114,7 +115,7 @@ class GuardedWorker(WorkerRole):
     def _give_up_step(self) -> None:
         self._loads_stopped = self._saves_stopped = True
         self._invalid |= self.planned_blocks(self._plan)
-        self._lost_recving |= self.planned_recving(self._plan)
+        self._lost_recving |= self.planned_recving(self._plan) or frozenset()
 
     def _wait_for_layer_load(self, layer_name: str) -> None:
         if self._loads_stopped:

@@ -48,12 +48,13 @@ class WorkerRole(ABC):
         """
         return frozenset()
 
-    def planned_recving(self, plan: Plan) -> frozenset[str]:
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
         """The requests whose async load starts with `plan`. Pure.
 
         Each of them is in `finished_recving` exactly once, later; an id there that was not
         announced here is dropped, because hosts die of it. Asked in every step, so it must be
-        cheap. A role with async loads must override it.
+        cheap. A role with async loads must override it. None: the role cannot know, and its
+        reports pass unchecked; for roles around foreign connectors, whose plans are opaque.
         """
         return frozenset()
 

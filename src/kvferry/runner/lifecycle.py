@@ -16,10 +16,10 @@ from types import TracebackType
 
 from kvferry.contract.abilities import SupportsLayerwise
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.reports import ReportRules
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
-from kvferry.runner.reports import ReportRules
 
 
 class Step:
@@ -49,16 +49,19 @@ class Step:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.output = self._lifecycle.finish(
-            self._plan, self._finished, forward_done=exc_type is None
-        )
+        lifecycle = self._lifecycle
+        try:
+            if exc_type is None:
+                lifecycle.save()
+        finally:
+            self.output = lifecycle.finish(self._finished)
 
 
 class StepLifecycle:
     """Drives one worker role, step by step, and holds it to its contract.
 
     Guarantees to the host: whatever the worker reports, each output obeys the rules of
-    `WorkerOutput` (see `kvferry.runner.reports`); an output that says nothing is `EMPTY_OUTPUT`
+    `WorkerOutput` (see `kvferry.contract.reports`); an output that says nothing is `EMPTY_OUTPUT`
     itself; every begun step is ended before the next one begins.
 
     Runs in: worker, on the model runner's thread.
@@ -84,7 +87,7 @@ class StepLifecycle:
         )
         self._worker = worker
         self._rules = ReportRules(observer or Observer(), strict=strict)
-        self._is_open = False
+        self._plan: Plan | None = None  # of the step under way
 
     def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Step:
         """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.
@@ -98,56 +101,59 @@ class StepLifecycle:
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
         """A step without tokens. Loads start, saves are flushed and ends are reported as in any
         other step: an engine that only waits for the cache has nothing but these."""
-        self.open(plan)
-        return self.finish(plan, finished_request_ids, forward_done=True)
+        with Step(self, plan, finished_request_ids) as step:
+            pass
+        return step.output
+
+    # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
     def open(self, plan: Plan) -> None:
-        """First half of a step, for hosts that cannot wrap the forward in a `with` block.
+        """Before the forward: begin, start loads.
 
         Raises:
             ContractError: the last step was not finished.
         """
-        if self._is_open:
+        if self._plan is not None:
             raise ContractError(
                 "a step begins while the last one is open: call finish() first, or leave its "
                 "`with` block"
             )
         worker = self._worker
-        self._is_open = True
+        self._plan = plan
         try:
             worker.begin_step(plan)
             recving = worker.planned_recving(plan)
-            if recving:
+            if recving or recving is None:
                 self._rules.begin(recving)
             worker.start_load()
         except BaseException:
-            self._is_open = False
+            self._plan = None
             worker.end_step()
             raise
 
-    def finish(
-        self, plan: Plan, finished_request_ids: Collection[str], *, forward_done: bool = True
-    ) -> WorkerOutput:
-        """Second half of a step: save (unless the forward failed), collect, end.
+    def save(self) -> None:
+        """After the forward; left out if that failed.
 
-        Args:
-            plan: the one `open` was given.
-            finished_request_ids: every request that ended since the last step.
-            forward_done: False if the forward raised; nothing is saved then.
+        Raises:
+            ContractError: no step is open.
+        """
+        if self._plan is None:
+            raise ContractError("a save outside of a step: call open() first")
+        self._worker.save()
+
+    def finish(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """Collect and end. Whatever happens, the step is over.
 
         Raises:
             ContractError: no step is open; or, when strict, a rule was broken.
         """
-        if not self._is_open:
+        plan = self._plan
+        if plan is None:
             raise ContractError("a step ends that was not begun: call open() first")
         worker = self._worker
         try:
-            try:
-                if forward_done:
-                    worker.save()
-            finally:
-                output = worker.collect(finished_request_ids)
+            output = worker.collect(finished_request_ids)
         finally:
-            self._is_open = False
+            self._plan = None
             worker.end_step()
         return self._rules.admit(output, finished_request_ids, lambda: worker.planned_blocks(plan))

@@ -37,6 +37,7 @@ class ReportRules:
         self._observer = observer
         self._strict = strict
         self._logged: set[str] = set()
+        self._announced = True  # False: this worker cannot say which async loads a plan starts
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._failed: set[str] = set()  # of those, reported failed before they ended
         self._early: set[str] = set()  # finished_sending that came before the end of the request
@@ -44,9 +45,13 @@ class ReportRules:
             str, bool
         ] = {}  # requests that ended; True: the last report was passed on
 
-    def begin(self, recving: Collection[str]) -> None:
-        """Note the async loads that a plan starts."""
-        self._loading.update(recving)
+    def begin(self, recving: Collection[str] | None) -> None:
+        """Note the async loads that a plan starts; None: the worker cannot tell. What then remains
+        of the rules for loads is that a request is reported once after its end."""
+        if recving is None:
+            self._announced = False
+        else:
+            self._loading.update(recving)
 
     def admit(
         self,
@@ -101,12 +106,15 @@ class ReportRules:
         """The ids whose planned load is now over: a host dies of any other."""
         if not reported:
             return reported
-        admitted = reported & self._loading
+        if self._announced:
+            admitted = reported & self._loading
+        else:
+            admitted = frozenset(name for name in reported if not self._ended.get(name))
         for request_id in reported - admitted:
             self._violation(
                 "finished_recving",
-                f"{request_id!r} in finished_recving, but no async load of it is under way: either "
-                "it was reported before, or planned_recving did not announce it",
+                f"{request_id!r} in finished_recving, but no async load of it is under way: it was "
+                "reported before, or planned_recving did not announce it",
             )
         self._loading -= admitted
         for request_id in admitted & self._ended.keys():
@@ -156,7 +164,7 @@ class ReportRules:
             self._violation(
                 "failed_recving", f"{request_id!r} in failed_recving but not in finished_recving"
             )
-            if request_id in self._loading:
+            if request_id in self._loading or not self._announced:
                 self._failed.add(request_id)
         admitted = (reported | self._failed) & recving
         self._failed -= admitted
