@@ -1,0 +1,79 @@
+"""Which writer this store is at the moment, if any: registered, or fenced off and anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.store.file.fileio import FileIO
+from kvferry.store.file.layout import Layout, make_directories
+from kvferry.store.file.ledger import Owner, this_process
+from kvferry.store.file.removal import Remover
+from kvferry.store.file.writer import Writer
+
+
+class Member(NamedTuple):
+    """One registration."""
+
+    writer: Writer
+    remover: Remover
+    owner: Owner
+
+
+class Membership:
+    """Registers this store as a writer. Thread-safe.
+
+    Args:
+        io: system calls.
+        layout: where the store is.
+        wall: seconds since the epoch.
+    """
+
+    def __init__(self, io: FileIO, layout: Layout, wall: Callable[[], float]) -> None:
+        self._io = io
+        self._layout = layout
+        self._wall = wall
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._member: Member | None = None
+
+    @property
+    def current(self) -> Member | None:
+        """The registration to write with; None when read-only, closed, or in a forked child, whose
+        parent owns the ledger: open the store again there."""
+        return self._member if self._pid == os.getpid() else None
+
+    def join(self) -> Member:
+        """Register for the first time.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        make_directories(self._layout, self._io)
+        owner = this_process(self._pid)
+        writer = Writer(self._io, self._layout, owner, self._wall)
+        self._member = Member(writer, Remover(self._io, self._layout, writer), owner)
+        return self._member
+
+    def rejoin_if_fenced(self) -> bool:
+        """Register again if our directory was taken over or removed. True if that was done.
+
+        Raises:
+            OSError: the store cannot be written now.
+        """
+        with self._lock:
+            member = self.current
+            if member is None or not member.writer.is_fenced():
+                return False
+            # What we counted belongs to whoever took it over, or went with the directory.
+            self.join()
+            member.writer.close(0.0)
+            return True
+
+    def leave(self, timeout: float) -> None:
+        """Hand the account over to the next store that looks. Bounded by `timeout` seconds."""
+        member, self._member = self.current, None
+        if member is not None:
+            member.writer.close(timeout)

@@ -1,0 +1,81 @@
+"""Correcting the counts after somebody changed the store behind our back.
+
+Ledgers are exact for everything kvferry does. Files deleted, cut or copied in by hand are found by
+adding up what is on disk while nobody writes or removes; the difference goes into our own ledger.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Generator
+
+from kvferry.store.file.eviction import list_files
+from kvferry.store.file.fileio import FileIO
+from kvferry.store.file.layout import NUM_SHARDS, Layout, is_writer_name
+from kvferry.store.file.ledger import Net
+from kvferry.store.file.usage import Usage, read_usage
+from kvferry.store.file.writer import Writer
+
+
+def reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, None, Net | None]:
+    """Compare ledgers and disk and correct the sum in `writer`.
+
+    A generator, so that a background thread can do other things between two directories.
+
+    Returns:
+        The correction (all zero if the counts were right); None if the store was not still or
+        another process is at it: then nothing was changed.
+
+    The lock only keeps two processes from correcting the same difference twice. Where a file system
+    lies about locks, the next reconciliation corrects that, too.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    fd = io.open(layout.reconcile_lock, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        return (yield from _reconcile(io, layout, writer))
+    finally:
+        io.close(fd)
+
+
+def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, None, Net | None]:
+    before = read_usage(io, layout)
+    num_bytes = num_records = 0
+    directories = [layout.shard(shard) for shard in range(NUM_SHARDS)]
+    for directory in [*directories, layout.quarantine]:
+        files = list_files(io, directory)
+        num_bytes += sum(file.num_bytes for file in files)
+        num_records += len(files)
+        yield
+    after = read_usage(io, layout)
+    if not _was_still(before, after) or _has_trash(io, layout):
+        return None
+    more_bytes, more_records = num_bytes - after.num_bytes, num_records - after.num_records
+    correction = Net(
+        max(more_bytes, 0), max(-more_bytes, 0), max(more_records, 0), max(-more_records, 0)
+    )
+    if any(correction):
+        writer.correct(correction)
+    return correction
+
+
+def _was_still(before: Usage, after: Usage) -> bool:
+    return before.quiet and after.quiet and before.marks == after.marks
+
+
+def _has_trash(io: FileIO, layout: Layout) -> bool:
+    """Whether a removal is under way: its files are off their places but still counted."""
+    for name in io.listdir(layout.writers):
+        trash = f"{layout.writer(name)}/trash"
+        try:
+            if is_writer_name(name) and any(io.listdir(f"{trash}/{b}") for b in io.listdir(trash)):
+                return True
+        except FileNotFoundError:
+            return True
+    return False

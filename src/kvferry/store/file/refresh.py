@@ -1,0 +1,123 @@
+"""Keeping the index fresh: the first fill, changed directories, probes. Runs in: background."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvferry.observe import Observer
+from kvferry.store.file.fileio import FileIO
+from kvferry.store.file.index import KeyIndex
+from kvferry.store.file.layout import NUM_SHARDS, Layout, key_of_record_name
+from kvferry.types import ChunkKey
+
+POLL_SECONDS = 0.5
+_DUTY = 20
+"""A round of listing is followed by at least so many times its own duration of rest."""
+_SETTLED_SECONDS = 1.0
+"""A directory that changed later than that may change again within the same tick of its clock."""
+_MAX_PROBES = 256
+
+
+class IndexRefresh:
+    """Lists one shard per step, so that a probe never waits for more than one listing.
+
+    `probe` and `wait_complete` are for any thread, the rest for one.
+    """
+
+    def __init__(
+        self,
+        io: FileIO,
+        layout: Layout,
+        index: KeyIndex,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        observer: Observer,
+    ) -> None:
+        self._io = io
+        self._layout = layout
+        self._index = index
+        self._clock = clock
+        self._wall = wall
+        self._observer = observer
+        self._complete = threading.Event()
+        self._probes: deque[tuple[ChunkKey, ...]] = deque()
+        self._changed_at = [-1] * NUM_SHARDS
+        self._next_shard = 0
+        self._round_started = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shard was listed at least once."""
+        return self._complete.is_set()
+
+    def wait_complete(self, timeout: float) -> bool:
+        return self._complete.wait(timeout)
+
+    def request(self, keys: Sequence[ChunkKey]) -> None:
+        """Queue a probe of a prefix chain; dropped when too many wait."""
+        if len(self._probes) >= _MAX_PROBES:
+            self._observer.count("store_probe_dropped")
+            return
+        self._probes.append(tuple(keys))
+
+    def answer_probes(self) -> None:
+        """Look up every queued chain on disk, up to its first absent key.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        while self._probes:
+            for key in self._probes.popleft():
+                if not self._index.contains(key) and not self._find(key):
+                    break
+
+    def step(self) -> float:
+        """List the next shard if it changed since it was listed. Returns the seconds until the next
+        step is worth it.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        if self._next_shard == 0:
+            self._round_started = self._clock()
+        shard = self._next_shard
+        while shard < NUM_SHARDS and not self._list_if_changed(shard):
+            shard += 1
+        self._next_shard = shard + 1
+        if self._next_shard < NUM_SHARDS:
+            return 0.0
+        self._next_shard = 0
+        self._complete.set()
+        return max(POLL_SECONDS, _DUTY * (self._clock() - self._round_started))
+
+    def _list_if_changed(self, shard: int) -> bool:
+        path = self._layout.shard(shard)
+        try:
+            changed_at = self._io.lstat(path).st_mtime_ns
+        except FileNotFoundError:
+            changed_at = 0
+        if changed_at == self._changed_at[shard]:
+            return False
+        self._index.start_listing(shard)
+        try:
+            names = self._io.listdir(path)
+        except FileNotFoundError:
+            names = []
+        keys = [key for name in names if (key := key_of_record_name(name)) is not None]
+        self._index.end_listing(key for key in keys if key[0] == shard)
+        settled = self._wall() - changed_at / 1e9 > _SETTLED_SECONDS
+        self._changed_at[shard] = changed_at if settled else -1
+        return True
+
+    def _find(self, key: ChunkKey) -> bool:
+        try:
+            found = stat.S_ISREG(self._io.lstat(self._layout.record(key)).st_mode)
+        except FileNotFoundError:
+            found = False
+        if found:
+            self._index.add(key)
+        return found

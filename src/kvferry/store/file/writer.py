@@ -1,0 +1,215 @@
+"""The writer directory of one open store: its account, its unfinished files, its trash.
+
+Only the owner calls these methods. When another store takes the directory over (see `recovery`),
+every path of ours stops existing, so nothing we do afterwards is counted twice: the owner notices
+`is_fenced`, forgets its counts, which the other one now holds, and registers again under a new id.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvferry.store.file.fileio import FileIO, exists, write_all
+from kvferry.store.file.layout import Layout
+from kvferry.store.file.ledger import (
+    COPY_BYTES,
+    MAX_ABSORBED,
+    MAX_PENDING,
+    Intent,
+    Ledger,
+    Net,
+    Owner,
+    encode,
+)
+
+UNREGISTERED = ".new-"
+"""Prefix of a writer directory that is still being made."""
+
+
+class Writer:
+    """Owner's view of one writer directory. Thread-safe.
+
+    Every change of the ledger is one write of its whole state, so a write that failed is made good
+    by the next one.
+    """
+
+    def __init__(self, io: FileIO, layout: Layout, owner: Owner, wall: Callable[[], float]) -> None:
+        """Create and register the directory.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        self.id = secrets.token_hex(8)
+        self.path = layout.writer(self.id)
+        self._io = io
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._ledger = Ledger(owner=owner)
+        self._last_copy = 1
+        self._last_temporary = 0
+        hidden = f"{layout.writers}/{UNREGISTERED}{self.id}"
+        io.mkdir(hidden)
+        io.mkdir(f"{hidden}/tmp")
+        io.mkdir(f"{hidden}/trash")
+        self._fd = io.open(f"{hidden}/ledger", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            # Both copies: from here on a write needs no new space on most file systems, so that a
+            # full disk does not keep us from giving space back.
+            self._write()
+            self._write()
+            # Renamed into place whole: a visible writer always has a ledger.
+            io.rename(hidden, self.path)
+        except OSError:
+            io.close(self._fd)
+            raise
+
+    @property
+    def net(self) -> Net:
+        return self._ledger.net
+
+    @property
+    def finished_batch(self) -> int:
+        return self._ledger.finished_batch
+
+    @property
+    def intent(self) -> Intent | None:
+        return self._ledger.intent
+
+    @property
+    def absorbed(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._ledger.absorbed)
+
+    def is_fenced(self) -> bool:
+        """Whether another store took this directory over, or somebody removed it."""
+        try:
+            return not exists(self._io, f"{self.path}/ledger")
+        except OSError:
+            return False
+
+    def new_temporary(self, key_hex: str) -> tuple[int, str]:
+        """Number and path for the temporary file of a write. The file is made before `reserve`:
+        a pending entry whose file is gone then means that it was renamed to its final name."""
+        with self._lock:
+            self._last_temporary += 1
+            number = self._last_temporary
+        return number, f"{self.path}/tmp/{number:016x}-{key_hex}"
+
+    def reserve(self, number: int, num_bytes: int) -> bool:
+        """Count a record before its first byte is written. False if too many are pending.
+
+        Raises:
+            OSError: the ledger could not be written; nothing is reserved.
+        """
+        with self._lock:
+            if len(self._ledger.pending) >= MAX_PENDING:
+                return False
+            with self._change() as ledger:
+                ledger.pending[number] = num_bytes
+                ledger.net = ledger.net.plus(Net(added_bytes=num_bytes, added_records=1))
+        return True
+
+    def settle(self, number: int, *, committed: bool) -> None:
+        """End a pending write: its bytes stay counted, or are given back. Never raises; a ledger
+        that cannot be written now is right again after its next write."""
+        with self._lock:
+            num_bytes = self._ledger.pending.pop(number, None)
+            if num_bytes is None:
+                return
+            if not committed:
+                given_back = Net(removed_bytes=num_bytes, removed_records=1)
+                self._ledger.net = self._ledger.net.plus(given_back)
+            self._try_write()
+
+    def intend(self, intent: Intent) -> None:
+        """Declare that the files of a trash batch are about to be unlinked."""
+        with self._lock, self._change() as ledger:
+            ledger.intent = intent
+
+    def finish_batch(self) -> None:
+        """Count the intended batch as removed; its files are gone."""
+        with self._lock, self._change() as ledger:
+            intent = ledger.intent
+            if intent is not None:
+                removed = Net(removed_bytes=intent.num_bytes, removed_records=intent.num_records)
+                ledger.net = ledger.net.plus(removed)
+                ledger.finished_batch = intent.batch
+                ledger.intent = None
+
+    def fold(self, writer_id: str, net: Net) -> bool:
+        """Take over the counts of an absorbed writer, once. False if its slot list is full."""
+        with self._lock:
+            if writer_id in self._ledger.absorbed:
+                return True
+            if len(self._ledger.absorbed) >= MAX_ABSORBED:
+                return False
+            with self._change() as ledger:
+                ledger.net = ledger.net.plus(net)
+                ledger.absorbed = ledger.absorbed | {writer_id}
+        return True
+
+    def forget_absorbed(self, writer_id: str) -> None:
+        """The directory of an absorbed writer is gone."""
+        with self._lock:
+            self._ledger.absorbed = self._ledger.absorbed - {writer_id}
+            self._try_write()
+
+    def correct(self, difference: Net) -> None:
+        """Adjust the counts to what a scan found on disk."""
+        with self._lock, self._change() as ledger:
+            ledger.net = ledger.net.plus(difference)
+
+    def beat(self) -> None:
+        """Show that this writer lives."""
+        with self._lock:
+            self._try_write()
+
+    def close(self, timeout: float) -> None:
+        """Mark the account as ready to be taken over. Bounded by `timeout` seconds if a write
+        hangs; then the next store finds out by itself that this process is gone."""
+        if not self._lock.acquire(timeout=timeout):
+            return
+        try:
+            if self._fd >= 0:
+                # With writes still pending it stays open: it must look alive until they end.
+                self._ledger.closed = not self._ledger.pending
+                self._try_write()
+                self._io.close(self._fd)
+                self._fd = -1
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _change(self) -> Iterator[Ledger]:
+        """Change the ledger and write it; if that fails, the change has not happened."""
+        ledger = self._ledger
+        before = (ledger.net, ledger.finished_batch, ledger.intent, ledger.absorbed)
+        pending = dict(ledger.pending)
+        try:
+            yield ledger
+            self._write()
+        except BaseException:
+            ledger.net, ledger.finished_batch, ledger.intent, ledger.absorbed = before
+            ledger.pending = pending
+            raise
+
+    def _try_write(self) -> None:
+        # After a failure the state in memory is right and goes out whole with the next write.
+        with suppress(OSError):
+            self._write()
+
+    def _write(self) -> None:
+        if self._fd < 0:
+            raise OSError("the writer is closed")
+        self._ledger.sequence += 1
+        self._ledger.heartbeat = self._wall()
+        # A write that fails may have torn its copy: the next attempt goes to the same place, and
+        # the other copy, the last good one, stays.
+        copy = 1 - self._last_copy
+        data = memoryview(encode(self._ledger))
+        write_all(self._io, self._fd, [data], copy * COPY_BYTES)
+        self._last_copy = copy

@@ -1,0 +1,203 @@
+"""How one record gets its place: temporary file, reservation, bytes, link.
+
+    1. create writers/<id>/tmp/<number>-<key>      empty, so nothing to count yet
+    2. ledger: added += bytes, pending             from here the bytes are ours to write
+    3. write
+    4. link to records/<xx>/<key>.safetensors      the commit point; the first writer wins
+    5. ledger: pending entry cleared
+    6. unlink the temporary file
+
+A recovery that finds the entry pending looks at the temporary file: two links, or none left
+(renamed where links are not supported): committed. One link: not committed, the bytes are given
+back.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.store.file.fileio import (
+    BLOCK_BYTES,
+    O_DIRECT,
+    FileIO,
+    address_of,
+    ensure_directory,
+    exists,
+    is_aligned,
+    write_all,
+)
+from kvferry.store.file.layout import Layout
+from kvferry.store.file.writer import Writer
+from kvferry.types import ChunkKey
+
+DirectIO = Literal["auto", "off", "on"]
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+_COPY_BYTES = 1 << 20
+"""Unaligned buffers up to this size (a record's head) are copied so that the rest can go direct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingWrite:
+    """A reserved, hidden record."""
+
+    writer: Writer
+    number: int
+    key: ChunkKey
+    num_bytes: int
+    path: str
+
+
+class RecordWriting:
+    """Steps 1 to 6 for the records of one store. Thread-safe.
+
+    Args:
+        io: system calls.
+        layout: where the store is.
+        direct_io: "on" writes past the page cache where buffers allow it. "auto" and "off" write
+            through the page cache: it takes bytes three times faster than the disk, writes them
+            back behind us, and a record just written is often the next one read.
+    """
+
+    def __init__(self, io: FileIO, layout: Layout, direct_io: DirectIO) -> None:
+        self._io = io
+        self._layout = layout
+        self._direct = direct_io == "on" and O_DIRECT != 0
+        self._links = True
+
+    def begin(self, writer: Writer, key: ChunkKey, num_bytes: int) -> PendingWrite | None:
+        """Steps 1 and 2. None if too many writes are pending.
+
+        Raises:
+            OSError: the medium refused, or the writer was fenced off (FileNotFoundError).
+        """
+        number, path = writer.new_temporary(key.hex())
+        self._io.close(self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        try:
+            reserved = writer.reserve(number, num_bytes)
+        except OSError:
+            self._io.unlink(path)
+            raise
+        if not reserved:
+            self._io.unlink(path)
+            return None
+        return PendingWrite(writer=writer, number=number, key=key, num_bytes=num_bytes, path=path)
+
+    def write(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
+        """Step 3, the whole record in one go.
+
+        Raises:
+            OSError: the medium refused; abort.
+        """
+        if self._direct and self._write_direct(pending, views):
+            return
+        self.write_range(pending.path, views, 0)
+
+    def write_range(self, path: str, views: Sequence[memoryview], offset: int) -> None:
+        """Step 3, a range of a temporary file that exists."""
+        fd = self._io.open(path, os.O_WRONLY)
+        try:
+            write_all(self._io, fd, views, offset)
+        finally:
+            self._io.close(fd)
+
+    def extend(self, pending: PendingWrite) -> None:
+        """Give the hidden record its size, so that others can tell what is inside it."""
+        fd = self._io.open(pending.path, os.O_WRONLY)
+        try:
+            self._io.truncate(fd, pending.num_bytes)
+        finally:
+            self._io.close(fd)
+
+    def commit(self, pending: PendingWrite) -> bool:
+        """Steps 4 to 6. False if the key was stored by somebody else meanwhile.
+
+        Raises:
+            OSError: the medium refused, or the writer was fenced off; abort.
+        """
+        target = self._layout.record(pending.key)
+        try:
+            won = self._place(pending.path, target)
+        except FileNotFoundError:
+            # The first record of its shard, or our directory is gone: then this raises again.
+            ensure_directory(self._io, os.path.dirname(target))
+            won = self._place(pending.path, target)
+        if not won:
+            self.abort(pending)
+            return False
+        pending.writer.settle(pending.number, committed=True)
+        self._drop(pending.path)
+        return True
+
+    def abort(self, pending: PendingWrite) -> None:
+        """Give the reservation back. Never raises. The entry goes before the file: a pending entry
+        without file would count as committed."""
+        pending.writer.settle(pending.number, committed=False)
+        self._drop(pending.path)
+
+    def _place(self, source: str, target: str) -> bool:
+        if self._links:
+            try:
+                self._io.link(source, target)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._links = False
+            else:
+                return True
+        # Without hard links two writers of one key can both believe to be first. The later one
+        # replaces the earlier with equal bytes; one record too many stays counted until the next
+        # reconciliation.
+        if exists(self._io, target):
+            return False
+        self._io.rename(source, target)
+        return True
+
+    def _drop(self, path: str) -> None:
+        # Renamed away, or taken over with its directory; recovery removes what is left.
+        with suppress(OSError):
+            self._io.unlink(path)
+
+    def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> bool:
+        """Try to write past the page cache; False if buffers or file system do not allow it."""
+        prepared = [aligned for view in views if (aligned := _aligned(view)) is not None]
+        whole = all(is_aligned(view.nbytes) for view in views[:-1])
+        if not whole or len(prepared) < len(views):
+            return False
+        try:
+            fd = self._io.open(pending.path, os.O_WRONLY | O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            return False
+        try:
+            write_all(self._io, fd, prepared, 0)
+            self._io.truncate(fd, pending.num_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            return False
+        finally:
+            self._io.close(fd)
+        return True
+
+
+def _aligned(view: memoryview) -> memoryview | None:
+    """`view` itself if the disk can read it directly, else a padded copy if it is small."""
+    if is_aligned(view.nbytes) and not view.readonly and is_aligned(address_of(view)):
+        return view
+    if view.nbytes > _COPY_BYTES:
+        return None
+    padded = -(-view.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    copy = memoryview(mmap.mmap(-1, padded))
+    copy[: view.nbytes] = view
+    return copy
