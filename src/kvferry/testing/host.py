@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters, Observer
 from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.store.base import Store
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, GroupShard, KVGroup, RankShard
 
 
@@ -320,6 +322,8 @@ class SimulatedHost:
 
     def _release(self, request: HostRequest) -> None:
         """Blocks go back filled with garbage: whoever still reads or writes them is seen."""
+        if not request.block_ids:
+            return
         names = [names for rank in self.ranks[:1] for names in rank._spec.layer_names]
         for group, (table, free) in enumerate(zip(request.block_ids, self._free, strict=True)):
             for rank in self.ranks:
@@ -361,6 +365,7 @@ def make_shared_storage_host(
     weights: bytes = b"w" * 32,
     observer: Observer | None = None,
     carries_worker_meta: bool = True,
+    stores: Sequence[Store] = (),
 ) -> tuple[SimulatedHost, Any]:
     """A host with the shared-storage connector, and what its roles share (close it last)."""
     from kvferry.connectors.shared_storage.build import Parts
@@ -377,7 +382,10 @@ def make_shared_storage_host(
         )
         for rank in range(world_size)
     ]
-    parts = [Parts(spec, options, observer or Counters()) for spec in specs]
+    observer = observer or Counters()
+    parts = [
+        Parts(spec, options, observer, store=store) for spec, store in zip_longest(specs, stores)
+    ]
     host = SimulatedHost(
         parts[0].scheduler(),
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],

@@ -25,7 +25,7 @@ def make_host() -> Iterator[Any]:
 
     def make(
         *,
-        store: str = "memory://test",
+        store: Any = "memory://test",
         groups: Any = None,
         world_size: int = 1,
         num_blocks: int = 256,
@@ -41,14 +41,17 @@ def make_host() -> Iterator[Any]:
         if staging is None:
             # Small chunks take one head and one page of payload at least.
             staging = num_staging_chunks * slot_bytes(groups, options["chunk_tokens"], world_size)
+        stores = () if isinstance(store, str) else (store,)
+        url = store if isinstance(store, str) else store.url
         host, parts = make_shared_storage_host(
-            {"store": store, "staging_bytes": staging, **options},
+            {"store": url, "staging_bytes": staging, **options},
             groups=groups,
             world_size=world_size,
             num_blocks=num_blocks,
             weights=weights,
             observer=observer,
             carries_worker_meta=carries_worker_meta,
+            stores=stores,
         )
         host.parts, host.observer = parts, observer
         hosts.append(host)

@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import SupportsShardedWrite
+from kvferry.store.base import Store, SupportsShardedWrite
 from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
 
@@ -26,11 +26,24 @@ from kvferry.store.url import open_store
 class Parts:
     """What both roles of one process share. Closed once, after both.
 
+    Args:
+        spec: the engine.
+        options: fields of `SharedStorageConfig`.
+        observer: receives counts.
+        store: instead of the one the options name; then closed here as if it had been opened here.
+
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
     """
 
-    def __init__(self, spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        options: Mapping[str, Any],
+        observer: Observer,
+        *,
+        store: Store | None = None,
+    ) -> None:
         self.spec = spec
         self.observer = observer
         self.config = build_config(SharedStorageConfig, options, where="shared_storage options")
@@ -43,7 +56,7 @@ class Parts:
             chunk_tokens=self.config.chunk_tokens,
             groups=spec.groups,
         )
-        self.store = open_store(
+        self.store = store or open_store(
             self.config.store, observer=observer, multi_process=spec.shard.world_size > 1
         )
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import ChunkRef, Save, Saved
@@ -25,6 +26,7 @@ class SavePlanner:
 
     Args:
         store: asked what is known to be stored.
+        requests: all live requests, by id.
         broken: chunks to store again although the store may seem to have them.
         chunk_tokens: tokens per chunk.
         block_sizes: of each KV group.
@@ -35,6 +37,7 @@ class SavePlanner:
     def __init__(
         self,
         store: Store,
+        requests: Mapping[str, RequestState],
         broken: BrokenKeys,
         *,
         chunk_tokens: int,
@@ -43,6 +46,7 @@ class SavePlanner:
         shared_writes: SharedWrites | None,
     ) -> None:
         self._store = store
+        self._requests = requests
         self._broken = broken
         self._chunk = chunk_tokens
         self._block_sizes = block_sizes
@@ -124,10 +128,14 @@ class SavePlanner:
             self._broken.mended(saved.key)
         self._saving.discard(saved.key)
         if saved.retry:
-            self._offer_again(ChunkKey(saved.key))
+            self.offer_again((saved.key,))
 
-    def _offer_again(self, key: ChunkKey) -> None:
-        """There was no staging memory: whoever still holds the chunk offers it once more."""
-        for state in self._unsaved.values():
-            if key in state.keys.keys[: state.next_save]:
-                state.next_save = state.keys.keys.index(key)
+    def offer_again(self, keys: Collection[bytes]) -> None:
+        """These are not stored after all (no staging memory, or the stored record was broken):
+        requests that passed them look at them once more. Rare; walks all live requests."""
+        for request_id, state in self._requests.items():
+            passed = state.keys.keys[: state.next_save]
+            first = next((i for i, key in enumerate(passed) if key in keys), None)
+            if first is not None:
+                state.next_save = first
+                self._unsaved[request_id] = state

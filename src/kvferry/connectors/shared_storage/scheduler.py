@@ -102,6 +102,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._broken = BrokenKeys(clock)
         self._saves = SavePlanner(
             store,
+            self._requests,
             self._broken,
             chunk_tokens=config.chunk_tokens,
             block_sizes=self._block_sizes,
@@ -268,7 +269,9 @@ class SharedStorageScheduler(SchedulerRole):
                 self._policy.saw_load(
                     ticket.num_in_hand * self._chunk, self._clock() - ticket.opened
                 )
-        self._broken.add(report.broken)
+        if report.broken:
+            self._broken.add(report.broken)
+            self._saves.offer_again(report.broken)
         self._failures_known = max(self._failures_known, report.failures)
         for saved in report.saved:
             self._saves.learn(report.rank, saved)

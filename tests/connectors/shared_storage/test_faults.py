@@ -1,0 +1,258 @@
+"""Wrong bytes, slow and failing stores: a miss, counted, never wrong KV, never a hang.
+
+The simulated host checks every byte of every request's KV, so a test that only runs requests proves
+that nothing wrong was served.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.store.memory import MemoryStore
+from kvferry.testing.faults import (
+    CorruptingStore,
+    FailingStore,
+    Gate,
+    StallingStore,
+    flip_bit,
+    truncate,
+    zero,
+)
+
+PROMPT = list(range(41))
+BOTH_PROMISES = pytest.mark.parametrize("promise", ["in_hand", "index"])
+
+
+def store_prompt(make_host, promise: str = "in_hand", prompt=PROMPT):
+    """A store that holds a prompt of five chunks, and its keys in order."""
+    store = MemoryStore("faults")
+    host = make_host(store=store, promise=promise, num_staging_chunks=256)
+    request = host.add("writer", prompt)
+    keys = host.scheduler._track(request).keys.keys
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.observer["put_stored"] == len(keys) == len(prompt) // 8
+    return store, keys
+
+
+DAMAGES = {
+    "flipped bit in the payload": flip_bit(8 * 4200),
+    "flipped bit in the header": flip_bit(8 * 40),
+    "flipped bit in the leaf table": flip_bit(8 * 4090),
+    "zeroed rows": zero(4096, 4200),
+    "truncated": truncate(-1),
+    "truncated to the head": truncate(4096),
+    "truncated in the head": truncate(100),
+    "empty": truncate(0),
+    "trailing bytes": lambda content: content + b"x",
+    "zeroed whole": zero(0, 1 << 20),
+}
+
+
+@BOTH_PROMISES
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_chunk_is_a_miss_and_is_taken_out(make_host, damage: Callable, promise: str):
+    store, keys = store_prompt(make_host)
+    damaged = CorruptingStore(store, damage=damage, keys={keys[2]})
+    host = make_host(store=damaged, promise=promise)
+    request = host.run("reader", PROMPT)
+    if promise == "in_hand":
+        assert request.num_external_tokens == 16
+    assert host.observer["records_corrupt"] == 1
+    assert host.observer["store_quarantined"] + store.stat().num_records >= 4
+    # What was computed again was stored again, so the next one hits all of it.
+    host.settle()
+    assert store.contains(keys[2])
+
+
+@BOTH_PROMISES
+def test_records_under_each_others_names_are_misses(make_host, promise: str):
+    store, keys = store_prompt(make_host)
+    contents = []
+    for key in keys[:2]:
+        with store.open_read(key) as source:
+            contents.append(bytearray(source.size))
+            source.read_into(memoryview(contents[-1]), 0)
+    for key, content in zip(keys[:2], reversed(contents), strict=True):
+        store.delete(key)
+        store.put(key, [content])
+    host = make_host(store=store, promise=promise)
+    host.run("reader", PROMPT)
+    assert host.observer["miss_wrong_key"] >= 1
+    assert host.observer["records_corrupt"] >= 1
+
+
+@BOTH_PROMISES
+def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(
+    make_host, promise: str
+):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=FailingStore(store, operations={"read_into"}), promise=promise)
+    host.run("first", PROMPT)
+    misses = host.observer["miss_io_error"]
+    assert misses >= 1
+    again = host.run("second", PROMPT)
+    assert again.num_external_tokens == 0
+    assert host.observer["miss_io_error"] == misses
+
+
+@BOTH_PROMISES
+def test_a_record_deleted_behind_the_index_is_a_miss(make_host, promise: str):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=FailingStore(store, operations={"open_read"}), promise=promise)
+    request = host.run("reader", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens == 0
+
+
+def test_a_store_that_cannot_write_stops_nothing(make_host):
+    host = make_host(store=FailingStore(MemoryStore("x"), operations={"put"}))
+    host.run("a", PROMPT)
+    host.settle()
+    assert host.run("b", PROMPT).num_external_tokens == 0
+    assert host.observer["put_failed"] >= 5
+
+
+@BOTH_PROMISES
+def test_a_stalled_read_is_given_up_at_the_deadline_and_lands_only_in_staging(
+    make_host, promise: str
+):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    stalled = StallingStore(store, gate=gate, operations={"read_into"})
+    host = make_host(store=stalled, promise=promise, load_timeout_seconds=0.2)
+    started = time.monotonic()
+    request = host.add("reader", PROMPT)
+    host.admit(request)
+    host.prefill(request)
+    assert time.monotonic() - started < 5
+    # The reads come back now, long after their deadline; `finish` poisons the blocks and a new
+    # request gets them: a late write into either would be seen.
+    host.finish(request)
+    second = host.add("second", list(range(500, 541)))
+    host.admit(second)
+    host.prefill(second)
+    gate.release()
+    host.settle()
+    host.prefill(second)
+    for rank in host.ranks:
+        from kvferry.testing.host import prefix_seeds
+
+        assert rank.wrong_tokens(second, prefix_seeds(second), 41) == 0
+    staging = host.parts[0].staging
+    deadline = time.monotonic() + 5
+    while staging.num_free < staging.num_slots and time.monotonic() < deadline:
+        host.step([])
+        time.sleep(0.005)
+    assert staging.num_free == staging.num_slots
+
+
+def test_close_does_not_wait_for_a_stalled_read(make_host, monkeypatch):
+    from kvferry.connectors.shared_storage import worker
+
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(
+        store=StallingStore(store, gate=gate, operations={"read_into"}), load_timeout_seconds=0.05
+    )
+    host.run("reader", PROMPT)
+    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.3)
+    started = time.monotonic()
+    host.close()
+    assert time.monotonic() - started < 3
+    gate.release()
+
+
+@pytest.mark.parametrize("when", ["before the plan", "after the plan"])
+def test_an_abort_while_a_hit_is_fetched_gives_the_staging_back(make_host, when: str):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read_into"}))
+    request = host.add("aborted", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    if when == "after the plan":
+        host.step([])
+        assert gate.wait_for_arrival()
+    host.finish(request)
+    host.step([])
+    gate.release()
+    host.settle()
+    staging = host.parts[0].staging
+    assert staging.num_free == staging.num_slots
+
+
+def test_an_abort_between_allocation_and_plan_gives_the_staging_back(make_host):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("aborted", PROMPT)
+    host.admit(request)
+    host.finish(request)
+    host.step([])
+    host.settle()
+    staging = host.parts[0].staging
+    assert staging.num_free == staging.num_slots
+    assert host.run("next", PROMPT).num_external_tokens == 40
+
+
+def test_nothing_computed_on_a_failed_load_is_saved(make_host):
+    """Index mode: the step that finds the load broken also completes a later chunk."""
+    prompt = list(range(60))
+    store, keys = store_prompt(make_host, prompt=prompt[:41])
+    damaged = CorruptingStore(store, damage=flip_bit(8 * 4200), keys={keys[1]})
+    host = make_host(store=damaged, promise="index")
+    request = host.add("reader", prompt)
+    hit = host.admit(request)
+    assert hit == 40
+    host.step([request], tokens=20)
+    assert host.invalid_block_ids
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    assert request.num_computed_tokens == 8
+    host.prefill(request)
+    host.settle()
+    host.finish(request)
+    assert make_host(store=store).run("later", prompt).num_external_tokens == 56
+
+
+def test_blocks_outside_the_cache_never_reach_a_copy(make_host):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("bad blocks", PROMPT)
+    while (answer := host.scheduler.lookup(request, 0)).num_tokens is None:
+        host.step([])
+    host.scheduler.update_after_alloc(request, ([9999] * 11,), answer.num_tokens)
+    host.step([])
+    assert host.invalid_block_ids == {9999}
+
+
+def test_no_thread_survives_close(make_host):
+    store, _keys = store_prompt(make_host)
+    before = set(threading.enumerate())
+    host = make_host(store=store)
+    host.run("reader", PROMPT)
+    assert set(threading.enumerate()) > before
+    host.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_slow_store_is_cut_short_and_then_left_alone(make_host):
+    """Promise 4: a store slower than computing costs one deadline, not one per prompt."""
+    prompt = list(range(400))
+    store, _keys = store_prompt(make_host, prompt=prompt)
+    gate = Gate()
+    host = make_host(
+        store=StallingStore(store, gate=gate, operations={"read_into"}), load_timeout_seconds=0.3
+    )
+    host.run("teaches the speed of prefill", list(range(5000, 5400)), budget=200)
+    host.run("stalls", prompt)
+    assert host.observer["miss_deadline"] == 1
+    started = time.monotonic()
+    host.run("does not wait again", prompt)
+    assert host.observer["hits_recomputed"] == 1
+    assert time.monotonic() - started < 2
+    gate.release()
