@@ -36,7 +36,7 @@ def test_evictions_are_counted_in_values_and_bytes():
     with MemoryStore(max_bytes=10, observer=counters) as store:
         for number, size in enumerate([3, 4, 3, 7]):
             assert store.put(make_key(number), [make_value(size)]) is PutResult.STORED
-        assert counters["store_evictions"] == 2
+        assert counters["store_evicted_records"] == 2
         assert counters["store_evicted_bytes"] == 7
         assert store.stat().used_bytes == 10
         assert [store.contains(make_key(number)) for number in range(4)] == [

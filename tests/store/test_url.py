@@ -25,7 +25,7 @@ def test_a_memory_url_opens_a_memory_store():
         assert store.stat().max_bytes == 1024
         store.put(make_key(0), [bytes(1000)])
         store.put(make_key(1), [bytes(1000)])
-    assert counters["store_evictions"] == 1
+    assert counters["store_evicted_records"] == 1
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class MemoryStore(Store):
     Args:
         name: shown in the URL.
         max_bytes: sum of the sizes of all values; None for no limit.
-        observer: counts `store_evictions`, `store_evicted_bytes` and `store_quarantined`.
+        observer: counts `store_evicted_records`, `store_evicted_bytes` and `store_quarantined`.
         clock: seconds since the epoch.
 
     Raises:
@@ -94,7 +94,7 @@ class MemoryStore(Store):
             self._values[key] = _Value(content, self._clock())
             self._used_bytes += len(content)
         if evicted:
-            self._observer.count("store_evictions", len(evicted))
+            self._observer.count("store_evicted_records", len(evicted))
             self._observer.count("store_evicted_bytes", sum(evicted))
         return PutResult.STORED
 

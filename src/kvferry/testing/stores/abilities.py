@@ -65,7 +65,7 @@ class ProbeTests(StoreHooks):
                 store.put(make_key(number), [b"value"])
         with self.make_store(tmp_path) as again:
             assert isinstance(again, SupportsProbe)
-            assert again.wait_indexed(20.0)
+            assert again.wait_indexed(self.patience_seconds)
             assert again.stat().index_complete
             assert again.stat().num_records == 7
             assert all(again.contains(make_key(number)) for number in range(7))
@@ -80,13 +80,15 @@ class ProbeTests(StoreHooks):
     def test_a_probe_finds_what_another_instance_stored(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
             assert isinstance(reader, SupportsProbe)
-            assert reader.wait_indexed(20.0)
+            assert reader.wait_indexed(self.patience_seconds)
             keys = [make_key(number) for number in range(5)]
             for key in keys[:3]:
                 writer.put(key, [b"value"])
             reader.probe(keys)
             wait_until(
-                lambda: all(reader.contains(key) for key in keys[:3]), "probed keys become known"
+                lambda: all(reader.contains(key) for key in keys[:3]),
+                "probed keys become known",
+                self.patience_seconds,
             )
             assert not reader.contains(keys[3])
             assert not reader.contains(keys[4])

@@ -18,7 +18,7 @@ awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
 """Around pages, sectors and leaves; no store may be right for round numbers only."""
 
 PATIENCE_SECONDS = 20.0
-"""How long a test waits for what a background thread does. Reached only by a failing test."""
+"""How long a test waits for what another thread does. Reached only by a failing test."""
 
 
 def make_key(number: int = 0) -> ChunkKey:
@@ -43,12 +43,14 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
     return bytes(buffer)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll until `condition` holds; fails after `PATIENCE_SECONDS`."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def wait_until(
+    condition: Callable[[], bool], what: str, patience: float = PATIENCE_SECONDS
+) -> None:
+    """Poll until `condition` holds; fails after `patience` seconds."""
+    deadline = time.monotonic() + patience
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
         pause.wait(0.005)
 
 
@@ -83,6 +85,9 @@ class StoreHooks(ABC):
 
     exact_accounting: ClassVar[bool] = True
     """True if, with one process, `stat().used_bytes` is the sum of `charge` over all values."""
+
+    patience_seconds: ClassVar[float] = PATIENCE_SECONDS
+    """How long a test waits for what a thread of the store does."""
 
     @abstractmethod
     def make_store(

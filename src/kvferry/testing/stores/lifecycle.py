@@ -50,7 +50,11 @@ class LifecycleTests(StoreHooks):
         store.touch([make_key()])
         store.close()
         store.close()
-        wait_until(lambda: set(threading.enumerate()) <= before, "all threads of the store end")
+        wait_until(
+            lambda: set(threading.enumerate()) <= before,
+            "all threads of the store end",
+            self.patience_seconds,
+        )
 
     def test_close_in_two_threads_is_one(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path)

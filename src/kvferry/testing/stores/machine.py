@@ -19,10 +19,11 @@ from kvferry.store.base import PutResult, Store, SupportsScan
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
 from kvferry.types import ChunkKey
 
-QUOTA = 50_000
+QUOTA = 20_000
+"""Two or three large values fill it: eviction is the rule, not the exception."""
 
 numbers = st.integers(0, 7)
-sizes = st.one_of(st.sampled_from([1, 4095, 4096, 4097]), st.integers(1, 20_000))
+sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
 
 
 class StoreMachine(RuleBasedStateMachine):
