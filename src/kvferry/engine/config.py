@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from kvferry.errors import ConfigError
-
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +29,10 @@ class EngineConfig:
 
     block_size: int = 16
     num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
     max_batched_tokens: int = 2048
     max_num_seqs: int = 16
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
     prefix_caching: bool = True
     num_threads: int | None = None
@@ -52,8 +51,6 @@ class EngineConfig:
             raise ConfigError(
                 f"load_deadline_seconds is {self.load_deadline_seconds}; it must be more than 0"
             )
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
 
 def _require(name: str, value: int, *, at_least: int) -> None:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.paged_attention import ATTENTION_NAME, AttentionContext, register_attention
 from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, effective_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,19 +25,12 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
 _HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
 )
 """What layers pass to attention that changes nothing here: inference, no Transformers cache."""
-
-_NOT_KV_DECIDING = frozenset(
-    {
-        "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype",
-        "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "attn_implementation",
-        "_attn_implementation", "_attn_implementation_internal", "id2label", "label2id",
-        "return_dict", "output_attentions", "output_hidden_states",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +75,12 @@ class ModelConfig:
         self._refuse_unservable()
         self.geometry = self._geometry(engine.dtype)
 
-    def kv_deciding(self) -> Mapping[str, Any]:
-        """The part of the config that decides KV bytes, JSON-able: what differs from the defaults
-        of its model type, so that writing a default out changes nothing."""
-        values = self._config.to_diff_dict()
-        kept = {key: value for key, value in values.items() if key not in _NOT_KV_DECIDING}
-        kept["model_type"] = self._config.model_type
-        return dict(json.loads(json.dumps(kept, sort_keys=True, default=str)))
+    def effective_config(self) -> dict[str, JsonValue]:
+        """The part of the config that decides KV bytes, with the dtype the engine computes in."""
+        config = effective_config(self.model_dir)
+        config.pop("torch_dtype", None)
+        config["dtype"] = self.geometry.dtype
+        return config
 
     def load(self, device: str) -> PagedModel:
         """Read the weights."""
@@ -287,6 +279,22 @@ def _read_config(model_dir: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{model_dir}/config.json cannot be used: {reason}") from error
+
+
+def load_tokenizer(model_dir: Path) -> Any | None:
+    """The tokenizer in a model directory, None if it holds none.
+
+    Raises:
+        ConfigError: there is one, but it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"cannot load the tokenizer in {model_dir}: {error}") from error
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any, NamedTuple
 
-from kvferry.engine.sampling import SamplingParams
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 
@@ -13,7 +14,7 @@ class RequestStatus(StrEnum):
 
     WAITING and PREEMPTED own no blocks. WAITING_FOR_REMOTE_KV owns the blocks an async load writes
     into; LOADED owns them after it and waits for tokens. RUNNING owns blocks for every computed
-    token. A finished request owns none: what a connector still needs is held by the scheduler.
+    token. A finished request owns none: what a connector still uses is held by the scheduler.
     """
 
     WAITING = "waiting"
@@ -36,60 +37,76 @@ class FinishReason(StrEnum):
     """The KV pool has become too small for it: blocks lent to a connector never came back."""
 
 
+class Hit(NamedTuple):
+    """How a request began."""
+
+    num_local_tokens: int
+    """From the engine's own prefix cache."""
+    num_external_tokens: int
+    """From the connector: promised, and less what then failed."""
+
+
+class Outcome(NamedTuple):
+    """How a request ended."""
+
+    reason: FinishReason
+    params: Mapping[str, Any] | None
+    """What the connector has to tell the client."""
+
+
 class Request:
     """Tokens and blocks of one request. Satisfies `kvferry.types.RequestView`.
 
     Intervals of `all_token_ids`, which holds prompt and generated tokens and only grows:
-        [0, num_computed_tokens)            KV is in the blocks (or is being loaded into them)
+        [0, num_computed_tokens)            KV is in the blocks, or is being loaded into them
         [num_computed_tokens, num_tokens)   to be computed; one token when decoding
     and of `block_ids`:
-        [0, num_cached_blocks)              full, shareable: known to the local prefix cache
+        [0, num_cached_blocks)              offered to the local prefix cache
         [num_cached_blocks, len)            ours alone
 
     Attributes:
-        max_total_tokens: the request ends when it has this many tokens.
-        num_cached_tokens: local hit of the first admission.
-        num_external_tokens: hit from the connector at the first admission.
+        stop_token_ids: tokens that end it.
+        max_total_tokens: it ends when it has this many tokens.
+        hit: of the first admission whose load brought anything; None before.
+        outcome: None until it is finished.
     """
 
     __slots__ = (
         "all_token_ids",
         "block_ids",
         "extra_keys",
-        "finish_reason",
+        "hit",
         "max_total_tokens",
         "num_cached_blocks",
-        "num_cached_tokens",
         "num_computed_tokens",
-        "num_external_tokens",
         "num_prompt_tokens",
-        "params",
+        "outcome",
         "request_id",
         "status",
+        "stop_token_ids",
     )
 
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
         *,
         max_total_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         self.request_id = request_id
         self.all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.params = params
-        self.extra_keys = extra_keys
+        self.stop_token_ids = stop_token_ids
         self.max_total_tokens = max_total_tokens
+        self.extra_keys = extra_keys
         self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
-        self.num_cached_tokens: int | None = None
-        self.num_external_tokens: int | None = None
+        self.hit: Hit | None = None
+        self.outcome: Outcome | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -99,9 +116,21 @@ class Request:
     def num_generated_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a generated token; says why the request is over now, if it is."""
+        self.all_token_ids.append(token_id)
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_tokens >= self.max_total_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def limit_hit(self) -> None:
+        """A load failed: count no more external tokens than are left of it."""
+        if self.hit is not None:
+            left = max(0, self.num_computed_tokens - self.hit.num_local_tokens)
+            brought = min(self.hit.num_external_tokens, left)
+            self.hit = self.hit._replace(num_external_tokens=brought)
 
     def __repr__(self) -> str:
         return (

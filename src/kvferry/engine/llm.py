@@ -1,0 +1,370 @@
+"""The front end: a model directory in, text out, with or without a KV store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvferry.config import build_config
+from kvferry.connectors.registry import EngineSpec, Roles, create_roles
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.core import EngineCore
+from kvferry.engine.generation import Completion, Generation, TokenEvent, Tokenizer
+from kvferry.engine.model import ModelConfig, ModelGeometry, load_tokenizer
+from kvferry.engine.no_connector import NoScheduler, NoWorker
+from kvferry.engine.progress import GenerationProgress
+from kvferry.engine.request import FinishReason, Request
+from kvferry.engine.runner import ModelRunner
+from kvferry.engine.sampling import SamplingParams
+from kvferry.engine.scheduler import Scheduler
+from kvferry.errors import ConfigError, ContractError
+from kvferry.keys import ModelIdentity, weights_digest
+from kvferry.observe import Observer
+from kvferry.types import GroupShard, KVGroup, RankShard
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KV_BYTES = 1 << 30
+CLOSE_SECONDS = 5.0
+"""How long `close` lets the connector finish what it has begun."""
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A causal LM that generates text, and reads and writes its KV cache through a connector.
+
+    A context manager. Not thread-safe: one thread at a time.
+
+    Example:
+        >>> with LLM("path/to/model", store="file:///var/cache/kvferry") as llm:  # doctest: +SKIP
+        ...     print(llm.generate(["The capital of France is"])[0].text)
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        store: str | None = None,
+        connector: str = "shared_storage",
+        connector_options: Mapping[str, Any] | None = None,
+        roles: Roles | None = None,
+        observer: Observer | None = None,
+        **config: Any,  # noqa: ANN401 - checked, field by field, by build_config
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model_dir: directory with config.json, weights and mostly a tokenizer, as Transformers
+                saves it.
+            store: URL of a store to read KV from and write it to; None for none.
+            connector: name of the connector that uses the store.
+            connector_options: further options of the connector.
+            roles: a connector made elsewhere, instead of `store`. The engine closes it.
+            observer: receives counts.
+            config: fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: a model, option or store that cannot be used.
+        """
+        engine = build_config(EngineConfig, config, where="engine")
+        if roles is not None and store is not None:
+            raise ConfigError("both store and roles are given; the engine has one connector")
+        self._closed = False
+        self._observer = observer or Observer()
+        model = ModelConfig(Path(model_dir), engine)
+        num_blocks = _num_blocks(engine, model.geometry)
+        if roles is None:
+            # Before the weights: a store's index fills while they are read.
+            roles = self._create_roles(store, connector, connector_options, model, engine)
+        self._roles = Roles(
+            GuardedScheduler(roles.scheduler, self._observer, block_size=engine.block_size),
+            GuardedWorker(roles.worker, self._observer),
+        )
+        try:
+            self._load(model, engine, num_blocks)
+        except BaseException:
+            self._close_roles()
+            raise
+
+    def _load(self, model: ModelConfig, engine: EngineConfig, num_blocks: int) -> None:
+        if engine.num_threads is not None:
+            torch.set_num_threads(engine.num_threads)
+        paged = model.load(engine.device)
+        runner = ModelRunner(
+            paged,
+            self._roles.worker,
+            num_blocks=num_blocks,
+            block_size=engine.block_size,
+            observer=self._observer,
+        )
+        scheduler = Scheduler(
+            engine, BlockPool(num_blocks), self._roles.scheduler, observer=self._observer
+        )
+        self._core = EngineCore(scheduler, runner)
+        self._eos_token_ids = paged.eos_token_ids
+        self._context_length = model.geometry.context_length
+        self._pool_tokens = (num_blocks - 1) * engine.block_size
+        self._generations: dict[str, Generation] = {}
+        self._request_numbers = count()
+        self.tokenizer: Tokenizer | None = load_tokenizer(model.model_dir)
+
+    def _create_roles(
+        self,
+        store: str | None,
+        connector: str,
+        options: Mapping[str, Any] | None,
+        model: ModelConfig,
+        engine: EngineConfig,
+    ) -> Roles:
+        if store is None:
+            if options:
+                raise ConfigError("connector_options are given without a store")
+            return Roles(NoScheduler(), NoWorker())
+        spec = engine_spec(model, engine)
+        return create_roles(connector, spec, {"store": store, **(options or {})}, self._observer)
+
+    # ---- generating
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts, batched.
+
+        Args:
+            prompts: texts or token ids.
+            params: for all prompts, or one per prompt; the defaults if None.
+            progress: draw a bar on the standard error output.
+
+        Returns:
+            One completion per prompt, in order.
+
+        Raises:
+            ConfigError: a prompt or parameter that cannot be served; nothing was generated then.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is one text; give a list of prompts")
+        wanted = _per_prompt(params, len(prompts))
+        requests = [self._request(*pair) for pair in zip(prompts, wanted, strict=True)]
+        generations = [
+            Generation(request, each, self.tokenizer)
+            for request, each in zip(requests, wanted, strict=True)
+        ]
+        try:
+            for generation in generations:
+                self._add(generation)
+            with GenerationProgress(requests, enabled=progress) as bar:
+                while any(request.outcome is None for request in requests):
+                    self._step()
+                    bar.update()
+        finally:
+            for generation in generations:
+                self._drop(generation)
+        self._tell_ends()
+        return [generation.completion() for generation in generations]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """Complete one prompt token by token. Closing the iterator early aborts the request.
+
+        Other requests of this engine, streams included, move on with every step of this one.
+
+        Raises:
+            ConfigError: as `generate`, at the call.
+            ContractError: while iterating: the engine ended the request because the connector keeps
+                blocks that it needs.
+        """
+        params = params or SamplingParams()
+        request = self._request(prompt, params)
+        return self._stream(Generation(request, params, self.tokenizer, streams=True))
+
+    def _stream(self, generation: Generation) -> Iterator[TokenEvent]:
+        request, events = generation.request, generation.events
+        assert events is not None, "made with streams=True"
+        try:
+            self._add(generation)
+            while True:
+                while events:
+                    yield events.popleft()
+                if request.outcome is not None:
+                    break
+                self._step()
+        finally:
+            self._drop(generation)
+        if request.outcome.reason is FinishReason.ERROR:
+            raise ContractError(f"{request!r}: {request.outcome.reason.__doc__}")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            ConfigError: the model directory has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
+        return self.tokenizer.encode(text)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the engine's own prefix cache. What a store holds stays."""
+        self._core.scheduler.reset_prefix_cache()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        self._check_open()
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise ConfigError("a prompt has no tokens; give at least one")
+        for what, limit in (
+            ("the model's context", self._context_length),
+            ("the KV pool", self._pool_tokens),
+        ):
+            # One token must fit behind the prompt.
+            if len(token_ids) >= limit:
+                raise ConfigError(
+                    f"a prompt has {len(token_ids)} tokens, {what} holds {limit}; shorten it"
+                    + ("" if limit is self._context_length else ", or set kv_cache_bytes higher")
+                )
+        stop = frozenset(params.stop_token_ids)
+        return Request(
+            f"request-{next(self._request_numbers)}",
+            token_ids,
+            max_total_tokens=min(
+                len(token_ids) + params.max_tokens, self._context_length, self._pool_tokens
+            ),
+            stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
+        )
+
+    def _add(self, generation: Generation) -> None:
+        self._check_open()
+        self._generations[generation.request.request_id] = generation
+        self._core.scheduler.add(generation.request)
+
+    def _drop(self, generation: Generation) -> None:
+        """The caller wants nothing more of it; aborted if it has not ended."""
+        request_id = generation.request.request_id
+        self._generations.pop(request_id, None)
+        self._core.scheduler.abort(request_id)
+
+    def _step(self) -> None:
+        self._check_open()
+        self._core.step(
+            lambda request, logits: self._generations[request.request_id].sample(logits)
+        )
+        for generation in self._generations.values():
+            generation.emit()
+
+    def _tell_ends(self) -> None:
+        """One more step if nothing runs, so that the connector learns what ended now and not only
+        when the next request comes."""
+        if not self._generations:
+            self._step()
+
+    # ---- the end
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Let the connector finish what it does behind the engine's back: saves under way become
+        visible, blocks it was lent come back. Call while nothing is generating.
+
+        Returns:
+            True if nothing is left; False if the time ran out before.
+        """
+        self._check_open()
+        if self._generations:
+            raise ContractError("drain is called while requests are running")
+        return self._core.drain(timeout_seconds)
+
+    def close(self) -> None:
+        """End all requests, let the connector finish for at most `CLOSE_SECONDS`, close it.
+        Idempotent; leaves no thread."""
+        if self._closed:
+            return
+        try:
+            for generation in list(self._generations.values()):
+                self._drop(generation)
+            if not self._core.drain(CLOSE_SECONDS):
+                logger.warning("the connector did not finish within %.0f s", CLOSE_SECONDS)
+        finally:
+            self._closed = True
+            self._close_roles()
+
+    def _close_roles(self) -> None:
+        try:
+            self._roles.worker.close()
+        finally:
+            self._roles.scheduler.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ContractError("the engine is closed")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
+    """What a connector must know of an engine that runs `model` with these options.
+
+    One group for all layers, without a window: the engine keeps the KV of every token in every
+    layer, whatever part of it a layer looks at.
+    """
+    geometry = model.geometry
+    group = KVGroup(
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        content_size=2 * geometry.head_dim,
+        dtype=geometry.dtype,
+        block_size=engine.block_size,
+    )
+    whole = GroupShard(layers=(0, geometry.num_layers), heads=(0, geometry.num_kv_heads))
+    return EngineSpec(
+        identity=ModelIdentity(
+            weights=weights_digest(model.model_dir), config=model.effective_config()
+        ),
+        groups=(group,),
+        shard=RankShard(rank=0, world_size=1, groups=(whole,)),
+        layer_names=(geometry.layer_names,),
+    )
+
+
+def _num_blocks(engine: EngineConfig, geometry: ModelGeometry) -> int:
+    if engine.num_blocks is not None:
+        return engine.num_blocks
+    block_bytes = geometry.block_bytes(engine.block_size)
+    if engine.kv_cache_bytes is not None:
+        num_blocks = engine.kv_cache_bytes // block_bytes
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv_cache_bytes is {engine.kv_cache_bytes}; two blocks of this model are "
+                f"{2 * block_bytes} bytes"
+            )
+        return num_blocks
+    enough = 1 + engine.max_num_seqs * -(-geometry.context_length // engine.block_size)
+    return max(2, min(enough, DEFAULT_KV_BYTES // block_bytes))
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ConfigError(f"{num_prompts} prompts but {len(params)} sampling parameters")
+    return params

@@ -1,0 +1,414 @@
+"""Which request computes what in the next step, and what a step's outcome means for each.
+
+The host side of the connector contract: look-ups, allocations, plans, loads that end well or not,
+blocks that a connector still uses. Decides only; tensors and I/O are elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
+from typing import NamedTuple
+
+from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.kv_cache import KVCache
+from kvferry.engine.lent_blocks import LentBlocks, LentFor
+from kvferry.engine.lookups import Lookups
+from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus
+from kvferry.engine.step import Step
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+
+logger = logging.getLogger(__name__)
+
+
+class _Admission(Enum):
+    """What became of a waiting request in a scan."""
+
+    ADMITTED = auto()
+    ASK_AGAIN = auto()
+    NO_ROOM = auto()
+
+
+class _Load(NamedTuple):
+    """An async load under way."""
+
+    request: Request
+    deadline: float
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill; preemption by recomputing.
+
+    Requests run first come, first served, and the last to come is the first to be preempted. The
+    order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
+
+    Guarantees: `request_finished` is called once per request; blocks that a connector may touch are
+    in nobody else's hands; ids that nobody waits for, repeated ones included, are counted as
+    `unknown_report` and ignored; no request waits for the connector beyond the deadline.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        role: SchedulerRole,
+        *,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Schedule over `pool`.
+
+        Args:
+            config: budget, number of requests, block size, deadline.
+            pool: the engine's blocks.
+            role: the connector's scheduler role, behind a guard: its answers are taken at its word.
+            observer: receives counts.
+            clock: seconds, for deadlines.
+        """
+        self._config = config
+        self._kv = KVCache(pool, config.block_size, prefix_caching=config.prefix_caching)
+        self._role = role
+        self._observer = observer or Observer()
+        self._clock = clock
+        self._lookups = Lookups(role, config.load_deadline_seconds, self._observer, clock)
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()  # LOADED ones first
+        self._running: list[Request] = []
+        self._loading: dict[str, _Load] = {}
+        self._lent = LentBlocks()
+        self._finished_ids: set[str] = set()  # since the last schedule
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContractError: its id is in use, or it can never fit into the pool.
+        """
+        request_id = request.request_id
+        if request_id in self._requests or request_id in self._lent:
+            raise ContractError(f"request id {request_id!r} is in use; ids are used once")
+        needed = self._kv.num_blocks_for(request.max_total_tokens)
+        if needed > self._kv.pool.num_usable:
+            raise ContractError(
+                f"request {request_id!r} may need {needed} blocks, the pool has "
+                f"{self._kv.pool.num_usable}; lower max_total_tokens"
+            )
+        self._requests[request_id] = request
+        self._waiting.append(request)
+        self._role.on_new_request(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it stands. False if there is none of this id (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    def has_work(self) -> bool:
+        """True while there is a reason to step: requests, ends that workers have not been told,
+        lent blocks that are not overdue, or the connector says so."""
+        return bool(
+            self._requests
+            or self._finished_ids
+            or self._role.has_pending_work()
+            or self._awaits_lent_blocks()
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all local prefixes."""
+        self._kv.pool.reset()
+
+    # ---- one step
+
+    def schedule(self) -> Step:
+        """Decide the next step; its plan is built last, once, also without a token."""
+        step = Step(self._config.max_batched_tokens, frozenset(self._finished_ids))
+        self._finished_ids.clear()
+        self._abandon_overdue_loads()
+        self._schedule_running(step)
+        # Whoever lost blocks in this step would lose them again to a newcomer.
+        if not step.preempted_request_ids:
+            self._schedule_waiting(step)
+        step.plan = self._role.build_plan(step)
+        return step
+
+    def update(self, step: Step, output: WorkerOutput, sample: Callable[[Request], int]) -> None:
+        """Take in what a step brought.
+
+        Args:
+            step: from the last `schedule`.
+            output: of the workers, aggregated.
+            sample: gives the next token of a request whose last token was in the step; not called
+                for requests whose step came to nothing.
+        """
+        self._note_failed_loads(output.failed_recving)
+        spoiled = self._spoil(output.invalid_block_ids)
+        for entry in step.scheduled:
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING or request.request_id in spoiled:
+                continue
+            request.num_computed_tokens += entry.num_scheduled_tokens
+            self._kv.commit(request)
+            if not entry.wants_logits:
+                continue
+            reason = request.append(sample(request))
+            if reason is not None:
+                self._finish(request, reason)
+        self._role.update_output(output)
+        for request_id in sorted(output.finished_recving):
+            self._load_ended(request_id)
+        for request_id in sorted(output.finished_sending):
+            self._take_back(request_id, LentFor.SAVE)
+        for _ in self._role.take_events():
+            pass  # nobody subscribes to this engine; what is not drained piles up
+
+    # ---- running requests
+
+    def _schedule_running(self, step: Step) -> None:
+        index = 0
+        while index < len(self._running) and step.budget > 0:
+            request = self._running[index]
+            remaining = request.num_tokens - request.num_computed_tokens
+            num_tokens = min(remaining, step.budget)
+            if not self._make_room(request, request.num_computed_tokens + num_tokens, step):
+                break
+            step.add(request, num_tokens)
+            index += 1
+
+    def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
+        """Grow a running request, at the cost of whoever came last; False if that is itself."""
+        while not self._kv.grow(request, num_tokens):
+            victim = self._last_holder()
+            alone = victim is request and len(self._running) == 1
+            if alone and (self._loading or self._awaits_lent_blocks()):
+                return False  # blocks are about to come back: keep what is computed
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _last_holder(self) -> Request:
+        """Who is preempted next. What was loaded and has not run since is the cheapest to lose."""
+        loaded = [request for request in self._waiting if request.status is RequestStatus.LOADED]
+        return loaded[-1] if loaded else self._running[-1]
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self._observer.count("preempted")
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._kv.release(request)
+        request.status = RequestStatus.PREEMPTED
+        step.preempted_request_ids.add(request.request_id)
+        self._queue_first(request)
+
+    def _queue_first(self, request: Request) -> None:
+        """Put a request at the head of the queue, but behind those that hold blocks."""
+        held = sum(1 for other in self._waiting if other.status is RequestStatus.LOADED)
+        self._waiting.insert(0 if request.status is RequestStatus.LOADED else held, request)
+
+    # ---- waiting requests
+
+    def _schedule_waiting(self, step: Step) -> None:
+        skipped: list[Request] = []
+        while self._waiting and step.budget > 0:
+            if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
+                break
+            request = self._waiting.popleft()
+            admission = self._admit(request, step)
+            if admission is _Admission.ASK_AGAIN:
+                skipped.append(request)
+            elif admission is _Admission.NO_ROOM:
+                self._waiting.appendleft(request)
+                if not self._running and not self._loading:
+                    self._unblock(request, step)
+                break
+        self._waiting.extendleft(reversed(skipped))
+
+    def _admit(self, request: Request, step: Step) -> _Admission:
+        if request.status is RequestStatus.LOADED:
+            return self._admit_loaded(request, step)
+        hit = self._kv.local_hit(request)
+        num_local = len(hit) * self._config.block_size
+        num_external, is_async = self._lookups.ask(request, num_local)
+        if num_external is None:
+            return _Admission.ASK_AGAIN
+        num_computed = num_local + num_external
+        num_tokens = 0 if is_async else min(request.num_tokens - num_computed, step.budget)
+        if not self._kv.admit(request, hit, num_computed + num_tokens):
+            return _Admission.NO_ROOM
+        request.num_computed_tokens = num_computed
+        if request.hit is None:
+            request.hit = Hit(num_local, num_external)
+        self._role.update_after_alloc(request, (request.block_ids,), num_external)
+        if is_async:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+            deadline = self._clock() + self._config.load_deadline_seconds
+            self._loading[request.request_id] = _Load(request, deadline)
+        else:
+            self._run(request, num_tokens, step)
+        return _Admission.ADMITTED
+
+    def _admit_loaded(self, request: Request, step: Step) -> _Admission:
+        remaining = request.num_tokens - request.num_computed_tokens
+        num_tokens = min(remaining, step.budget)
+        if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
+            return _Admission.NO_ROOM
+        # Nothing is left to load: the second call of an async load.
+        self._role.update_after_alloc(request, (request.block_ids,), 0)
+        self._run(request, num_tokens, step)
+        return _Admission.ADMITTED
+
+    def _run(self, request: Request, num_tokens: int, step: Step) -> None:
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
+        step.add(request, num_tokens)
+
+    def _unblock(self, request: Request, step: Step) -> None:
+        """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
+        others that were loaded, or, if a connector never gave blocks back, end the request."""
+        holders = [
+            other
+            for other in self._waiting
+            if other.status is RequestStatus.LOADED and other is not request
+        ]
+        if holders:
+            self._preempt(holders[-1], step)
+        elif not self._awaits_lent_blocks():
+            logger.error(
+                "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
+                *(request, self._lent.num_blocks(), self._kv.pool.num_usable),
+            )
+            self._finish(request, FinishReason.ERROR)
+
+    # ---- loads and lent blocks
+
+    def _note_failed_loads(self, failed_recving: Iterable[str]) -> None:
+        for request_id in failed_recving:
+            load = self._loading.get(request_id)
+            if load is None:
+                continue  # an aborted one; its end is reported as well
+            self._lookups.load_failed(load.request)
+            # Its local hit is still good, and is found again when it starts anew.
+            load.request.num_computed_tokens = 0
+            load.request.limit_hit()
+
+    def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
+        """Take back what was computed on blocks whose load failed, for everyone who uses them."""
+        if not invalid_block_ids:
+            return set()
+        spoiled = set()
+        for request in self._block_owners():
+            if self._kv.spoil(request, invalid_block_ids):
+                request.limit_hit()
+                self._lookups.load_failed(request)
+                spoiled.add(request.request_id)
+        self._kv.pool.uncache(invalid_block_ids)
+        self._observer.count("load_failed", len(spoiled))
+        return spoiled
+
+    def _block_owners(self) -> Iterator[Request]:
+        return (request for request in self._requests.values() if request.block_ids)
+
+    def _load_ended(self, request_id: str) -> None:
+        load = self._loading.pop(request_id, None)
+        if load is None:
+            self._take_back(request_id, LentFor.LOAD)
+            return
+        request = load.request
+        if request.num_computed_tokens == 0:
+            self._kv.release(request)
+            request.status = RequestStatus.WAITING
+            request.hit = None
+        else:
+            # All of it may have been loaded; the last token is computed, for its logits.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._kv.commit(request)
+            request.status = RequestStatus.LOADED
+        self._queue_first(request)
+
+    def _abandon_overdue_loads(self) -> None:
+        """Let requests go whose load does not end. The blocks stay lent: it may still end."""
+        now = self._clock()
+        for load in [load for load in self._loading.values() if load.deadline <= now]:
+            request = load.request
+            logger.error("the load of %r did not end in time; its prompt is computed", request)
+            self._observer.count("load_deadline")
+            del self._loading[request.request_id]
+            self._lookups.give_up(request)
+            request.hit = None
+            self._lent.lend(request.request_id, LentFor.LOAD, self._kv.take(request), overdue=now)
+            request.status = RequestStatus.WAITING
+            self._queue_first(request)
+
+    def _take_back(self, request_id: str, reason: LentFor) -> None:
+        block_ids = self._lent.take_back(request_id, reason)
+        if block_ids is None:
+            self._observer.count("unknown_report")
+        else:
+            self._kv.pool.free(block_ids)
+
+    def _awaits_lent_blocks(self) -> bool:
+        return self._lent.is_awaited(self._clock())
+
+    # ---- the end
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request_id = request.request_id
+        load = self._loading.pop(request_id, None)
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif load is None:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request_id]
+        self._finished_ids.add(request_id)
+        num_blocks = self._kv.num_blocks_for(request.num_computed_tokens)
+        result = self._role.request_finished(request, (request.block_ids[:num_blocks],))
+        request.outcome = Outcome(reason, result.params)
+        if load is not None:
+            # Whatever the role said: the load is reported once, and that report gives them back.
+            self._lent.lend(request_id, LentFor.LOAD, self._kv.take(request), load.deadline)
+        elif result.delay_free:
+            overdue = self._clock() + self._config.load_deadline_seconds
+            self._lent.lend(request_id, LentFor.SAVE, self._kv.take(request), overdue)
+        else:
+            self._kv.release(request)
+        self._lookups.forget(request)
+        self._kv.forget(request)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
+        tables = [request.block_ids for request in self._requests.values()]
+        self._kv.pool.check_integrity([*tables, *self._lent.tables()])
+        queues = {
+            **{request.request_id: request for request in self._waiting},
+            **{request.request_id: request for request in self._running},
+            **{request_id: load.request for request_id, load in self._loading.items()},
+        }
+        assert queues == self._requests, "a request is in no queue, or one queue has a stranger"
+        total = len(self._waiting) + len(self._running) + len(self._loading)
+        assert total == len(queues), "a request is in two queues"
+        assert all(r.status is RequestStatus.RUNNING for r in self._running), "a runner is not"
+        for request in self._waiting:
+            holds = request.status is RequestStatus.LOADED
+            assert holds == bool(request.block_ids), f"{request!r} waits with the wrong blocks"
+        for request in self._requests.values():
+            assert request.num_computed_tokens < request.num_tokens or request.status is (
+                RequestStatus.WAITING_FOR_REMOTE_KV
+            ), f"{request!r} has nothing to compute"
+            needed = self._kv.num_blocks_for(request.num_computed_tokens)
+            assert needed <= len(request.block_ids), f"{request!r} computed beyond its blocks"
