@@ -51,12 +51,18 @@ else:
 class V1TransferConfig(Protocol):
     """`vllm_config.kv_transfer_config`: what the operator said about the connector."""
 
-    kv_connector: str | None
-    kv_role: str | None
-    """"kv_producer", "kv_consumer" or "kv_both"."""
-    engine_id: str | None
-    """Drawn anew for each configuration object: never part of a key that outlives the process."""
-    kv_connector_extra_config: dict[str, Any]
+    @property
+    def kv_connector(self) -> str | None: ...
+    @property
+    def kv_role(self) -> str | None:
+        """One of "kv_producer", "kv_consumer", "kv_both"."""
+
+    @property
+    def engine_id(self) -> str | None:
+        """Drawn anew for each configuration object: never part of a key that is kept."""
+
+    @property
+    def kv_connector_extra_config(self) -> dict[str, Any]: ...
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
         """An option of the connector's own."""
@@ -65,33 +71,45 @@ class V1TransferConfig(Protocol):
 class V1CacheConfig(Protocol):
     """`vllm_config.cache_config`."""
 
-    block_size: int
-    cache_dtype: str
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def cache_dtype(self) -> str: ...
 
 
 class V1ModelConfig(Protocol):
     """`vllm_config.model_config`."""
 
-    model: str
-    dtype: Any
+    @property
+    def model(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...  # noqa: ANN401 - the host's
 
 
 class V1ParallelConfig(Protocol):
     """`vllm_config.parallel_config`."""
 
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    world_size: int
-    rank: int
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
 
 
 class V1Config(Protocol):
     """The configuration that a V1 constructor reads. Hosts' objects hold much more."""
 
-    kv_transfer_config: V1TransferConfig | None
-    cache_config: V1CacheConfig
-    model_config: V1ModelConfig
-    parallel_config: V1ParallelConfig
+    @property
+    def kv_transfer_config(self) -> V1TransferConfig | None: ...
+    @property
+    def cache_config(self) -> V1CacheConfig: ...
+    @property
+    def model_config(self) -> V1ModelConfig: ...
+    @property
+    def parallel_config(self) -> V1ParallelConfig: ...
 
 
 class V1Request(Protocol):
@@ -101,12 +119,18 @@ class V1Request(Protocol):
     was preempted it is more than the prompt.
     """
 
-    request_id: str
-    prompt_token_ids: Sequence[int] | None
-    all_token_ids: Sequence[int]
-    num_tokens: int
-    num_prompt_tokens: int
-    num_computed_tokens: int
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
 
 
 class V1Blocks(Protocol):
@@ -119,11 +143,16 @@ class V1Blocks(Protocol):
 class V1NewRequest(Protocol):
     """A request that runs for the first time; on some hosts also one resumed after preemption."""
 
-    req_id: str
-    prompt_token_ids: Sequence[int] | None
-    block_ids: tuple[list[int], ...]
-    """So far only those of the tokens scheduled now: a later chunk brings more."""
-    num_computed_tokens: int
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def block_ids(self) -> tuple[list[int], ...]:
+        """So far only those of the tokens scheduled now: a later chunk brings more."""
+
+    @property
+    def num_computed_tokens(self) -> int: ...
 
 
 class V1CachedRequests(Protocol):
@@ -134,19 +163,27 @@ class V1CachedRequests(Protocol):
     `resumed_req_ids` (vLLM 0.12 and later) or the list `resumed_from_preemption` (before).
     """
 
-    req_ids: list[str]
-    new_block_ids: list[tuple[list[int], ...] | None]
-    num_computed_tokens: list[int]
+    @property
+    def req_ids(self) -> list[str]: ...
+    @property
+    def new_block_ids(self) -> list[tuple[list[int], ...] | None]: ...
+    @property
+    def num_computed_tokens(self) -> list[int]: ...
 
 
 class V1SchedulerOutput(Protocol):
     """One scheduler step. `preempted_req_ids` is there on later hosts, set or None."""
 
-    scheduled_new_reqs: list[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    finished_req_ids: set[str]
+    @property
+    def scheduled_new_reqs(self) -> Sequence[V1NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> V1CachedRequests: ...
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]: ...
+    @property
+    def total_num_scheduled_tokens(self) -> int: ...
+    @property
+    def finished_req_ids(self) -> set[str]: ...
 
 
 class V1ForwardContext(Protocol):
@@ -156,8 +193,10 @@ class V1ForwardContext(Protocol):
     due in such a step.
     """
 
-    attn_metadata: Any
-    no_compile_layers: Mapping[str, Any]
+    @property
+    def attn_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
+    @property
+    def no_compile_layers(self) -> Mapping[str, Any]: ...
 
 
 # --- what connectors hand back -------------------------------------------------------------------

@@ -1,0 +1,273 @@
+"""What a host of the one-class shape says about requests and steps, read into our views.
+
+The only place that knows how hosts from vLLM 0.10 to 0.32 spell it. Attributes that not all hosts
+have are looked for once per host: at the first request and at the first step. Runs in: scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.contract.v1 import V1NewRequest, V1Request, V1SchedulerOutput
+from kvferry.errors import ContractError
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem
+
+logger = logging.getLogger(__name__)
+
+LoraIdentity = Callable[[Any], str | None]
+"""From a host's LoRA request to an identity of the adapter's content; None: it has none, and
+requests under that adapter are neither read nor written."""
+
+UNCACHEABLE = ExtraKeys(cacheable=False)
+
+
+class HostRequestView:
+    """A host's request as a `RequestView`; the token ids are the host's own, growing list."""
+
+    __slots__ = ("_request", "extra_keys", "num_prompt_tokens", "request_id")
+
+    def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
+        self._request = request
+        self.request_id = request.request_id
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.extra_keys = extra_keys
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self._request.all_token_ids
+
+    def is_of(self, request: V1Request) -> bool:
+        """Whether this is a view of that very object, not of an earlier one with the same id."""
+        return self._request is request
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """A request of which the host showed nothing but its first step: the prompt, for good."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    extra_keys: ExtraKeys
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledView:
+    """One request in one step, as `kvferry.types.ScheduledRequest` describes it."""
+
+    request: HostRequestView | PromptView
+    block_ids: tuple[Sequence[int], ...]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+class UnreadableStep:
+    """A step that could not be read: whoever looks into it gets the error, inside the guard."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def scheduled(self) -> Sequence[ScheduledView]:
+        raise self._error
+
+    @property
+    def preempted_request_ids(self) -> Collection[str]:
+        raise self._error
+
+    @property
+    def finished_request_ids(self) -> Collection[str]:
+        raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """One step, as `kvferry.types.StepView` describes it."""
+
+    scheduled: list[ScheduledView]
+    preempted_request_ids: Collection[str]
+    finished_request_ids: Collection[str]
+
+
+class HostRequests:
+    """The requests that a host speaks of, and the block table of each."""
+
+    def __init__(self, lora_identity: LoraIdentity) -> None:
+        self._lora_identity = lora_identity
+        self._views: dict[str, HostRequestView | PromptView] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        self._resumed: Callable[[Any], Collection[str]] | None = None
+        self._preempted: Callable[[Any], Collection[str]] = _nothing
+
+    def view(self, request: V1Request) -> HostRequestView:
+        """The view of a request, the same one for its whole life."""
+        view = self._views.get(request.request_id)
+        if isinstance(view, HostRequestView) and view.is_of(request):
+            return view
+        view = HostRequestView(request, extra_keys_of(request, self._lora_identity))
+        self._views[request.request_id] = view
+        return view
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._views.pop(request_id, None)
+        self._tables.pop(request_id, None)
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> tuple[Sequence[int], ...]:
+        """The full table of a request after an allocation.
+
+        Hosts before 0.32 name only the added blocks when an async load has ended; the first call of
+        such a load named all before them.
+        """
+        table = [list(group) for group in block_ids]
+        known = self._tables.get(request_id)
+        if known is not None and num_external_tokens == 0:
+            table = [
+                new if new[: len(old)] == old else old + new
+                for old, new in zip(known, table, strict=True)
+            ]
+        self._tables[request_id] = table
+        return tuple(table)
+
+    def step(self, output: V1SchedulerOutput) -> HostStep | UnreadableStep:
+        """One scheduler output with full block tables. Call once per step, in order. Never raises:
+        an output of no known version gives a step that nobody can look into."""
+        try:
+            return self._step(output)
+        except (ContractError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return UnreadableStep(error)
+
+    def _step(self, output: V1SchedulerOutput) -> HostStep:
+        """Reads a step.
+
+        A continuing request whose beginning was never shown is left out: nothing is known of its
+        blocks, so nothing can be saved of it.
+
+        Raises:
+            ContractError: the output says in neither known way which requests were resumed.
+        """
+        if self._resumed is None:
+            self._resumed = _resumed_reader(output.scheduled_cached_reqs)
+            if hasattr(output, "preempted_req_ids"):
+                self._preempted = _preempted
+        preempted = self._preempted(output)
+        for request_id in preempted:
+            self._tables.pop(request_id, None)
+        num_tokens = output.num_scheduled_tokens
+        scheduled = [self._new(new, num_tokens[new.req_id]) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        if cached.req_ids:
+            resumed = self._resumed(cached)
+            for request_id, added, num_computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            ):
+                view = self._views.get(request_id)
+                table = self._grown(request_id, added, replace=request_id in resumed)
+                if view is None or table is None:
+                    logger.warning("%r runs on but never began: not cached", request_id)
+                    continue
+                scheduled.append(
+                    ScheduledView(view, tuple(table), num_computed, num_tokens[request_id])
+                )
+        return HostStep(scheduled, preempted, output.finished_req_ids)
+
+    def _new(self, new: V1NewRequest, num_tokens: int) -> ScheduledView:
+        """New, or resumed on a host that tells so by showing it as new: the table begins anew."""
+        table = [list(group) for group in new.block_ids]
+        self._tables[new.req_id] = table
+        view = self._views.get(new.req_id)
+        if view is None:
+            prompt = new.prompt_token_ids or ()
+            view = PromptView(
+                new.req_id, prompt, len(prompt), extra_keys_of(new, self._lora_identity)
+            )
+            self._views[new.req_id] = view
+        return ScheduledView(view, tuple(table), new.num_computed_tokens, num_tokens)
+
+    def _grown(
+        self, request_id: str, added: Sequence[Sequence[int]] | None, *, replace: bool
+    ) -> list[list[int]] | None:
+        """The request's table with this step's blocks; None if it is not known."""
+        if replace:
+            self._tables[request_id] = [list(group) for group in added or ()]
+        table = self._tables.get(request_id)
+        if table is not None and added is not None and not replace:
+            for group, new in zip(table, added, strict=True):
+                group.extend(new)
+        return table
+
+
+def extra_keys_of(request: object, lora_identity: LoraIdentity) -> ExtraKeys:
+    """What decides a request's KV besides its tokens, as far as the host tells.
+
+    What it tells in a way we cannot turn into an identity of *content* makes the request
+    uncacheable: a miss, never a wrong hit. Once per request.
+    """
+    if getattr(request, "prompt_embeds", None) is not None:
+        return UNCACHEABLE
+    if getattr(request, "prompt_token_ids", ()) is None:
+        return UNCACHEABLE
+    salt = getattr(request, "cache_salt", None)
+    lora_request = getattr(request, "lora_request", None)
+    try:
+        lora = None if lora_request is None else lora_identity(lora_request)
+        items = _multimodal_items(request)
+    except (AttributeError, TypeError, OSError) as error:
+        logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
+        return UNCACHEABLE
+    if (lora_request is not None and lora is None) or items is None:
+        return UNCACHEABLE
+    if salt is None and lora is None and not items:
+        return NO_EXTRA_KEYS
+    return ExtraKeys(cache_salt=salt, lora=lora, items=items)
+
+
+def _multimodal_items(request: object) -> tuple[MultimodalItem, ...] | None:
+    """The request's multimodal inputs by offset; None if one has no identity or no place."""
+    features = getattr(request, "mm_features", None)
+    if features is not None:
+        pairs = [(f.identifier, f.mm_position) for f in features]
+    else:
+        hashes = getattr(request, "mm_hashes", None) or ()
+        positions = getattr(request, "mm_positions", None) or ()
+        if len(hashes) != len(positions):
+            return None
+        pairs = list(zip(hashes, positions, strict=True))
+    if not all(digest for digest, _ in pairs):
+        return None
+    items = [
+        MultimodalItem(digest=str(digest), offset=place.offset, length=place.length)
+        for digest, place in pairs
+    ]
+    return tuple(sorted(items, key=lambda item: item.offset))
+
+
+def _nothing(output: object) -> Collection[str]:
+    return ()
+
+
+def _preempted(output: Any) -> Collection[str]:  # noqa: ANN401 - a host's object
+    return output.preempted_req_ids or ()
+
+
+def _resumed_reader(cached: Any) -> Callable[[Any], Collection[str]]:  # noqa: ANN401 - likewise
+    """How this host says which of the continuing requests were resumed."""
+    if hasattr(cached, "resumed_req_ids"):
+        return lambda cached: cached.resumed_req_ids
+    if hasattr(cached, "resumed_from_preemption"):
+        return lambda cached: {
+            request_id
+            for request_id, resumed in zip(
+                cached.req_ids, cached.resumed_from_preemption, strict=True
+            )
+            if resumed
+        }
+    raise ContractError(
+        f"{type(cached).__name__} has neither resumed_req_ids nor resumed_from_preemption: this "
+        "host's scheduler output is of no known version"
+    )

@@ -1,0 +1,193 @@
+"""vLLM's model-runner mixin under its own names, over our step lifecycle.
+
+For model runners written around these calls. Where vLLM's mixin reads a process-wide connector,
+this one reads `self.kv_connector`; its methods are instance methods for that reason. The calls for
+uniform cross-layer KV tensors are not part of it.
+
+Unlike there, a step without tokens runs `wait_for_save` (a queue drained nowhere else would stall),
+a forward that raised is not saved, and a fault of the connector does not reach the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from kvferry.contract.guard import GuardedWorker
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.v1 import KVConnectorBase_V1, KVConnectorOutput
+from kvferry.contract.v1_messages import to_v1_output
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.runner.v1 import V1Plan, V1WorkerRole
+
+
+class StepMessage(Protocol):
+    """What is read of a scheduler's output. The metadata is a `KVConnectorMetadata` where
+    `kv_connector` is a V1 connector, and a `Plan` where it is a worker role."""
+
+    @property
+    def kv_connector_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
+    @property
+    def finished_req_ids(self) -> Collection[str]: ...
+    @property
+    def total_num_scheduled_tokens(self) -> int: ...
+    @property
+    def preempted_req_ids(self) -> Collection[str] | None:
+        """Later hosts only."""
+
+
+@dataclass
+class ModelRunnerOutput:
+    """The part of a model runner's output that this mixin fills."""
+
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
+"""Shared; never written to."""
+
+
+class KVConnectorModelRunnerMixin:
+    """Drives `self.kv_connector` through the steps of a model runner.
+
+    Either wrap each forward in `maybe_get_kv_connector_output` and run steps without tokens by
+    `kv_connector_no_forward`; or call `maybe_setup_kv_connector`, the forward,
+    `maybe_wait_for_kv_save` and `get_finished_kv_transfers`, which ends the step.
+
+    Runs in: worker, on the model runner's thread.
+
+    Attributes:
+        kv_connector: a V1 connector built for the worker, one of our worker roles, or None: every
+            call then does nothing. Set between steps.
+        kv_observer: receives counts of the connector's faults and violations.
+        empty_model_runner_output: what a step without tokens and without news returns; a copy of it
+            carries the news otherwise. Hosts set their own, which needs `kv_connector_output`.
+    """
+
+    kv_connector: KVConnectorBase_V1 | WorkerRole | None = None
+    kv_observer: Observer = Observer()
+    empty_model_runner_output: ClassVar[Any] = EMPTY_MODEL_RUNNER_OUTPUT
+
+    _kv_lifecycle: StepLifecycle | None = None
+    _kv_driven: KVConnectorBase_V1 | WorkerRole | None = None
+    _kv_worker: GuardedWorker | None = None
+    _kv_output: WorkerOutput = EMPTY_OUTPUT
+    _kv_tells_preempted: bool | None = None  # seen at the first step: hosts before 0.14 do not
+
+    def _lifecycle(self) -> StepLifecycle | None:
+        """The lifecycle of `kv_connector`, made anew if that was exchanged."""
+        if self._kv_driven is not self.kv_connector:
+            self._kv_driven = connector = self.kv_connector
+            self._kv_worker = self._kv_lifecycle = None
+            if connector is not None:
+                role = connector if isinstance(connector, WorkerRole) else V1WorkerRole(connector)
+                self._kv_worker = GuardedWorker(role, self.kv_observer)
+                self._kv_lifecycle = StepLifecycle(self._kv_worker, observer=self.kv_observer)
+        return self._kv_lifecycle
+
+    def _plan(self, scheduler_output: StepMessage) -> Plan:
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is None:
+            raise ContractError(
+                "kv_connector_metadata is None, but the runner has a connector: the scheduler must "
+                "call build_connector_meta (or build_plan) in every step"
+            )
+        if isinstance(metadata, Plan):
+            return metadata
+        if self._kv_tells_preempted is None:
+            self._kv_tells_preempted = hasattr(scheduler_output, "preempted_req_ids")
+        preempted = scheduler_output.preempted_req_ids if self._kv_tells_preempted else None
+        # Opaque: which loads it starts, only the connector knows.
+        return V1Plan(
+            metadata=metadata,
+            has_tokens=scheduler_output.total_num_scheduled_tokens > 0,
+            recving=None,
+            preempted=frozenset(preempted or ()),
+        )
+
+    def maybe_setup_kv_connector(self, scheduler_output: StepMessage) -> None:
+        """Begin a step: bind the metadata, start loads.
+
+        Raises:
+            ContractError: no metadata, or the last step was not ended.
+        """
+        lifecycle = self._lifecycle()
+        if lifecycle is not None:
+            lifecycle.open(self._plan(scheduler_output))
+
+    def maybe_wait_for_kv_save(self) -> None:
+        """After a forward that succeeded: its blocks may be overwritten when this returns."""
+        lifecycle = self._lifecycle()
+        if lifecycle is not None:
+            lifecycle.save()
+
+    def get_finished_kv_transfers(
+        self, scheduler_output: StepMessage
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """End the step: which requests' sends and loads ended; None instead of an empty set."""
+        lifecycle = self._lifecycle()
+        if lifecycle is None:
+            return None, None
+        output = self._kv_output = lifecycle.finish(scheduler_output.finished_req_ids)
+        return set(output.finished_sending) or None, set(output.finished_recving) or None
+
+    def get_kv_connector_stats(self) -> Any | None:  # noqa: ANN401 - the connector's
+        """Counters of the last step that was ended; None if it had none."""
+        return self._kv_output.stats
+
+    def kv_connector_no_forward(
+        self, scheduler_output: StepMessage, vllm_config: object | None = None
+    ) -> Any:  # noqa: ANN401 - the host's
+        """A step without tokens. The shared `empty_model_runner_output` if there is no news.
+
+        Args:
+            scheduler_output: the step.
+            vllm_config: not read; hosts pass it.
+        """
+        with self.maybe_get_kv_connector_output(scheduler_output) as kv_connector_output:
+            pass
+        if kv_connector_output is None or kv_connector_output.is_empty():
+            return self.empty_model_runner_output
+        output = copy.copy(self.empty_model_runner_output)
+        output.kv_connector_output = kv_connector_output
+        return output
+
+    def maybe_get_kv_connector_output(
+        self, scheduler_output: StepMessage
+    ) -> AbstractContextManager[KVConnectorOutput | None]:
+        """A whole step around the forward. Yields an output that is filled when the block is left,
+        by an error or not; None without a connector."""
+        if self.kv_connector is None:
+            return nullcontext()
+        return self._get_kv_connector_output(scheduler_output)
+
+    @contextmanager
+    def _get_kv_connector_output(
+        self, scheduler_output: StepMessage, wait_for_save: bool = True
+    ) -> Generator[KVConnectorOutput, None, None]:
+        lifecycle = self._lifecycle()
+        if lifecycle is None:
+            raise ContractError("there is no connector: use maybe_get_kv_connector_output")
+        output = KVConnectorOutput()
+        lifecycle.open(self._plan(scheduler_output))
+        try:
+            yield output
+            if wait_for_save:
+                lifecycle.save()
+        finally:
+            self._kv_output = lifecycle.finish(scheduler_output.finished_req_ids)
+            vars(output).update(vars(to_v1_output(self._kv_output)))
+
+    def ensure_kv_transfer_shutdown(self) -> None:
+        """Stop the connector and forget it. Idempotent; safe without one."""
+        self._lifecycle()
+        worker, self.kv_connector = self._kv_worker, None
+        self._lifecycle()
+        if worker is not None:
+            worker.close()
