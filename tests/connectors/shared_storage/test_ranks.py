@@ -1,0 +1,107 @@
+"""Several ranks write one record together and read only their part of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.testing.host import make_groups
+
+PROMPT = list(range(41))
+
+
+def groups(num_kv_heads: int = 4):
+    return make_groups(num_layers=3, num_kv_heads=num_kv_heads)
+
+
+def store_prompt(make_host, url: str, *, world_size: int, num_kv_heads: int = 4, **options):
+    host = make_host(store=url, groups=groups(num_kv_heads), world_size=world_size, **options)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.prefill(request, budget=8)
+    for _ in range(100):
+        request.all_token_ids.append(1)
+        host.prefill(request, budget=1)
+        host.settle(timeout=0.5)
+        if host.observer["put_stored"] == 5:
+            break
+    host.finish(request)
+    return host
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1, 2])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (2, 4)])
+def test_stored_at_one_tensor_parallel_size_read_at_another(
+    make_host, url: str, writers: int, readers: int, num_kv_heads: int
+):
+    host = store_prompt(make_host, url, world_size=writers, num_kv_heads=num_kv_heads)
+    assert host.observer["put_stored"] == 5
+    assert host.parts[0].store.stat().num_records == 5
+    reader = make_host(store=url, groups=groups(num_kv_heads), world_size=readers)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    # The host checks every byte of every rank.
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tmp_path):
+    store_prompt(make_host, url, world_size=1)
+    reader = make_host(store=url, groups=groups(), world_size=2)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    # Damage a row of the last head, which only rank 1 reads.
+    record = sorted((tmp_path / "store").rglob("*.safetensors"))[0]
+    content = bytearray(record.read_bytes())
+    content[-1] ^= 1
+    record.write_bytes(content)
+    hit = reader.run("reader", PROMPT).num_external_tokens
+    assert hit in (0, 8, 16, 24, 32)
+    assert reader.observer["miss_bad_leaf"] == 1
+
+
+def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, url: str):
+    hosts = [make_host(store=url, groups=groups(), world_size=world_size) for world_size in (1, 2)]
+    requests = []
+    for host in hosts:
+        request = host.add("w", PROMPT)
+        host.admit(request)
+        requests.append(request)
+    for _ in range(30):
+        for host, request in zip(hosts, requests, strict=True):
+            request.all_token_ids.append(3)
+            host.prefill(request, budget=16)
+            host.settle(timeout=0.3)
+        if sum(host.observer["put_stored"] for host in hosts) == 5:
+            break
+    assert sum(host.observer["put_stored"] for host in hosts) == 5
+    reader = make_host(store=url, groups=groups(), world_size=4)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+    assert reader.observer["records_corrupt"] == 0
+
+
+def test_memory_store_is_refused_where_ranks_live_apart(make_host):
+    with pytest.raises(ConfigError, match="memory"):
+        make_host(store="memory://x", groups=groups(), world_size=2)
+
+
+def test_several_groups_with_their_own_block_sizes(make_host, url: str):
+    both = (
+        *make_groups(num_layers=2, num_kv_heads=2, block_size=4),
+        *make_groups(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8),
+    )
+    host = make_host(store=url, groups=both)
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == 5
+    again = make_host(store=url, groups=both)
+    assert again.parts[0].store.wait_indexed(10)
+    assert again.run("reader", PROMPT).num_external_tokens == 40
+    shorter = again.run("not a multiple of 8", PROMPT[:29])
+    assert shorter.num_external_tokens == 24
