@@ -8,24 +8,22 @@ claims.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
 from kvferry.record.schema import (
-    ALIGN,
+    CHECKSUM_NAME,
     DIGEST_BYTES,
-    FORMAT_VERSION,
-    ITEM_BYTES,
+    FORMAT_NAME,
     LEAF_BYTES,
     MAX_HEADER_BYTES,
     Component,
     RecordSchema,
     digest,
-    leaf_spans,
+    leaf_digests,
 )
-from kvferry.types import ChunkKey
+from kvferry.types import FORMAT_VERSION, ChunkKey
 
 
 class MissReason(StrEnum):
@@ -69,7 +67,8 @@ _CORRUPTION = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordInfo:
-    """What a record says of itself, after its header parsed and its sizes were checked."""
+    """What a record says of itself, after its header parsed and its sizes were checked. Its
+    checksums were not: that takes `check_head` and `check_rows` with `schema`."""
 
     key: ChunkKey
     first_token: int
@@ -86,52 +85,45 @@ def check_head(
         key: key that was asked for.
         first_token: position of the chunk in its prompt.
         size: size of the stored value in bytes.
-        head: the first `min(size, schema.head_bytes)` bytes.
+        head: the first `min(size, schema.head_bytes)` bytes; what follows them is ignored.
 
     Returns:
         None if the head is right; then `head[header_bytes + 16:]` is the trusted leaf table.
     """
-    if len(head) < schema.head_bytes:
-        return MissReason.TRUNCATED
     header_bytes = schema.header_bytes
-    if head[:header_bytes] != schema.encode_header(key, first_token):
-        return _why_header_differs(schema, key, size, head)
-    root = head[header_bytes : header_bytes + DIGEST_BYTES]
-    state = bytes(head[:header_bytes]) + bytes(head[header_bytes + DIGEST_BYTES :])
-    if digest(state) != root:
-        return MissReason.BAD_ROOT
+    # One copy for all that follows: bytes compare at memory speed, memoryviews item by item.
+    data = bytes(head[: schema.head_bytes])
+    header = schema.encode_header(key, first_token)
+    if not data.startswith(header):
+        return _why_header_differs(schema, key, size, data)
+    if len(data) < schema.head_bytes:
+        return MissReason.TRUNCATED
     if size != schema.record_bytes:
-        short = size < schema.record_bytes
-        return MissReason.TRUNCATED if short else MissReason.TRAILING_BYTES
+        return _why_size_differs(schema, size)
+    leaf_table = data[header_bytes + DIGEST_BYTES :]
+    if digest(header + leaf_table) != data[header_bytes : header_bytes + DIGEST_BYTES]:
+        return MissReason.BAD_ROOT
     return None
 
 
 def check_rows(component: Component, payload: memoryview, leaf_table: memoryview) -> bool:
-    """Whether `payload` (whole rows) matches its part of the leaf table, leaf by leaf."""
-    num_rows = len(payload) // component.row_bytes
-    at = 0
-    for start, stop in leaf_spans(component, num_rows):
-        if digest(payload[start:stop]) != leaf_table[at : at + DIGEST_BYTES]:
-            return False
-        at += DIGEST_BYTES
-    return True
+    """Whether `payload` matches its part of the leaf table, leaf by leaf.
 
-
-def _why_header_differs(
-    schema: RecordSchema, key: ChunkKey, size: int, head: memoryview
-) -> MissReason:
-    parsed = parse_head(head, size)
-    if isinstance(parsed, MissReason):
-        return parsed
-    if parsed.schema.namespace != schema.namespace:
-        return MissReason.WRONG_NAMESPACE
-    if parsed.key != key:
-        return MissReason.WRONG_KEY
-    return MissReason.WRONG_SHAPE
+    Args:
+        component: what the rows belong to.
+        payload: whole rows.
+        leaf_table: exactly their digests, `table[schema.leaf_slice(rows)]` of a trusted table.
+    """
+    if len(payload) % component.row_bytes:
+        return False
+    return leaf_digests(component, payload) == bytes(leaf_table)
 
 
 def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
     """Parse a header nobody vouches for.
+
+    The header must be, byte for byte, the one that a writer of this version makes of the values in
+    it: duplicate or missing fields, other orders, number formats and paddings are all refused.
 
     Args:
         head: the first bytes of the value, at least its header if that is below the bound.
@@ -144,70 +136,88 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
         return MissReason.BAD_HEADER
     if len(head) < 8 + header_size:
         return MissReason.TRUNCATED
+    data = bytes(head[: 8 + header_size])
     try:
-        tensors = json.loads(bytes(head[8 : 8 + header_size]))
-        info = _info_from_json(tensors)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        # ConfigError is a ValueError: an impossible component is a bad header.
+        info = _info_from_json(json.loads(data[8:].decode("ascii")))
+    except (ValueError, RecursionError):
+        # ConfigError is a ValueError: an impossible component or schema is a bad header.
         return MissReason.BAD_HEADER
     if isinstance(info, MissReason):
         return info
     schema = info.schema
-    if schema.header_bytes != 8 + header_size or head[:8 + header_size] != schema.encode_header(
-        info.key, info.first_token
-    ):
+    if schema.encode_header(info.key, info.first_token) != data:
         return MissReason.BAD_HEADER
-    if size != schema.record_bytes:
-        short = size < schema.record_bytes
-        return MissReason.TRUNCATED if short else MissReason.TRAILING_BYTES
-    return info
+    return info if size == schema.record_bytes else _why_size_differs(schema, size)
 
 
-def _info_from_json(tensors: Mapping[str, Mapping[str, object]]) -> RecordInfo | MissReason:
-    metadata = tensors["__metadata__"]
-    if metadata["format"] != "kvferry":
+def _why_size_differs(schema: RecordSchema, size: int) -> MissReason:
+    short = size < schema.record_bytes
+    return MissReason.TRUNCATED if short else MissReason.TRAILING_BYTES
+
+
+def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: bytes) -> MissReason:
+    parsed = parse_head(memoryview(data), size)
+    if isinstance(parsed, MissReason):
+        # A header that runs on past ours is no sign of missing bytes if the value runs on too.
+        reaches_past = parsed is MissReason.TRUNCATED and size > len(data) >= schema.head_bytes
+        return MissReason.BAD_HEADER if reaches_past else parsed
+    if parsed.schema.namespace != schema.namespace:
+        return MissReason.WRONG_NAMESPACE
+    if parsed.key != key:
+        return MissReason.WRONG_KEY
+    return MissReason.WRONG_SHAPE
+
+
+def _info_from_json(tensors: object) -> RecordInfo | MissReason:
+    """What a decoded header says.
+
+    Raises:
+        ValueError: it says something impossible.
+    """
+    metadata = _mapping(_mapping(tensors).pop("__metadata__", None))
+    if metadata.get("format") != FORMAT_NAME:
         return MissReason.BAD_HEADER
-    if metadata["version"] != str(FORMAT_VERSION):
+    if metadata.get("version") != str(FORMAT_VERSION):
         return MissReason.WRONG_VERSION
-    if metadata["leaf_bytes"] != str(LEAF_BYTES) or metadata["checksum"] != "xxh3_128":
+    if metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM_NAME:
         return MissReason.BAD_HEADER
-    components = []
-    for name, tensor in tensors.items():
-        if name in ("__metadata__", "root", "leaves"):
-            continue
-        shape = tensor["shape"]
-        if not isinstance(shape, list) or len(shape) != 4 or not all(type(n) is int for n in shape):
-            return MissReason.BAD_HEADER
-        dtype = str(tensor["dtype"])
-        component = Component(name=name, dtype=dtype, shape=(*shape,))
-        if component.num_bytes > MAX_PAYLOAD_BYTES:
-            return MissReason.BAD_HEADER
-        components.append(component)
-    key = bytes.fromhex(str(metadata["key"]))
-    first_token = int(str(metadata["first_token"]))
+    key = bytes.fromhex(_string(metadata, "key"))
+    first_token = int(_string(metadata, "first_token"))
     if len(key) != 32 or not 0 <= first_token < 2**63:
         return MissReason.BAD_HEADER
     return RecordInfo(
         key=ChunkKey(key),
         first_token=first_token,
         schema=RecordSchema(
-            namespace=bytes.fromhex(str(metadata["namespace"])),
-            chunk_tokens=int(str(metadata["chunk_tokens"])),
-            components=tuple(components),
+            namespace=bytes.fromhex(_string(metadata, "namespace")),
+            chunk_tokens=int(_string(metadata, "chunk_tokens")),
+            components=tuple(
+                _component(name, _mapping(tensor))
+                for name, tensor in _mapping(tensors).items()
+                if name not in ("root", "leaves")
+            ),
         ),
     )
 
 
-MAX_PAYLOAD_BYTES = 1 << 40
-"""Larger components are a lie: bounds the arithmetic on claimed shapes, allocates nothing."""
+def _component(name: str, tensor: dict[str, object]) -> Component:
+    shape = tensor.get("shape")
+    if not isinstance(shape, list) or len(shape) != 4 or not all(type(n) is int for n in shape):
+        raise ConfigError(f"component {name!r} has no shape of four integers")
+    layers, heads, tokens, content = shape
+    return Component(
+        name=name, dtype=_string(tensor, "dtype"), shape=(layers, heads, tokens, content)
+    )
 
-__all__ = [
-    "ALIGN",
-    "ITEM_BYTES",
-    "ConfigError",
-    "MissReason",
-    "RecordInfo",
-    "check_head",
-    "check_rows",
-    "parse_head",
-]
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _string(fields: dict[str, object], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"field {name!r} is not a string")
+    return value

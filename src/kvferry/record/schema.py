@@ -1,7 +1,7 @@
 """What the bytes of one stored chunk look like: a safetensors file with a fixed plan.
 
-    0        8              8+n        +16         +16*num_leaves = head_bytes (multiple of 4096)
-    | n: u64 | JSON header  | root     | leaf table | component 0 | component 1 | ...
+    0        8              8 + n  + 16     + 16 * num_leaves = head_bytes, a multiple of 4096
+    | n: u64 | JSON header  | root | leaves | component 0 | component 1 | ...
 
 `root` and the leaf table are tensors of the file like the components, so any safetensors reader
 opens it. Everything here is arithmetic over a schema: no I/O, no tensors. `docs/format.md` is the
@@ -12,22 +12,33 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, ContractError
 from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
 
+FORMAT_NAME = "kvferry"
+CHECKSUM_NAME = "xxh3_128"
 LEAF_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 ALIGN = 4096
 """Offset of the payload: what O_DIRECT asks for on every common file system."""
 
-MAX_HEADER_BYTES = 1024 * 1024
-"""A header that claims more is hostile; our own stay below 4 KiB per component."""
+MAX_HEADER_BYTES = 64 * 1024
+"""A JSON header beyond this is hostile: ours take about 0.4 KiB, 0.1 KiB per component and at most
+4 KiB of padding. It bounds what parsing one can allocate."""
+
+MAX_LEAVES = 1 << 22
+"""A leaf table of 64 MiB; a record that claims more is hostile."""
+
+MAX_PAYLOAD_BYTES = 1 << 40
+"""A component beyond this is hostile. Both bounds limit arithmetic; nothing is ever allocated
+because a header claims it."""
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 SAFETENSORS_DTYPE = {
@@ -37,6 +48,10 @@ SAFETENSORS_DTYPE = {
     "float8_e4m3fn": "F8_E4M3",
     "uint8": "U8",
 }
+
+
+_NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
+_RESERVED = frozenset({"root", "leaves"})
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -49,6 +64,9 @@ class Component:
     """One named tensor of a record, `[layers, kv heads, tokens, content]` in C order.
 
     A *row* is one head of one layer: `tokens * content` contiguous elements.
+
+    Raises:
+        ConfigError: a name, dtype or shape that no record can have.
     """
 
     name: str
@@ -56,6 +74,11 @@ class Component:
     shape: tuple[int, int, int, int]
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
+            raise ConfigError(
+                f"component name {self.name!r} must be 1 to 64 of a-z, 0-9, _ and ., start with a "
+                f"letter, and be none of {', '.join(sorted(_RESERVED))}"
+            )
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(
                 f"component {self.name!r} has dtype {self.dtype!r}; a record holds one of "
@@ -63,6 +86,10 @@ class Component:
             )
         if min(self.shape) < 1:
             raise ConfigError(f"component {self.name!r} has an empty shape {self.shape}")
+        if max(self.shape) > MAX_PAYLOAD_BYTES or self.num_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"component {self.name!r} would have more than {MAX_PAYLOAD_BYTES} bytes"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -96,9 +123,13 @@ class RecordSchema:
         namespace: 32-byte digest of everything that decides KV bytes besides tokens.
         chunk_tokens: tokens per record.
         components: named tensors, in file order.
+
+    Raises:
+        ConfigError: a record that cannot be: nameless or double components, too many leaves.
     """
 
     __slots__ = (
+        "_header_parts",
         "chunk_tokens",
         "component_offsets",
         "components",
@@ -116,8 +147,10 @@ class RecordSchema:
     ) -> None:
         if len(namespace) != 32:
             raise ConfigError(f"a namespace digest has 32 bytes, not {len(namespace)}")
-        if chunk_tokens < 1 or not components:
-            raise ConfigError("a record needs chunk_tokens >= 1 and at least one component")
+        if not 1 <= chunk_tokens < 2**32:
+            raise ConfigError(f"chunk_tokens must be from 1 to 2**32 - 1, not {chunk_tokens}")
+        if not components or len({component.name for component in components}) < len(components):
+            raise ConfigError("a record needs at least one component, each under its own name")
         self.namespace = namespace
         self.chunk_tokens = chunk_tokens
         self.components = components
@@ -129,11 +162,23 @@ class RecordSchema:
             self.num_leaves += component.num_rows * component.leaves_per_row
             self.payload_bytes += component.num_bytes
         self.first_leaf = tuple(first_leaf)
-        table_bytes = DIGEST_BYTES * (1 + self.num_leaves)
-        # Room for the longest header of this schema, then padded so that the payload is aligned.
-        longest = len(self._header_json(ChunkKey(bytes(32)), 2**63))
+        if self.num_leaves > MAX_LEAVES:
+            raise ConfigError(
+                f"a record of {self.num_leaves} leaves is above the bound of {MAX_LEAVES}: "
+                "use larger chunks"
+            )
+        self._header_parts = self._split_header()
+        table_bytes = DIGEST_BYTES * (1 + self.num_leaves)  # the root is one more digest
+        # Room for the longest header of this schema, so that every record of it has the same size;
+        # then padded so that the payload is aligned.
+        longest = sum(map(len, self._header_parts)) + len(bytes(32).hex()) + len(str(2**63 - 1))
         self.head_bytes = math.ceil((8 + longest + table_bytes) / ALIGN) * ALIGN
         self.header_bytes = self.head_bytes - table_bytes
+        if self.header_bytes - 8 > MAX_HEADER_BYTES:
+            raise ConfigError(
+                f"{len(components)} components need a header of {self.header_bytes - 8} bytes, "
+                f"above the bound of {MAX_HEADER_BYTES}"
+            )
         self.component_offsets = tuple(self.head_bytes + offset for offset in offsets)
         self.record_bytes = self.head_bytes + self.payload_bytes
 
@@ -172,47 +217,65 @@ class RecordSchema:
             namespace=namespace, chunk_tokens=self.chunk_tokens, components=self.components
         )
 
-    def _header_json(self, key: ChunkKey, first_token: int) -> bytes:
+    def _split_header(self) -> tuple[bytes, bytes, bytes]:
+        """The JSON header around its two variable values, key and first token: written once per
+        schema, because every look at a record compares one."""
         tensors: dict[str, object] = {
             "__metadata__": {
-                "format": "kvferry",
+                "format": FORMAT_NAME,
                 "version": str(FORMAT_VERSION),
-                "key": key.hex(),
+                "key": "<",
                 "namespace": self.namespace.hex(),
-                "first_token": str(first_token),
+                "first_token": "<",
                 "chunk_tokens": str(self.chunk_tokens),
                 "leaf_bytes": str(LEAF_BYTES),
-                "checksum": "xxh3_128",
+                "checksum": CHECKSUM_NAME,
             }
         }
-        start, end = 0, DIGEST_BYTES
-        tensors["root"] = {"dtype": "U8", "shape": [DIGEST_BYTES], "data_offsets": [start, end]}
-        start, end = end, end + DIGEST_BYTES * self.num_leaves
-        tensors["leaves"] = {
-            "dtype": "U8",
-            "shape": [self.num_leaves, DIGEST_BYTES],
-            "data_offsets": [start, end],
-        }
+        end = 0
+
+        def place(name: str, dtype: str, shape: list[int], num_bytes: int) -> None:
+            nonlocal end
+            start, end = end, end + num_bytes
+            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+        place("root", "U8", [DIGEST_BYTES], DIGEST_BYTES)
+        table_bytes = DIGEST_BYTES * self.num_leaves
+        place("leaves", "U8", [self.num_leaves, DIGEST_BYTES], table_bytes)
         for component in self.components:
-            start, end = end, end + component.num_bytes
-            tensors[component.name] = {
-                "dtype": component.dtype,
-                "shape": list(component.shape),
-                "data_offsets": [start, end],
-            }
-        return json.dumps(tensors, separators=(",", ":")).encode()
+            place(component.name, component.dtype, list(component.shape), component.num_bytes)
+        # No name or value of ours can hold the mark.
+        before, between, after = json.dumps(tensors, separators=(",", ":")).encode().split(b"<")
+        return before, between, after
 
     def encode_header(self, key: ChunkKey, first_token: int) -> bytes:
-        """Length prefix and padded JSON header, `header_bytes` long. One value per argument pair:
-        a reader that knows the schema compares headers byte for byte."""
-        text = self._header_json(key, first_token)
+        """Length prefix and padded JSON header, `header_bytes` long.
+
+        There is one encoding per pair of arguments: a reader that knows the schema compares headers
+        byte for byte instead of parsing them.
+
+        Raises:
+            ContractError: a key that is not 32 bytes, or a position outside 0 to 2**63 - 1.
+        """
+        if len(key) != 32 or not 0 <= first_token < 2**63:
+            raise ContractError(
+                f"a record needs a key of 32 bytes and a position from 0 to 2**63 - 1, "
+                f"not {len(key)} bytes and {first_token}"
+            )
+        before, between, after = self._header_parts
+        position = str(first_token).encode()
+        text = b"".join((before, key.hex().encode(), between, position, after))
         size = self.header_bytes - 8
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
     def encode_head(self, key: ChunkKey, first_token: int, leaf_table: bytes) -> bytes:
-        """Everything before the payload, `head_bytes` long; written last, it commits the record."""
+        """Everything before the payload, `head_bytes` long; written last, it commits the record.
+
+        Raises:
+            ContractError: a leaf table that is not `16 * num_leaves` bytes; see `encode_header`.
+        """
         if len(leaf_table) != DIGEST_BYTES * self.num_leaves:
-            raise ValueError(
+            raise ContractError(
                 f"leaf table has {len(leaf_table)} bytes, "
                 f"the schema needs {DIGEST_BYTES * self.num_leaves}"
             )
@@ -225,6 +288,7 @@ class RecordSchema:
         return self.component_offsets[rows.component] + rows.start * component.row_bytes
 
     def num_bytes_of(self, rows: RowRange) -> int:
+        """Bytes of `rows`, without gaps between them."""
         return (rows.stop - rows.start) * self.components[rows.component].row_bytes
 
     def leaf_slice(self, rows: RowRange) -> slice:
@@ -248,6 +312,21 @@ def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]
 
 
 def leaf_digests(component: Component, payload: memoryview) -> bytes:
-    """The leaf table part of `payload`, a whole number of rows of `component`."""
-    num_rows = len(payload) // component.row_bytes
-    return b"".join(digest(payload[a:b]) for a, b in leaf_spans(component, num_rows))
+    """The leaf table part of `payload`, a whole number of rows of `component`.
+
+    Raises:
+        ContractError: `payload` ends inside a row: its last bytes would go unverified.
+    """
+    row_bytes = component.row_bytes
+    num_rows, rest = divmod(len(payload), row_bytes)
+    if rest:
+        raise ContractError(
+            f"{len(payload)} bytes are no whole number of rows of {row_bytes} bytes "
+            f"of component {component.name!r}"
+        )
+    if row_bytes % LEAF_BYTES and row_bytes > LEAF_BYTES:
+        spans = leaf_spans(component, num_rows)
+        return b"".join([digest(payload[start:stop]) for start, stop in spans])
+    # Leaves of one size: the loop of nearly every model, kept bare because it runs for every byte.
+    step = min(row_bytes, LEAF_BYTES)
+    return b"".join([digest(payload[at : at + step]) for at in range(0, len(payload), step)])

@@ -1,0 +1,83 @@
+"""Records to test with: geometries, deterministic payloads, and a reader that checks everything."""
+
+from kvferry.record.check import MissReason, check_head, check_rows, parse_head
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema, leaf_digests
+from kvferry.types import KVGroup
+
+NAMESPACE = bytes(range(32))
+KEY = bytes(range(100, 132))
+
+GOLDEN = {
+    # One head, prime sizes: smaller than any alignment.
+    "tiny": ([(1, 1, 2, "float32", None)], 3, 0),
+    # Several groups of different dtypes and windows; an odd number of bytes in the last.
+    "groups": (
+        [(3, 2, 10, "bfloat16", None), (2, 1, 7, "float16", 64), (1, 5, 3, "float8_e4m3fn", 8)],
+        5,
+        35,
+    ),
+    # Rows of 65,560 bytes: one leaf of 64 KiB and one of 24 bytes each.
+    "split": ([(1, 2, 149, "float32", None)], 110, 2**63 - 1),
+}
+
+
+def schema_of(groups, chunk_tokens, *, namespace=NAMESPACE):
+    return RecordSchema.for_groups(
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        groups=tuple(
+            KVGroup(
+                num_layers=layers,
+                num_kv_heads=heads,
+                content_size=content,
+                dtype=dtype,
+                block_size=16,
+                window=window,
+            )
+            for layers, heads, content, dtype, window in groups
+        ),
+    )
+
+
+def payload_of(schema, *, seed=7):
+    """Bytes that repeat only after 251 * 256, so that no two rows or leaves are alike."""
+    return bytes((i * 31 + i // 251 + seed) % 256 for i in range(schema.payload_bytes))
+
+
+def encode(schema, payload, *, key=KEY, first_token=0):
+    view = memoryview(payload)
+    table = []
+    for component, offset in zip(schema.components, schema.component_offsets, strict=True):
+        start = offset - schema.head_bytes
+        table.append(leaf_digests(component, view[start : start + component.num_bytes]))
+    return schema.encode_head(key, first_token, b"".join(table)) + payload
+
+
+def golden(name):
+    """Schema, first token and bytes of a golden record, made anew."""
+    groups, chunk_tokens, first_token = GOLDEN[name]
+    schema = schema_of(groups, chunk_tokens)
+    return schema, first_token, encode(schema, payload_of(schema), first_token=first_token)
+
+
+def read(schema, data, *, key=KEY, first_token=0):
+    """What a reader that knows the schema says of `data`: None or the reason of the miss."""
+    view = memoryview(data)
+    reason = check_head(schema, key, first_token, len(data), view[: schema.head_bytes])
+    if reason is not None:
+        return reason
+    table = view[schema.header_bytes + DIGEST_BYTES : schema.head_bytes]
+    for rows in schema.all_rows():
+        start = schema.offset_of(rows)
+        piece = view[start : start + schema.num_bytes_of(rows)]
+        if not check_rows(schema.components[rows.component], piece, table[schema.leaf_slice(rows)]):
+            return MissReason.BAD_LEAF
+    return None
+
+
+def read_unknown(data):
+    """The same by a reader that knows nothing and believes the header as far as it must."""
+    info = parse_head(memoryview(data), len(data))
+    if isinstance(info, MissReason):
+        return info
+    return read(info.schema, data, key=info.key, first_token=info.first_token)

@@ -1,0 +1,178 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import ConfigError, ContractError
+from kvferry.record.check import check_rows
+from kvferry.record.schema import (
+    ALIGN,
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_LEAVES,
+    Component,
+    RecordSchema,
+    RowRange,
+    leaf_digests,
+    leaf_spans,
+)
+from kvferry.types import KVGroup
+from tests.record.samples import KEY, NAMESPACE, encode, payload_of, read, read_unknown, schema_of
+
+SIZES = st.sampled_from([1, 2, 3, 5, 7])
+GROUPS = st.lists(
+    st.tuples(
+        SIZES,
+        SIZES,
+        st.sampled_from([1, 2, 13, 64]),
+        st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]),
+        st.sampled_from([None, 8]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def component(*, name="kv.0", dtype="F32", shape=(1, 1, 1, 1)):
+    return Component(name=name, dtype=dtype, shape=shape)
+
+
+@given(groups=GROUPS, chunk_tokens=st.sampled_from([1, 3, 16, 37]), first=st.integers(0, 2**63 - 1))
+def test_what_is_encoded_reads_back(groups, chunk_tokens, first):
+    schema = schema_of(groups, chunk_tokens)
+    data = encode(schema, payload_of(schema), first_token=first)
+    assert len(data) == schema.record_bytes
+    assert schema.head_bytes % ALIGN == 0
+    assert read(schema, data, first_token=first) is None
+    assert read_unknown(data) is None
+
+
+@given(
+    row_bytes=st.sampled_from([1, 24, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 2 * LEAF_BYTES]),
+    num_rows=st.integers(0, 3),
+)
+def test_leaves_tile_the_rows_and_cross_none(row_bytes, num_rows):
+    part = component(dtype="U8", shape=(3, 1, row_bytes, 1))
+    spans = list(leaf_spans(part, num_rows))
+    assert len(spans) == num_rows * part.leaves_per_row
+    assert [at for span in spans for at in range(*span)] == list(range(num_rows * row_bytes))
+    for start, stop in spans:
+        assert 0 < stop - start <= LEAF_BYTES
+        assert start // row_bytes == (stop - 1) // row_bytes
+    payload = memoryview(bytes(num_rows * row_bytes))
+    digests = leaf_digests(part, payload)
+    assert len(digests) == DIGEST_BYTES * len(spans)
+    assert check_rows(part, payload, memoryview(digests))
+
+
+def test_a_range_of_rows_verifies_alone_and_only_where_it_belongs():
+    schema = schema_of([(2, 3, 70, "float32", None), (1, 1, 2, "float16", None)], 250)
+    data = memoryview(encode(schema, payload_of(schema)))
+    table = data[schema.header_bytes + DIGEST_BYTES : schema.head_bytes]
+    assert schema.components[0].leaves_per_row == 2
+    for start in range(6):
+        rows = RowRange(0, start, start + 1)
+        at = schema.offset_of(rows)
+        piece = data[at : at + schema.num_bytes_of(rows)]
+        for other in range(6):
+            digests = table[schema.leaf_slice(RowRange(0, other, other + 1))]
+            assert check_rows(schema.components[0], piece, digests) == (start == other)
+    assert schema.offset_of(RowRange(1, 0, 1)) == schema.component_offsets[1]
+
+
+def test_rows_stand_in_canonical_order():
+    schema = schema_of([(2, 3, 4, "float32", None)], 5)
+    kv = torch.arange(2 * 3 * 5 * 4, dtype=torch.float32).reshape(2, 3, 5, 4)
+    data = encode(schema, kv.numpy().tobytes())
+    rows = RowRange(0, 1 * 3 + 2, 1 * 3 + 3)  # layer 1, head 2
+    at = schema.offset_of(rows)
+    assert data[at : at + schema.num_bytes_of(rows)] == kv[1, 2].numpy().tobytes()
+
+
+def test_a_payload_that_ends_inside_a_row_is_never_right():
+    part = component(dtype="U8", shape=(2, 1, 3, 1))
+    digests = memoryview(leaf_digests(part, memoryview(b"abc")))
+    assert check_rows(part, memoryview(b"abc"), digests)
+    assert not check_rows(part, memoryview(b"abcd"), digests)
+    assert not check_rows(part, memoryview(b"abcabc"), digests)
+    assert not check_rows(part, memoryview(b""), digests)
+    assert not check_rows(part, memoryview(b"abc"), memoryview(bytes(digests) + bytes(16)))
+    with pytest.raises(ContractError, match="4 bytes are no whole number of rows of 3"):
+        leaf_digests(part, memoryview(b"abcd"))
+
+
+def test_every_record_of_a_schema_has_one_size():
+    schema = schema_of([(1, 1, 2, "float32", None)], 3)
+    heads = {len(schema.encode_header(KEY, first)) for first in (0, 9, 10**18, 2**63 - 1)}
+    assert heads == {schema.header_bytes}
+
+
+@pytest.mark.parametrize(
+    ("key", "first_token"), [(b"short", 0), (KEY + b"x", 0), (KEY, -1), (KEY, 2**63)]
+)
+def test_a_head_for_no_possible_chunk_is_refused(key, first_token):
+    schema = schema_of([(1, 1, 2, "float32", None)], 3)
+    with pytest.raises(ContractError, match="key of 32 bytes and a position"):
+        schema.encode_header(key, first_token)
+
+
+def test_a_leaf_table_of_another_size_is_refused():
+    schema = schema_of([(1, 1, 2, "float32", None)], 3)
+    with pytest.raises(ContractError, match="leaf table has 15 bytes, the schema needs 16"):
+        schema.encode_head(KEY, 0, bytes(15))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "root", "leaves", "__metadata__", "Kv", "0", "a b", 'a"', "é", "a<", "a\n", "a" * 65],
+)
+def test_names_that_a_header_could_confuse_are_refused(name):
+    with pytest.raises(ConfigError, match="component name"):
+        component(name=name)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 1, 1, 1), (1, 1, -1, 1), (2**60, 1, 1, 1), (2**20,) * 4, (10**4000,) * 4]
+)
+def test_impossible_shapes_are_refused(shape):
+    with pytest.raises(ConfigError, match=r"empty shape|more than \d+ bytes"):
+        component(shape=shape)
+
+
+def schema_with(*, namespace=NAMESPACE, chunk_tokens=3, components=None):
+    return RecordSchema(
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        components=components if components is not None else (component(),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"namespace": b"short"}, "32 bytes, not 5"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"chunk_tokens": 2**32}, "chunk_tokens"),
+        ({"components": ()}, "at least one component"),
+        ({"components": (component(), component())}, "its own name"),
+        ({"components": (component(shape=(MAX_LEAVES + 1, 1, 1, 1)),)}, "larger chunks"),
+        ({"components": tuple(component(name=f"kv.{i}") for i in range(1500))}, "above the bound"),
+    ],
+)
+def test_impossible_records_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        schema_with(**arguments)
+
+
+def test_the_largest_header_that_is_written_is_also_read():
+    count = 500
+    schema = schema_with(components=tuple(component(name=f"kv.{i}") for i in range(count)))
+    assert MAX_HEADER_BYTES // 2 < schema.header_bytes <= MAX_HEADER_BYTES + 8
+    assert read_unknown(encode(schema, payload_of(schema))) is None
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused():
+    group = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="int4", block_size=16)
+    with pytest.raises(ConfigError, match="KV dtype 'int4' cannot be stored"):
+        RecordSchema.for_groups(namespace=NAMESPACE, chunk_tokens=4, groups=(group,))
