@@ -27,7 +27,8 @@ class EngineSpec:
         groups: KV groups of the whole model.
         shard: what this rank holds; for a scheduler role, that of rank 0 (only its `world_size` is
             read).
-        layer_names: names of the layers of each group that this rank holds, in order.
+        layer_names: names of the layers of each group that this rank holds, in order; None for a
+            single group that consists of every layer the host registers.
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
         carries_worker_meta: True if the host brings `WorkerOutput.meta` to the scheduler role, so
             that hits can be verified before they are promised.
@@ -36,7 +37,7 @@ class EngineSpec:
     identity: ModelIdentity
     groups: tuple[KVGroup, ...]
     shard: RankShard
-    layer_names: tuple[tuple[str, ...], ...]
+    layer_names: tuple[tuple[str, ...], ...] | None
     kv_layout: str = "BHNC"
     carries_worker_meta: bool = True
 

@@ -22,7 +22,8 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters, Observer
 from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.store.base import Store
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, GroupShard, KVGroup, RankShard
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
 
 
 @dataclass
@@ -67,25 +68,6 @@ def make_groups(
     )
 
 
-def rank_shard(groups: Sequence[KVGroup], rank: int, world_size: int) -> RankShard:
-    """The heads of tensor-parallel rank `rank`; replicated where there are fewer heads."""
-    shards = []
-    for group in groups:
-        heads = group.num_kv_heads
-        if heads >= world_size:
-            share = heads // world_size
-            shards.append(
-                GroupShard(layers=(0, group.num_layers), heads=(rank * share, (rank + 1) * share))
-            )
-        else:
-            head = rank * heads // world_size
-            shards.append(GroupShard(layers=(0, group.num_layers), heads=(head, head + 1)))
-    replicas = max(1, world_size // min(group.num_kv_heads for group in groups))
-    return RankShard(
-        rank=rank, world_size=world_size, groups=tuple(shards), writes=rank % replicas == 0
-    )
-
-
 def layer_names(groups: Sequence[KVGroup]) -> tuple[tuple[str, ...], ...]:
     """`group.layer` names."""
     return tuple(
@@ -102,8 +84,9 @@ class HostRank:
         self.worker = worker
         self.lifecycle = StepLifecycle(worker, strict=True)
         self.caches: dict[str, torch.Tensor] = {}
+        self._layer_names = layer_names(spec.groups)
         for group, shard, names in zip(
-            spec.groups, spec.shard.groups, spec.layer_names, strict=True
+            spec.groups, spec.shard.groups, self._layer_names, strict=True
         ):
             heads = shard.heads[1] - shard.heads[0]
             shape = (len(names), num_blocks, heads, group.block_size, group.content_size)
@@ -123,7 +106,7 @@ class HostRank:
         self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = []
-        for group, names in enumerate(self._spec.layer_names):
+        for group, names in enumerate(self._layer_names):
             size = self._spec.groups[group].block_size
             for layer, name in enumerate(names):
                 for token in range(start, stop):
@@ -324,7 +307,7 @@ class SimulatedHost:
         """Blocks go back filled with garbage: whoever still reads or writes them is seen."""
         if not request.block_ids:
             return
-        names = [names for rank in self.ranks[:1] for names in rank._spec.layer_names]
+        names = layer_names(self._groups)
         for group, (table, free) in enumerate(zip(request.block_ids, self._free, strict=True)):
             for rank in self.ranks:
                 for name in names[group]:
@@ -376,7 +359,7 @@ def make_shared_storage_host(
         EngineSpec(
             identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
             groups=groups,
-            shard=rank_shard(groups, rank, world_size),
+            shard=tensor_parallel_shard(groups, rank, world_size),
             layer_names=layer_names(groups),
             carries_worker_meta=carries_worker_meta,
         )

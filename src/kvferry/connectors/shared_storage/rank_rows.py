@@ -89,8 +89,9 @@ class RankRows:
             LayoutError: a layer is missing or a tensor is not what the spec says.
         """
         paged = []
+        layer_names = self._spec.layer_names or (tuple(kv_caches),)
         for group, shard, names in zip(
-            self._spec.groups, self._spec.shard.groups, self._spec.layer_names, strict=True
+            self._spec.groups, self._spec.shard.groups, layer_names, strict=True
         ):
             missing = [name for name in names if name not in kv_caches]
             if missing:

@@ -1,0 +1,181 @@
+"""The shared-storage connector in vLLM's one-class shape, under its known names.
+
+`SharedStorageConnector` is what hosts of that shape construct. `ReqMeta`, `make_meta`,
+`SharedStorageConnectorMetadata` and `align_to_block_size` are kept for code that was written
+against them, with their arithmetic; this connector's own saves and loads do not use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.connectors.registry import EngineSpec
+from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.v1_facade import RolesAsV1
+from kvferry.contract.v1 import KVConnectorMetadata, KVConnectorRole, SupportsHMA, V1Config
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity, effective_config, weights_digest
+from kvferry.observe import Counters, Observer
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup
+
+OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
+"""Keys of `kv_connector_extra_config` read here; all others are `SharedStorageConfig` fields."""
+
+
+def align_to_block_size(num_tokens: int, block_size: int) -> int:
+    """Whole blocks of all tokens but the last, in tokens.
+
+    Note what it is not: for 0 tokens it is negative, and a multiple of `block_size` loses a block.
+    """
+    return (num_tokens - 1) // block_size * block_size
+
+
+@dataclass
+class ReqMeta:
+    """Tokens of one request and the slots of their KV.
+
+    Attributes:
+        token_ids: `[num_tokens]`, whole blocks.
+        slot_mapping: `[num_tokens]`, slot = block id x block size + offset.
+        is_store: True to save, False to load.
+    """
+
+    token_ids: torch.Tensor
+    slot_mapping: torch.Tensor
+    is_store: bool
+
+    @staticmethod
+    def make_meta(
+        token_ids: Sequence[int], block_ids: Sequence[int], block_size: int, is_store: bool
+    ) -> ReqMeta:
+        """Align to whole blocks and work out the slots.
+
+        Args:
+            token_ids: of the request.
+            block_ids: of its blocks, in token order.
+            block_size: tokens per block.
+            is_store: True to save, False to load.
+        """
+        num_tokens = align_to_block_size(len(token_ids), block_size)
+        blocks = torch.tensor(block_ids, dtype=torch.long)
+        slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()
+        return ReqMeta(
+            token_ids=torch.tensor(token_ids)[:num_tokens],
+            slot_mapping=slots[:num_tokens],
+            is_store=is_store,
+        )
+
+
+@dataclass
+class SharedStorageConnectorMetadata(KVConnectorMetadata):
+    """A list of `ReqMeta`, as the original connector sent to its workers."""
+
+    requests: list[ReqMeta] = field(default_factory=list)
+
+    def add_request(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], block_size: int, is_store: bool
+    ) -> None:
+        """Append `ReqMeta.make_meta` of the arguments."""
+        self.requests.append(ReqMeta.make_meta(token_ids, block_ids, block_size, is_store))
+
+
+class SharedStorageConnector(RolesAsV1, SupportsHMA):
+    """Prefix reuse through a store, for hosts that drive the one-class shape.
+
+    Options stand in `kv_connector_extra_config`: the fields of `SharedStorageConfig`, and
+    `kv_layout` (axes of the host's layer tensors, see `kvferry.layout.ops.LAYOUTS`; default
+    "2BNHD"). `shared_storage_path` is read as `store=file://<path>`.
+
+    Hosts that do not carry worker metadata to the scheduler (vLLM before 0.32) need
+    `promise="index"`.
+
+    Raises:
+        ConfigError: an unknown option, a store or model directory that cannot be used, or a
+            parallel configuration that is not served (pipeline parallelism).
+    """
+
+    def __init__(
+        self,
+        vllm_config: V1Config,
+        role: KVConnectorRole,
+        kv_cache_config: Any = None,  # noqa: ANN401 - the host's
+        *,
+        observer: Observer | None = None,
+    ) -> None:
+        observer = observer or Counters()
+        layout, options = _read_options(vllm_config)
+        spec = _describe(vllm_config, layout)
+        self._parts = Parts(spec, options, observer)
+        is_worker = role is KVConnectorRole.WORKER
+        super().__init__(
+            vllm_config,
+            role,
+            kv_cache_config,
+            scheduler=None if is_worker else self._parts.scheduler(),
+            worker=self._parts.worker() if is_worker else None,
+            observer=observer,
+        )
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._parts.store.close()
+
+
+def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        raise ConfigError("kv_transfer_config must be set to use a KV connector")
+    extra: Mapping[str, Any] = transfer.kv_connector_extra_config or {}
+    options = {name: value for name, value in extra.items() if name not in OWN_OPTIONS}
+    path = extra.get("shared_storage_path")
+    if path is not None and "store" not in options:
+        options["store"] = f"file://{Path(path).absolute()}"
+    return str(extra.get("kv_layout", "2BNHD")), options
+
+
+def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
+    """What the host's configuration says of its engine: one full-attention group."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.pipeline_parallel_size != 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served; set it to 1"
+        )
+    config = effective_config(Path(model.model))
+    heads, layers, head_dim = (_geometry(config, name) for name in _GEOMETRY)
+    dtype = vllm_config.cache_config.cache_dtype
+    world, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+    group = KVGroup(
+        num_layers=layers,
+        num_kv_heads=heads,
+        content_size=2 * head_dim,
+        dtype=str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        block_size=vllm_config.cache_config.block_size,
+    )
+    return EngineSpec(
+        identity=ModelIdentity(weights=weights_digest(Path(model.model)), config=config),
+        groups=(group,),
+        shard=tensor_parallel_shard((group,), rank, world),
+        layer_names=None,
+        kv_layout=layout,
+    )
+
+
+_GEOMETRY = ("num_key_value_heads", "num_hidden_layers", "head_dim")
+
+
+def _geometry(config: Mapping[str, Any], name: str) -> int:
+    """A number of the model's configuration, by the defaults of decoder models."""
+    value = config.get(name)
+    if value is None and name == "num_key_value_heads":
+        value = config.get("num_attention_heads")
+    if value is None and name == "head_dim":
+        value = int(config["hidden_size"]) // int(config["num_attention_heads"])
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json of the model has {name}={value!r}, not a positive number")
+    return value
