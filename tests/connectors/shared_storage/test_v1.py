@@ -1,0 +1,170 @@
+"""The connector in the one-class shape: a host of the seeds' kind drives it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connectors.shared_storage import (
+    ReqMeta,
+    SharedStorageConnector,
+    SharedStorageConnectorMetadata,
+    align_to_block_size,
+)
+from kvferry.contract.v1 import KVConnectorRole
+from kvferry.errors import ConfigError
+from kvferry.testing.models import make_tiny_model
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class TransferConfig(SimpleNamespace):
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        return self.kv_connector_extra_config.get(key, default)
+
+
+def make_config(model_dir, **extra: Any) -> Any:
+    extra.setdefault("chunk_tokens", 8)
+    extra.setdefault("staging_bytes", 1 << 22)
+    return SimpleNamespace(
+        kv_transfer_config=TransferConfig(
+            kv_connector="SharedStorageConnector",
+            kv_role="kv_both",
+            engine_id="e",
+            kv_connector_extra_config=extra,
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
+        model_config=SimpleNamespace(model=str(model_dir), dtype=torch.float32),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1, rank=0
+        ),
+    )
+
+
+class OldHost:
+    """Drives both halves as vLLM 0.11 does: sync loads, no worker metadata, [2, B, N, H, D]."""
+
+    def __init__(self, config: Any, *, seed: int = 0) -> None:
+        self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
+        self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER)
+        spec = self.worker._parts.spec.groups[0]
+        head_dim = spec.content_size // 2
+        shape = (2, 32, BLOCK, spec.num_kv_heads, head_dim)
+        generator = torch.Generator().manual_seed(seed)
+        self.caches = {
+            f"layers.{i}": torch.randn(shape, generator=generator) for i in range(spec.num_layers)
+        }
+        self.worker.register_kv_caches(self.caches)
+        self.worker.set_host_xfer_buffer_ops(None)
+        assert self.scheduler._parts.store.wait_indexed(10)
+
+    def prefill(self, request_id: str, prompt: list[int], blocks: list[int]) -> int:
+        request = SimpleNamespace(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            all_token_ids=prompt,
+            num_tokens=len(prompt),
+            num_prompt_tokens=len(prompt),
+            num_computed_tokens=0,
+        )
+        hit, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert not is_async
+        table = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, table, hit)
+        new = SimpleNamespace(
+            req_id=request_id,
+            prompt_token_ids=prompt,
+            block_ids=(blocks,),
+            num_computed_tokens=hit,
+        )
+        self.step([new], {request_id: len(prompt) - hit})
+        self.scheduler.request_finished(request, blocks)
+        self.step([], {})
+        return hit
+
+    def step(self, new: list[Any], num_scheduled: dict[str, int]) -> set[int]:
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[],
+                new_block_ids=[],
+                num_computed_tokens=[],
+                resumed_from_preemption=[],
+            ),
+            num_scheduled_tokens=num_scheduled,
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            finished_req_ids=set(),
+        )
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        # No attention metadata: the promised load must happen all the same.
+        self.worker.start_load_kv(SimpleNamespace(attn_metadata=None, no_compile_layers={}))
+        for name, cache in self.caches.items():
+            self.worker.wait_for_layer_load(name)
+            self.worker.save_kv_layer(name, cache, None)
+        if num_scheduled:
+            self.worker.wait_for_save()
+        assert self.worker.get_finished(set()) == (None, None)
+        bad = self.worker.get_block_ids_with_load_errors()
+        self.worker.clear_connector_metadata()
+        return bad
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def test_kv_of_a_prompt_survives_the_host(model_dir, tmp_path):
+    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"), promise="index")
+    prompt = list(range(5, 26))
+    first = OldHost(config, seed=1)
+    assert first.prefill("a", prompt, [3, 4, 5, 6, 7, 8]) == 0
+    first.close()
+    second = OldHost(config, seed=2)
+    assert second.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 16
+    for name, cache in second.caches.items():
+        source = first.caches[name][:, [3, 4, 5, 6]]
+        assert torch.equal(cache[:, [9, 20, 10, 11]], source)
+    second.close()
+
+
+def test_names_and_arithmetic_of_the_original():
+    assert [align_to_block_size(n, 16) for n in (0, 1, 16, 17, 33)] == [-16, 0, 0, 16, 32]
+    metadata = SharedStorageConnectorMetadata()
+    metadata.add_request(list(range(20)), [7, 2], 16, True)
+    meta = metadata.requests[0]
+    assert isinstance(meta, ReqMeta)
+    assert meta.is_store
+    assert meta.token_ids.tolist() == list(range(16))
+    assert meta.slot_mapping.tolist() == list(range(112, 128))
+    load = ReqMeta.make_meta(list(range(21)), [5, 1], 16, False)
+    assert load.slot_mapping.tolist() == list(range(80, 96))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"chunk_token": 8}, "chunk_tokens"),
+        ({"store": "nowhere"}, "file://"),
+        ({"store": "memory://x", "staging_bytes": 1}, "staging_bytes"),
+    ],
+)
+def test_bad_options_are_refused_at_construction(model_dir, extra, message: str):
+    extra = {"store": "memory://x", **extra}
+    with pytest.raises(ConfigError, match=message):
+        SharedStorageConnector(make_config(model_dir, **extra), KVConnectorRole.SCHEDULER)
+
+
+def test_pipeline_parallelism_is_refused(model_dir):
+    config = make_config(model_dir, store="memory://x")
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        SharedStorageConnector(config, KVConnectorRole.WORKER)
