@@ -84,8 +84,9 @@ THIRD_PARTIES = {
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
 LAZY = {
-    "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "connectors/registry.py": {"kvferry.connectors.shared_storage"},
+    # Names of V1 hosts, which need torch, on first use.
+    "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "store/url.py": {"kvferry.store.file"},
     "engine": {"transformers"},
     "testing": {"transformers"},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.contract.v1 import KVConnectorBase_V1
-    from kvferry.engine.sampling import SamplingParams
+    from kvferry.engine import LLM, SamplingParams
     from kvferry.errors import (
         ConfigError,
         ContractError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "LLM",
     "ChunkKeys",
     "ConfigError",
     "ContractError",
@@ -48,7 +49,7 @@ __all__ = [
 
 _MODULES = {
     "kvferry.contract.v1": ("KVConnectorBase_V1",),
-    "kvferry.engine.sampling": ("SamplingParams",),
+    "kvferry.engine": ("LLM", "SamplingParams"),
     "kvferry.errors": (
         "ConfigError",
         "ContractError",

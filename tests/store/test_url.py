@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import doctest
+from urllib.parse import quote
 
 import pytest
 
 import kvferry.store.url
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
+from kvferry.store.base import PutResult
+from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_store
-from kvferry.testing.stores import make_key
+from kvferry.testing.stores import make_key, read_value
 
 
 def test_examples_in_docstrings_are_true():
@@ -56,3 +59,33 @@ def test_unusable_urls_are_refused_in_one_line(url, parts):
 def test_memory_is_refused_where_several_processes_must_share():
     with pytest.raises(ConfigError, match=r"one process only.*file:///"):
         open_store("memory://x", multi_process=True)
+
+
+def test_a_file_url_opens_a_file_store_with_its_options(tmp_path):
+    counters = Counters()
+    root = tmp_path / "a b%?#"
+    url = f"file://{quote(str(root))}?max_bytes=1MiB&direct_io=off"
+    with open_store(url, observer=counters, multi_process=True) as store:
+        assert isinstance(store, FileStore)
+        assert store.stat().max_bytes == 2**20
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert root.is_dir()
+    assert counters["store_put_records"] == 1
+    with open_store(f"file://{quote(str(root))}?read_only=yes") as store:
+        assert read_value(store, make_key()) == b"value"
+        assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+
+
+def test_an_absent_directory_is_refused_where_it_may_not_be_made(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        open_store(f"file://{tmp_path}/absent?create=no")
+    with pytest.raises(ConfigError, match="absent"):
+        open_store(f"file://{tmp_path}/absent?read_only=yes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_url_of_an_open_store_opens_it_again(tmp_path):
+    with open_store(f"file://{quote(str(tmp_path / 'a b%?#'))}") as store:
+        store.put(make_key(), [b"value"])
+        with open_store(store.url) as again:
+            assert read_value(again, make_key()) == b"value"

@@ -112,5 +112,5 @@ class StoreHooks(ABC):
         return num_bytes
 
     def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default
-        """Wait until what was stored and touched so far decides what is evicted next. For stores
-        that write recency back in batches."""
+        """Wait until what was stored and touched so far decides what is evicted next, and until
+        counts are up to date. For stores that do such work in batches, behind."""
