@@ -45,7 +45,7 @@ def weights_digest(
     *,
     cache_dir: Path | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bytes:
     """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
 
@@ -70,20 +70,13 @@ def weights_digest(
     except OSError as error:
         raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
     cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
+    done = _Progress(total, progress)
     hasher = blake3(WEIGHTS_TAG)
-    done = 0
     for path in files:
-        before = done
-
-        def report(num_bytes: int, before: int = before) -> None:
-            if progress is not None:
-                progress(before + num_bytes, total)
-
         try:
-            digest, size = _file_digest(path, cache, clock_ns, report)
+            digest = _file_digest(path, cache, clock_ns, done)
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
-        done += size
         hasher.update(canonical([path.name, digest.hex()]))
     return hasher.digest()
 
@@ -101,13 +94,13 @@ def effective_config(model_dir: Path) -> dict[str, JsonValue]:
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
+        if isinstance(config, dict):
+            return relevant_config(config)
     except OSError as error:
         raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the model config {path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
-    return relevant_config(config)
+    raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -129,35 +122,46 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
+class _Progress:
+    """Bytes done over all files, told to the caller as they grow."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
+        self._total = total
+        self._report = report
+        self._done = 0
+
+    def advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._report(self._done, self._total)
+
+
 def _file_digest(
-    path: Path,
-    cache: _DigestCache,
-    clock_ns: Callable[[], int],
-    report: Callable[[int], None],
-) -> tuple[bytes, int]:
+    path: Path, cache: _DigestCache, clock_ns: Callable[[], int], progress: _Progress
+) -> bytes:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         started = clock_ns()
         cached = cache.get(before)
         if cached is not None:
-            report(before.st_size)
-            return cached, before.st_size
+            progress.advance(before.st_size)
+            return cached
         hasher = blake3(max_threads=blake3.AUTO)
-        done = 0
+        num_bytes = 0
         for piece in _pieces(file.readinto):
             hasher.update(piece)
-            done += len(piece)
-            report(done)
-            if done > before.st_size:  # a file that grows as fast as we read would never end
+            num_bytes += len(piece)
+            progress.advance(len(piece))
+            if num_bytes > before.st_size:  # one that grows as fast as we read would never end
                 break
         after = os.fstat(file.fileno())
-    if _identity(before) != _identity(after) or done != before.st_size:
+    if _identity(before) != _identity(after) or num_bytes != before.st_size:
         raise ConfigError(f"{path} changes while it is read: wait until it is complete")
     digest = hasher.digest()
-    # Like git's "racily clean" files: only ctime is looked at, because nobody can set it back.
+    # Like git's "racily clean" files. Only ctime is looked at: nobody can set it back, and whatever
+    # changes content or mtime changes it too.
     if before.st_ctime_ns + RACY_NS <= started:
         cache.put(before, digest)
-    return digest, done
+    return digest
 
 
 def _pieces(readinto: Callable[[memoryview], int | None]) -> Iterator[memoryview]:
