@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage import SharedStorageConnector
     from kvferry.contract.v1 import KVConnectorBase_V1
     from kvferry.engine import LLM, SamplingParams
     from kvferry.errors import (
@@ -38,6 +39,7 @@ __all__ = [
     "KeyMismatchError",
     "LayoutError",
     "SamplingParams",
+    "SharedStorageConnector",
     "Store",
     "StoreError",
     "TopologyError",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "kvferry.connectors.shared_storage": ("SharedStorageConnector",),
     "kvferry.contract.v1": ("KVConnectorBase_V1",),
     "kvferry.engine": ("LLM", "SamplingParams"),
     "kvferry.errors": (
