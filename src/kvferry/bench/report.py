@@ -1,0 +1,113 @@
+"""What a benchmark's figures were measured on, and the table they are printed as.
+
+No host, user or path names: a result can be published as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.table import Table
+
+from kvferry.bench.registry import Row
+
+MachineFacts = Mapping[str, str | int | float | None]
+
+
+def machine(directory: Path) -> MachineFacts:
+    """Facts about this machine that decide speed.
+
+    Args:
+        directory: where the benchmark writes; its file system is named.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "kvferry": version("kvferry"),
+        "file_system": file_system(directory),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def file_system(directory: Path) -> str | None:
+    """Type of the file system that holds `directory`, for example "ext4"; None if unknown."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    target = str(directory.resolve())
+    best: tuple[int, str] | None = None
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        point, kind = fields[4].encode().decode("unicode_escape"), right.split()[0]
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        # btrfs and overlay give files a device number of their own: the longest mount point that
+        # holds the path is then the answer.
+        rank = len(point) + (1_000_000 if fields[2] == number else 0)
+        if inside and (best is None or rank >= best[0]):
+            best = (rank, kind)
+    return best[1] if best else None
+
+
+def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:
+    """The rows as a table; the machine stands below it."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    result = Table(
+        title=name,
+        title_justify="left",
+        caption=", ".join(str(fact) for fact in _caption(facts)),
+        caption_justify="left",
+    )
+    for column in columns:
+        is_number = any(isinstance(row.get(column), int | float) for row in rows)
+        result.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        result.add_row(*(_cell(row.get(column)) for column in columns))
+    return result
+
+
+def _caption(facts: MachineFacts) -> list[object]:
+    memory = facts["memory_bytes"]
+    gib = f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
+    wanted = [
+        facts["cpu"],
+        f"{facts['cores']} cores",
+        gib,
+        facts["kernel"],
+        facts["file_system"],
+        f"torch {facts['torch']}",
+        facts["date"],
+    ]
+    return [fact for fact in wanted if fact is not None]
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        # Four digits are more than a benchmark can vouch for, and none is lost in the JSON.
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)

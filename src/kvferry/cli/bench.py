@@ -1,0 +1,47 @@
+"""`kvferry bench`: one benchmark, as a table and as JSON."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.bench import registry, report
+from kvferry.cli.output import JsonOption, emit
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.keys import JsonValue
+
+
+def bench(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(registry.BENCHMARKS)}.")
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", help="Where files are written and removed again; a temporary one if left out."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, to see that it runs.")
+    ] = False,
+    threads: Annotated[int, typer.Option("--threads", help="For I/O and copies.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", help="Of all random content.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure one part of kvferry beside the machine's own limits."""
+    run = registry.load(name)
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"--dir {directory}: not a directory; make it first")
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
+        options = registry.BenchOptions(
+            directory=Path(scratch), quick=quick, threads=threads, seed=seed
+        )
+        facts = report.machine(options.directory)
+        rows = run(options)
+    value: dict[str, JsonValue] = {"machine": facts, "rows": [dict(row) for row in rows]}
+    emit(value, json, report.table(name, facts, rows))

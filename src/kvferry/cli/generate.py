@@ -1,0 +1,106 @@
+"""`kvferry generate`: one prompt through the embedded engine, streamed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli.output import JsonOption, emit
+from kvferry.errors import ConfigError
+from kvferry.observe import Counters
+
+if TYPE_CHECKING:
+    from kvferry.keys import JsonValue
+
+
+def generate(
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face causal LM.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT|-]", help="The prompt; '-' reads stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here."),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option("--store", metavar="URL", help="Keep and reuse KV here; nothing without."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="To generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of the sampling.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes samples repeatable.")] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16, or auto for what the model says.")
+    ] = "auto",
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=1, help="Tokens per stored record.")
+    ] = 128,
+    json: JsonOption = None,
+) -> None:
+    """Generate text; the prompt's KV is read from the store where it is there.
+
+    The text goes to stdout, hit tokens and time to first token to stderr.
+    """
+    text = _read_prompt(prompt, prompt_file)
+    if find_spec("transformers") is None:
+        raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
+    # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    from kvferry.engine import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    counters = Counters()
+    options = {"chunk_tokens": chunk_tokens} if store is not None else None
+    with LLM(
+        model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
+    ) as llm:
+        prompt_tokens = len(llm.encode(text))
+        token_ids: list[int] = []
+        pieces: list[str] = []
+        first_token_after = 0.0
+        started = time.perf_counter()
+        for event in llm.stream(text, params):
+            if not token_ids:
+                first_token_after = time.perf_counter() - started
+            token_ids.append(event.token_id)
+            pieces.append(event.text)
+            if json != "-":
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        seconds = time.perf_counter() - started
+    value: dict[str, JsonValue] = {
+        "prompt_tokens": prompt_tokens,
+        "hit_tokens": counters["hit_tokens"],
+        "generated_tokens": len(token_ids),
+        "ttft_s": first_token_after,
+        "total_s": seconds,
+        "text": "".join(pieces),
+    }
+    emit(value, json, "")
+    print(
+        f"{prompt_tokens} prompt tokens, {value['hit_tokens']} read from the store; first token "
+        f"after {first_token_after:.2f} s, {len(token_ids)} tokens in {seconds:.2f} s",
+        file=sys.stderr,
+    )
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give a prompt, '-' to read it from stdin, or --prompt-file FILE")
+    if prompt_file is not None:
+        try:
+            return prompt_file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read prompt {prompt_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"prompt {prompt_file} is not UTF-8 text ({error.reason})") from error
+    return sys.stdin.read() if prompt == "-" else str(prompt)

@@ -1,0 +1,111 @@
+"""The `kvferry` command: collects the sub-commands, and turns every failure into one line.
+
+Exit codes: 0 done; 1 the command ran and found something wrong (`verify`, `demo`); 2 it could not
+run as asked; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Protocol, cast
+
+import typer
+
+from kvferry.cli.bench import bench
+from kvferry.cli.demo import demo
+from kvferry.cli.gc import gc
+from kvferry.cli.generate import generate
+from kvferry.cli.ls import ls
+from kvferry.cli.show import show
+from kvferry.cli.stat import stat
+from kvferry.cli.verify import verify
+from kvferry.errors import KVError
+
+EXIT_MISUSE = 2
+EXIT_INTERRUPTED = 130
+
+
+class _UsageProblem(Protocol):
+    """What click's exceptions offer, whichever copy of click typer was built with."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+# typer bundles its own click in newer releases; the base of its public exception is the one door to
+# the class that is right for both.
+_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvferry {version('kvferry')}")
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """KV cache that is either right or a miss: look at, check and use a store."""
+
+
+def build_app() -> typer.Typer:
+    """The command line as a typer application; every call makes a new one."""
+    app = typer.Typer(
+        name="kvferry",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for command in (demo, generate, ls, show, stat, verify, gc, bench):
+        app.command()(command)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and lets no expected failure out as a traceback.
+
+    Args:
+        arguments: without the program's name; `sys.argv` if None.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    app = build_app()
+    try:
+        code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output left (`kvferry ls ... | head`); say nothing, also at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except _CLICK_ERROR as error:
+        problem = cast("_UsageProblem", error)
+        message = problem.format_message()
+        # An empty message: no arguments at all, and the help was printed.
+        return _fail(message, problem.exit_code) if message else problem.exit_code
+    except (KVError, OSError) as error:
+        return _fail(str(error), EXIT_MISUSE)
+    if code == EXIT_INTERRUPTED:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""How commands speak: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.keys import JsonValue
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Also write the result as JSON to FILE; '-' prints it instead of the table.",
+    ),
+]
+
+_PIPE_WIDTH = 160
+"""Columns when stdout is no terminal: nothing is cut off in a log."""
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType) -> None:
+    """Give the result of a command to its user.
+
+    Args:
+        value: the result, for programs.
+        json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
+            as a whole.
+        *renderables: the result, for people.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if json_target == "-":
+        json.dump(value, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for renderable in renderables:
+        console.print(renderable)
+    if json_target is not None:
+        write_json(Path(json_target), value)
+
+
+def write_json(path: Path, value: JsonValue) -> None:
+    """Replace `path` by `value` as JSON: a reader sees the old file or the new one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns named in `right` hold numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        justify = "right" if column in right else "left"
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; shows nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+def format_age(since: float, now: float | None = None) -> str:
+    """The time from `since` (seconds since the epoch) to now, in one unit."""
+    seconds = max(0.0, (time.time() if now is None else now) - since)
+    for unit in ("w", "d", "h", "m"):
+        if seconds >= 2 * _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by a text such as "36h". Units: s, m, h, d, w.
+
+    Raises:
+        ConfigError: it is not a number with one of the units.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write a number and a unit, for example 36h")
+    return float(match[1]) * _SECONDS[match[2]]

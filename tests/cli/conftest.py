@@ -1,0 +1,101 @@
+"""A store with known records, and the command line as a function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.record.schema import RecordSchema, leaf_digests
+from kvferry.store.base import PutResult
+from kvferry.store.file.layout import Layout
+from kvferry.store.recordio import put_record
+from kvferry.store.url import open_store
+from kvferry.types import ChunkKey, KVGroup
+
+CHUNK_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class MadeStore:
+    """A directory store and what is in it."""
+
+    root: Path
+    schema: RecordSchema
+    keys: list[ChunkKey]
+
+    @property
+    def url(self) -> str:
+        return self.root.as_uri()
+
+    def path(self, index: int) -> Path:
+        return Path(Layout(str(self.root)).record(self.keys[index]))
+
+    def flip(self, index: int, at: int) -> None:
+        """Flip one bit of a record on disk; negative offsets count from its end."""
+        content = bytearray(self.path(index).read_bytes())
+        content[at] ^= 1
+        self.path(index).write_bytes(content)
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Every file below the directory."""
+        files = (path for path in self.root.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.root)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., MadeStore]:
+    def make(*, num_records: int = 3, seed: int = 5, name: str = "store") -> MadeStore:
+        rng = random.Random(seed)
+        schema = RecordSchema.for_groups(
+            namespace=rng.randbytes(32),
+            chunk_tokens=CHUNK_TOKENS,
+            groups=(
+                KVGroup(
+                    num_layers=2, num_kv_heads=3, content_size=10, dtype="float32", block_size=16
+                ),
+            ),
+        )
+        keys = [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
+        with open_store((tmp_path / name).as_uri()) as store:
+            for number, key in enumerate(keys):
+                payload = rng.randbytes(schema.payload_bytes)
+                table = leaf_digests(schema.components[0], memoryview(payload))
+                image = memoryview(bytearray(schema.head_bytes) + payload)
+                stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
+                assert stored is PutResult.STORED
+        return MadeStore(tmp_path / name, schema, keys)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_line(self) -> str:
+        """The one line a refused command prints; fails if there is more or something else."""
+        assert self.out == ""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run a command in this process, through the function the installed script calls."""
+
+    def call(*arguments: object) -> Ran:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return call

@@ -1,0 +1,224 @@
+"""ls, show, stat, verify and gc on a store with known records."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from kvferry.cli.gc import choose_victims
+from kvferry.store.base import Entry
+from kvferry.types import ChunkKey
+from tests.cli.conftest import CHUNK_TOKENS
+
+
+def test_ls_names_every_record_with_its_position(make_store, run):
+    made = make_store(num_records=3)
+    ran = run("ls", made.url, "--json", "-")
+    rows = json.loads(ran.out)
+    assert ran.code == 0
+    assert {row["key"] for row in rows} == {key.hex() for key in made.keys}
+    assert {row["first_token"] for row in rows} == {0, CHUNK_TOKENS, 2 * CHUNK_TOKENS}
+    assert {row["num_tokens"] for row in rows} == {CHUNK_TOKENS}
+    assert {row["namespace"] for row in rows} == {made.schema.namespace.hex()}
+    assert {row["num_bytes"] for row in rows} == {made.schema.record_bytes}
+
+
+def test_ls_sorts_by_position_and_stops_at_the_limit(make_store, run):
+    made = make_store(num_records=5)
+    rows = json.loads(run("ls", made.url, "--sort", "token", "--limit", 2, "--json", "-").out)
+    assert [row["first_token"] for row in rows] == [0, CHUNK_TOKENS]
+
+
+def test_ls_prints_a_table_that_a_pipe_does_not_cut(make_store, run):
+    made = make_store(num_records=2)
+    out = run("ls", made.url).out
+    assert all(key.hex()[:16] in out for key in made.keys)
+    assert "2 of 2 records" in out
+
+
+def test_ls_shows_hostile_bytes_as_unreadable(make_store, run):
+    made = make_store(num_records=2)
+    made.path(0).write_bytes(b"\xff" * 100)
+    made.path(1).write_bytes((2**40).to_bytes(8, "little"))
+    rows = json.loads(run("ls", made.url, "--json", "-").out)
+    assert [row["error"] for row in rows] == ["bad_header", "bad_header"]
+    assert run("ls", made.url).out.count("unreadable: bad_header") == 2
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "stat", "verify --dry-run", "gc --max-bytes 0 --dry-run"]
+)
+def test_looking_changes_nothing_on_disk(make_store, run, command):
+    made = make_store(num_records=2)
+    made.flip(0, -1)
+    before = made.snapshot()
+    name, *options = command.split()
+    run(name, made.url, *options)
+    assert made.snapshot() == before
+
+
+def test_show_describes_a_record_found_by_its_first_digits(make_store, run):
+    made = make_store(num_records=3)
+    ran = run("show", made.url, made.keys[1].hex()[:10].upper(), "--json", "-")
+    shown = json.loads(ran.out)
+    assert ran.code == 0
+    assert shown["verdict"] == "right"
+    assert shown["key"] == made.keys[1].hex()
+    assert shown["first_token"] == CHUNK_TOKENS
+    assert shown["components"] == [
+        {
+            "name": "kv.0",
+            "dtype": "F32",
+            "shape": [2, 3, CHUNK_TOKENS, 10],
+            "offset": made.schema.head_bytes,
+            "num_bytes": made.schema.payload_bytes,
+            "num_leaves": 6,
+        }
+    ]
+
+
+def test_show_says_what_is_wrong_and_leaves_the_record(make_store, run):
+    made = make_store(num_records=1)
+    made.flip(0, -1)
+    ran = run("show", made.url, made.keys[0].hex())
+    assert ran.code == 1
+    assert "bad_leaf" in ran.out
+    assert made.path(0).exists()
+
+
+def test_show_refuses_a_prefix_of_none_or_several(make_store, run):
+    made = make_store(num_records=40)  # more than 16 keys: two share their first digit
+    first_digits = [key.hex()[0] for key in made.keys]
+    shared = next(digit for digit in first_digits if first_digits.count(digit) > 1)
+    assert "give more digits" in run("show", made.url, shared).error_line
+    assert "no record" in run("show", made.url, "f" * 64).error_line
+    assert "not a key" in run("show", made.url, "../../etc").error_line
+
+
+def test_stat_counts_records_bytes_and_quarantine(make_store, run):
+    made = make_store(num_records=3)
+    made.flip(2, -1)
+    run("verify", made.url)
+    found = json.loads(run("stat", f"{made.url}?max_bytes=1GiB", "--json", "-").out)
+    assert found["num_records"] == 2
+    assert found["max_bytes"] == 2**30
+    assert found["index_complete"] is True
+    assert (found["quarantined"], found["quarantined_bytes"]) == (1, made.schema.record_bytes)
+    assert found["used_bytes"] >= 2 * made.schema.record_bytes
+    assert found["staging_bytes"] == 2**30
+
+
+def test_verify_finds_nothing_in_a_sound_store(make_store, run):
+    made = make_store(num_records=3)
+    ran = run("verify", made.url, "--json", "-")
+    assert ran.code == 0
+    assert json.loads(ran.out) == {
+        "dry_run": False,
+        "records": 3,
+        "num_bytes": 3 * made.schema.record_bytes,
+        "bad": [],
+        "reasons": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "at", ["length", "header", "root", "leaf table", "first byte", "last byte"]
+)
+def test_verify_quarantines_a_record_with_one_flipped_bit(make_store, run, at):
+    made = make_store(num_records=3)
+    schema = made.schema
+    made.flip(
+        1,
+        {
+            "length": 0,
+            "header": schema.header_bytes // 2,
+            "root": schema.header_bytes,
+            "leaf table": schema.header_bytes + 16,
+            "first byte": schema.head_bytes,
+            "last byte": -1,
+        }[at],
+    )
+    ran = run("verify", made.url, "--json", "-")
+    assert ran.code == 1
+    assert [bad["key"] for bad in json.loads(ran.out)["bad"]] == [made.keys[1].hex()]
+    assert not made.path(1).exists()
+    assert made.path(0).exists()
+    assert made.path(2).exists()
+    assert run("verify", made.url).code == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda content: content[:-1], "truncated"),
+        (lambda content: content[:5], "truncated"),
+        (lambda content: b"", "truncated"),
+        (lambda content: content + b"\0", "trailing_bytes"),
+        (lambda content: content.replace(b'"version":"1"', b'"version":"2"'), "wrong_version"),
+        (lambda content: (1 << 50).to_bytes(8, "little") + content[8:], "bad_header"),
+        (lambda content: (1 << 15).to_bytes(8, "little") + content[8:], "truncated"),
+    ],
+)
+def test_verify_names_the_damage(make_store, run, damage, reason):
+    made = make_store(num_records=1)
+    made.path(0).write_bytes(damage(made.path(0).read_bytes()))
+    found = json.loads(run("verify", made.url, "--json", "-").out)
+    assert found["reasons"] == {reason: 1}
+
+
+def test_verify_finds_a_record_under_another_ones_name(make_store, run):
+    made = make_store(num_records=2)
+    made.path(1).write_bytes(made.path(0).read_bytes())
+    found = json.loads(run("verify", made.url, "--json", "-").out)
+    assert found["bad"] == [{"key": made.keys[1].hex(), "reason": "wrong_key"}]
+
+
+def test_verify_dry_run_reports_and_leaves(make_store, run):
+    made = make_store(num_records=2)
+    made.flip(0, -1)
+    ran = run("verify", made.url, "--dry-run")
+    assert ran.code == 1
+    assert "left" in ran.out
+    assert made.path(0).exists()
+
+
+def test_gc_keeps_the_most_recently_used(make_store, run):
+    made = make_store(num_records=4)
+    for index in range(4):
+        os.utime(made.path(index), (1_700_000_000 + index, 1_700_000_000 + index))
+    room = 2 * made.schema.record_bytes + 1
+    ran = run("gc", made.url, "--max-bytes", room, "--json", "-")
+    value = json.loads(ran.out)
+    assert (value["deleted_records"], value["kept_records"]) == (2, 2)
+    assert [made.path(index).exists() for index in range(4)] == [False, False, True, True]
+
+
+def test_gc_deletes_what_was_not_used_for_long(make_store, run):
+    made = make_store(num_records=3)
+    os.utime(made.path(1), (1_700_000_000, 1_700_000_000))
+    assert run("gc", made.url, "--older-than", "2d").code == 0
+    assert [made.path(index).exists() for index in range(3)] == [True, False, True]
+
+
+def test_gc_gives_the_space_back_to_the_quota(make_store, run):
+    made = make_store(num_records=3)
+    run("gc", made.url, "--max-bytes", 0)
+    found = json.loads(run("stat", made.url, "--json", "-").out)
+    assert (found["num_records"], found["used_bytes"]) == (0, 0)
+
+
+def _entry(last_used: float, num_bytes: int) -> Entry:
+    return Entry(ChunkKey(bytes(32)), num_bytes, last_used)
+
+
+def test_victims_are_the_oldest_until_both_bounds_hold():
+    entries = [_entry(9.0, 10), _entry(1.0, 10), _entry(5.0, 10)]
+    by_size = choose_victims(entries, max_bytes=19, not_used_since=None)
+    by_age = choose_victims(entries, max_bytes=None, not_used_since=5.0)
+    by_both = choose_victims(entries, max_bytes=29, not_used_since=6.0)
+    assert [entry.last_used for entry in by_size] == [1.0, 5.0]
+    assert [entry.last_used for entry in by_age] == [1.0]
+    assert [entry.last_used for entry in by_both] == [1.0, 5.0]
+    assert choose_victims(entries, max_bytes=30, not_used_since=1.0) == []
