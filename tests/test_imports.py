@@ -105,7 +105,7 @@ class Import(NamedTuple):
     for_types_only: bool
 
 
-def imports_of(source: str) -> Iterator[Import]:
+def imports_of(source: str, path: str) -> Iterator[Import]:
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             in_function = True
@@ -126,7 +126,7 @@ def imports_of(source: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, in_function, for_types)
 
-    return walk(ast.parse(source), False, False)
+    return walk(ast.parse(source, path), False, False)
 
 
 def is_in(name: str, places: list[str] | set[str], separator: str) -> bool:
@@ -145,7 +145,7 @@ def faults_of(path: str, source: str) -> list[str]:
     faults = []
     if layer_of(room) is None:
         faults.append(f"{path}: room {room!r} stands in no layer of this test")
-    for found in imports_of(source):
+    for found in imports_of(source, path):
         for fault in faults_of_import(path, room, found):
             faults.append(f"{path}:{found.line}: {fault}")
     return faults
