@@ -49,6 +49,8 @@ class Background:
         self._clock = clock
         self._wake = threading.Event()
         self._stopping = False
+        # Jobs are for one thread at a time, and `run_until_idle` is a second one.
+        self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -75,7 +77,7 @@ class Background:
         """Run every job now, in this thread, until none has more to do at once."""
         for job in self._jobs:
             job.due = 0.0
-        while self._run_due() <= 0.0:
+        while not self._stopping and self._run_due() <= 0.0:
             pass
 
     def _run(self) -> None:
@@ -92,8 +94,9 @@ class Background:
     def _run_due(self) -> float:
         """One step of every job that is due; seconds until the next one is."""
         for job in self._jobs:
-            if not self._stopping and job.due <= self._clock():
-                job.due = self._clock() + self._step(job)
+            with self._turn:
+                if not self._stopping and job.due <= self._clock():
+                    job.due = self._clock() + self._step(job)
         return min(job.due for job in self._jobs) - self._clock()
 
     def _step(self, job: Job) -> float:

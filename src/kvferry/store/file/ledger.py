@@ -68,6 +68,13 @@ class Net(NamedTuple):
         return self.added_records - self.removed_records
 
 
+class Mark(NamedTuple):
+    """Counts of one writer when they were read."""
+
+    writer_id: str
+    net: Net
+
+
 class Owner(NamedTuple):
     """The process a ledger belongs to."""
 

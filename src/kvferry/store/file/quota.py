@@ -47,7 +47,7 @@ class Quota:
         observer: Observer,
     ) -> None:
         self.max_bytes = max_bytes
-        self.last_usage = Usage(0, 0, frozenset(), quiet=True)
+        self._last_usage = Usage(0, 0, frozenset(), quiet=True)
         self.is_stuck = False
         """Counts say full, but there was nothing to evict: they may be wrong."""
         self._io = io
@@ -64,8 +64,15 @@ class Quota:
         Raises:
             OSError: the medium failed.
         """
-        self.last_usage = read_usage(self._io, self._layout)
-        return self.last_usage
+        self._last_usage = read_usage(self._io, self._layout)
+        return self._last_usage
+
+    def used_bytes(self, member: Member | None) -> int:
+        """What all processes hold, from memory: ours as of now, the others' as last read."""
+        usage = self._last_usage
+        if member is None:
+            return usage.num_bytes
+        return member.writer.num_bytes_with(usage.marks)
 
     def make_room(self, member: Member) -> bool:
         """Evict until everything that is stored and reserved fits. False if it cannot.

@@ -14,7 +14,7 @@ from kvferry.store.file.eviction import list_files
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.layout import NUM_SHARDS, Layout, is_writer_name
 from kvferry.store.file.ledger import Net
-from kvferry.store.file.usage import Usage, read_usage
+from kvferry.store.file.usage import read_usage
 from kvferry.store.file.writer import Writer
 
 
@@ -46,6 +46,8 @@ def reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, Non
 
 def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, None, Net | None]:
     before = read_usage(io, layout)
+    # A record set aside meanwhile would be found in its shard and again in quarantine.
+    quarantined = set(io.listdir(layout.quarantine))
     num_bytes = num_records = 0
     directories = [layout.shard(shard) for shard in range(NUM_SHARDS)]
     for directory in [*directories, layout.quarantine]:
@@ -54,7 +56,10 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
         num_records += len(files)
         yield
     after = read_usage(io, layout)
-    if not _was_still(before, after) or _has_trash(io, layout):
+    was_still = before.quiet and after.quiet and before.marks == after.marks
+    if not was_still or quarantined != set(io.listdir(layout.quarantine)):
+        return None
+    if _has_trash(io, layout):
         return None
     more_bytes, more_records = num_bytes - after.num_bytes, num_records - after.num_records
     correction = Net(
@@ -63,10 +68,6 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
     if any(correction):
         writer.correct(correction)
     return correction
-
-
-def _was_still(before: Usage, after: Usage) -> bool:
-    return before.quiet and after.quiet and before.marks == after.marks
 
 
 def _has_trash(io: FileIO, layout: Layout) -> bool:

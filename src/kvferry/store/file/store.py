@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, Entry, PutResult, Source, Store, StoreStat
-from kvferry.store.file.eviction import list_files
+from kvferry.store.file import maintenance
 from kvferry.store.file.faults import READ_ONLY
 from kvferry.store.file.fileio import FileIO, as_views
-from kvferry.store.file.layout import NUM_SHARDS, key_of_record_name, open_root
+from kvferry.store.file.layout import open_root
+from kvferry.store.file.maintenance import GcReport, Progress, RepairReport, VerifyReport
 from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record
 from kvferry.store.file.sharded import ShardedWrites
 from kvferry.store.file.volume import Volume
@@ -80,9 +82,10 @@ class FileStore(Store):
         """
         io = FileIO() if io is None else io
         layout = open_root(root, io, create=create and not read_only)
-        self.url = f"file://{layout.root}"
+        self.url = str(StoreUrl(scheme="file", path=layout.root))
         self._abilities = ReadAbilities()
         self._closed = False
+        self._wall = wall
         self._volume = Volume(
             io,
             layout,
@@ -96,6 +99,10 @@ class FileStore(Store):
         self._sessions = ShardedWrites(io, layout, self._volume.writing, self._volume.faults)
         if not read_only:
             self._join()
+        try:
+            self._volume.quota.refresh()
+        except OSError as error:
+            self._volume.faults.failed("open", error)
         if background:
             self._volume.upkeep.background.start()
 
@@ -163,7 +170,7 @@ class FileStore(Store):
         return StoreStat(
             url=self.url,
             num_records=len(self._volume.index),
-            used_bytes=quota.last_usage.num_bytes,
+            used_bytes=quota.used_bytes(self._volume.membership.current),
             max_bytes=quota.max_bytes,
             index_complete=self._volume.upkeep.refresh.is_complete,
         )
@@ -178,13 +185,12 @@ class FileStore(Store):
         self._volume.index.clear()
 
     def scan(self) -> Iterator[Entry]:
-        """Every record at some moment during the call, shard by shard; see `SupportsScan`."""
-        layout = self._volume.layout
-        for shard in range(NUM_SHARDS):
-            for file in list_files(self._volume.io, layout.shard(shard)):
-                key = key_of_record_name(file.path.rpartition("/")[2])
-                if key is not None:
-                    yield Entry(key, file.num_bytes, file.used / 1e9)
+        """Every record at some moment during the call; see `SupportsScan`.
+
+        Raises:
+            StoreError: the medium failed.
+        """
+        return iter(()) if self._closed else maintenance.scan(self._volume)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background whether these are here; see `SupportsProbe`."""
@@ -226,3 +232,15 @@ class FileStore(Store):
     def maintain(self) -> None:
         """Do all upkeep that is due now, in this thread: for stores opened without background."""
         self._volume.upkeep.background.run_until_idle()
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Check every record and quarantine the bad ones; see `maintenance.verify`."""
+        return maintenance.verify(self._volume, progress)
+
+    def repair(self, progress: Progress | None = None) -> RepairReport:
+        """Verify, recover and correct the counts; see `maintenance.repair`."""
+        return maintenance.repair(self._volume, progress)
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        """Remove old and surplus records; see `maintenance.gc`."""
+        return maintenance.gc(self._volume, max_bytes, older_than_seconds, self._wall())

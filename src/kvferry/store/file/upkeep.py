@@ -72,8 +72,19 @@ class Upkeep:
         """
         member = self._membership.current
         num_absorbed = self._recovery.run(member) if member is not None else 0
-        self._observer.count("store_recovered_writers", num_absorbed)
+        if num_absorbed:
+            self._observer.count("store_recovered_writers", num_absorbed)
+            self._quota.refresh()
         return num_absorbed
+
+    def flush(self) -> None:
+        """Write back when records were last used.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        for key in self.recency.flush():
+            self._index.discard(key)
 
     def _probe(self) -> float:
         self.refresh.answer_probes()
@@ -89,8 +100,7 @@ class Upkeep:
         return HEARTBEAT_SECONDS
 
     def _flush(self) -> float:
-        for key in self.recency.flush():
-            self._index.discard(key)
+        self.flush()
         return FLUSH_SECONDS
 
     def _recover(self) -> float:

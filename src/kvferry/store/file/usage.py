@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.layout import Layout, is_writer_name
-from kvferry.store.file.ledger import Ledger, Net, read_ledger
-
-Mark = tuple[str, Net]
+from kvferry.store.file.ledger import Ledger, Mark, read_ledger
 
 
 class Usage(NamedTuple):
@@ -75,7 +73,7 @@ def _sum(found: dict[str, Ledger | None]) -> Usage:
     return Usage(
         num_bytes=num_bytes,
         num_records=num_records,
-        marks=frozenset((name, ledger.net) for name, ledger in ledgers.items()),
+        marks=frozenset(Mark(name, ledger.net) for name, ledger in ledgers.items()),
         quiet=not any(ledger.pending or ledger.intent for ledger in ledgers.values()),
     )
 

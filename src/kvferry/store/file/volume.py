@@ -58,7 +58,7 @@ class Volume:
             max_bytes,
             evictor=Evictor(io, layout, rng),
             recovery=recovery,
-            on_removed=self._forget,
+            on_removed=self.forget,
             observer=observer,
         )
         self.quarantine = Quarantine(io, layout, max_bytes)
@@ -160,8 +160,15 @@ class Volume:
         if member is None:
             return Removed()
         removed = member.remover.remove([self.layout.record(key) for key in keys])
-        self._forget(removed)
+        self.forget(removed)
         return removed
+
+    def forget(self, removed: Removed) -> None:
+        """Take removed records out of the index."""
+        for name in removed.names:
+            key = key_of_record_name(name)
+            if key is not None:
+                self.index.discard(key)
 
     def _is_stored(self, key: ChunkKey) -> bool:
         try:
@@ -177,9 +184,3 @@ class Volume:
     def _no_room(self) -> PutResult:
         self.observer.count("store_put_no_space")
         return PutResult.NO_SPACE
-
-    def _forget(self, removed: Removed) -> None:
-        for name in removed.names:
-            key = key_of_record_name(name)
-            if key is not None:
-                self.index.discard(key)

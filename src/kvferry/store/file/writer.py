@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvferry.store.file.fileio import FileIO, exists, write_all
@@ -19,8 +19,10 @@ from kvferry.store.file.ledger import (
     COPY_BYTES,
     MAX_ABSORBED,
     MAX_PENDING,
+    NOTHING,
     Intent,
     Ledger,
+    Mark,
     Net,
     Owner,
     encode,
@@ -49,6 +51,8 @@ class Writer:
         self._wall = wall
         self._lock = threading.Lock()
         self._ledger = Ledger(owner=owner)
+        self._taken_over: frozenset[str] = frozenset()
+        self._account = (NOTHING, self._taken_over)
         self._last_copy = 1
         self._last_temporary = 0
         hidden = f"{layout.writers}/{UNREGISTERED}{self.id}"
@@ -68,10 +72,6 @@ class Writer:
             raise
 
     @property
-    def net(self) -> Net:
-        return self._ledger.net
-
-    @property
     def finished_batch(self) -> int:
         return self._ledger.finished_batch
 
@@ -83,6 +83,17 @@ class Writer:
     def absorbed(self) -> frozenset[str]:
         with self._lock:
             return frozenset(self._ledger.absorbed)
+
+    def num_bytes_with(self, marks: Iterable[Mark]) -> int:
+        """Bytes of this writer as of now, plus those of the others in `marks`, an earlier sum over
+        all ledgers. Takes no lock: it never waits for a write that hangs."""
+        net, taken_over = self._account
+        others = sum(
+            mark.net.num_bytes
+            for mark in marks
+            if mark.writer_id != self.id and mark.writer_id not in taken_over
+        )
+        return net.num_bytes + others
 
     def is_fenced(self) -> bool:
         """Whether another store took this directory over, or somebody removed it."""
@@ -124,6 +135,7 @@ class Writer:
                 given_back = Net(removed_bytes=num_bytes, removed_records=1)
                 self._ledger.net = self._ledger.net.plus(given_back)
             self._try_write()
+            self._publish()
 
     def intend(self, intent: Intent) -> None:
         """Declare that the files of a trash batch are about to be unlinked."""
@@ -150,6 +162,7 @@ class Writer:
             with self._change() as ledger:
                 ledger.net = ledger.net.plus(net)
                 ledger.absorbed = ledger.absorbed | {writer_id}
+                self._taken_over |= {writer_id}
         return True
 
     def forget_absorbed(self, writer_id: str) -> None:
@@ -188,14 +201,20 @@ class Writer:
         """Change the ledger and write it; if that fails, the change has not happened."""
         ledger = self._ledger
         before = (ledger.net, ledger.finished_batch, ledger.intent, ledger.absorbed)
-        pending = dict(ledger.pending)
+        pending, taken_over = dict(ledger.pending), self._taken_over
         try:
             yield ledger
             self._write()
         except BaseException:
             ledger.net, ledger.finished_batch, ledger.intent, ledger.absorbed = before
-            ledger.pending = pending
+            ledger.pending, self._taken_over = pending, taken_over
             raise
+        finally:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Make net and absorbed writers, which belong together, visible in one assignment."""
+        self._account = (self._ledger.net, self._taken_over)
 
     def _try_write(self) -> None:
         # After a failure the state in memory is right and goes out whole with the next write.

@@ -1,0 +1,50 @@
+"""The directory store is a store: the conformance suite, abilities and state machine included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import settings
+
+from kvferry.observe import Observer
+from kvferry.store.file import FileStore
+from kvferry.testing.stores import (
+    ProbeTests,
+    ScanTests,
+    ShardedWriteTests,
+    StoreTests,
+    store_machine,
+)
+
+
+class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
+    persistent = True
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        return FileStore(tmp_path / "store", max_bytes=max_bytes, observer=observer or Observer())
+
+    def _path(self, store, key) -> Path:
+        name = key.hex()
+        root = Path(store.url.removeprefix("file://"))
+        return root / "records" / name[:2] / f"{name}.safetensors"
+
+    def poke(self, store, key, value):
+        path = self._path(store, key)
+        if value is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(value)
+
+    def peek(self, store, key):
+        try:
+            return self._path(store, key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def settle(self, store):
+        store.maintain()
+
+
+TestFileStoreMachine = store_machine(TestFileStore()).TestCase
+TestFileStoreMachine.settings = settings(max_examples=30, deadline=None)
