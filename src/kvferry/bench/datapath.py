@@ -1,0 +1,287 @@
+"""KV of an 8B model into and out of paged blocks, checksums on, beside the machine's own limits.
+
+32 layers, 8 kv heads, head_dim 128, bf16, blocks of 16 tokens in random order: 128 KiB a token, 16
+MiB a chunk. What runs is the connector's own worker role over a `file://` store; each case stands
+beside the plainest thing the machine can do with as many bytes, measured in the same rounds.
+
+`gb_per_s` is the direct path (read, verify and copy piece by piece); `in_hand_gb_per_s` is the
+path through staging (read and verify everything, then copy), start to end without overlap.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvferry.bench.limits import DirectRead, Measured, PlainFiles, drop_from_cache, timed
+from kvferry.bench.registry import BenchOptions, Row
+from kvferry.bench.report import file_system
+from kvferry.connectors.registry import EngineSpec
+from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.messages import (
+    BlockSlice,
+    ChunkRef,
+    Load,
+    Prefetch,
+    RankReport,
+    Save,
+    SharedStorageMeta,
+    SharedStoragePlan,
+)
+from kvferry.connectors.shared_storage.worker import SharedStorageWorker
+from kvferry.errors import StoreError
+from kvferry.keys import ChunkKeys, ModelIdentity
+from kvferry.observe import Counters
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup
+
+CHUNK_TOKENS = 128
+BLOCK_SIZE = 16
+GROUP = KVGroup(
+    num_layers=32, num_kv_heads=8, content_size=256, dtype="bfloat16", block_size=BLOCK_SIZE
+)
+TOKEN_BYTES = 32 * 8 * 256 * 2
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def run(options: BenchOptions) -> Sequence[Row]:
+    """Measure all cases; medians over rounds in which each case and its limit take turns."""
+    num_tokens = (64 << 20) // TOKEN_BYTES if options.quick else (1 << 30) // TOKEN_BYTES
+    rounds = 2 if options.quick else 5
+    rng = random.Random(options.seed)
+    kv = PagedTensors(num_tokens, rng)
+    rows = []
+    if file_system(SHARED_MEMORY) == "tmpfs" and os.access(SHARED_MEMORY, os.W_OK):
+        scratch = SHARED_MEMORY / f"kvferry-bench-{os.getpid()}"
+        scratch.mkdir()
+        try:
+            bench = DataPath(kv, scratch, options, rounds)
+            rows.append(bench.save("save_tmpfs"))
+        finally:
+            shutil.rmtree(scratch)
+    bench = DataPath(kv, options.directory, options, rounds)
+    rows.append(bench.save("save_disk"))
+    rows.extend(bench.loads())
+    return rows
+
+
+class PagedTensors:
+    """Random KV of `num_tokens` tokens in blocks of random order, and room to load it into."""
+
+    def __init__(self, num_tokens: int, rng: random.Random) -> None:
+        self.num_tokens = num_tokens
+        num_blocks = num_tokens // BLOCK_SIZE
+        shape = (32, num_blocks + 1, 8, BLOCK_SIZE, 256)
+        noise = np.random.default_rng(0).integers(0, 2**15, 2**22, dtype=np.int16)
+        count = int(np.prod(shape))
+        bits = np.resize(noise, count).reshape(shape)
+        self.tensor = torch.from_numpy(bits).view(torch.bfloat16)
+        blocks = list(range(1, num_blocks + 1))
+        rng.shuffle(blocks)
+        self.blocks = tuple(blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * TOKEN_BYTES
+
+
+class DataPath:
+    """The connector's worker over a store in one directory."""
+
+    def __init__(
+        self, kv: PagedTensors, directory: Path, options: BenchOptions, rounds: int
+    ) -> None:
+        self.kv = kv
+        self.directory = directory
+        self.threads = options.threads
+        self.rounds = rounds
+        self.chunks = self.chunks_of(0)
+        self.ticket = 0
+
+    def chunks_of(self, number: int) -> tuple[ChunkRef, ...]:
+        """The chunks of one of many prompts of equal length."""
+        keys = ChunkKeys(number.to_bytes(32, "little"), CHUNK_TOKENS)
+        keys.extend(range(self.kv.num_tokens))
+        return tuple(ChunkRef(key, index * CHUNK_TOKENS) for index, key in enumerate(keys.keys))
+
+    # -- cases ----------------------------------------------------------------------------------
+
+    def save(self, case: str) -> Row:
+        """Blocks → hash → files, beside plain pwritev of as many bytes into new files."""
+        ours, limit = [], []
+        plain = PlainFiles(
+            self.directory / "plain", CHUNK_TOKENS * TOKEN_BYTES, self.kv.num_bytes, self.threads
+        )
+        with self.worker() as worker:
+            # One round ahead, so that staging is backed by memory, as in an engine that runs.
+            for number in range(self.rounds + 1):
+                self.chunks = self.chunks_of(number)
+                ours.append(timed(partial(self.save_all, worker)))
+                for file in self.files():
+                    file.unlink()
+                limit.append(timed(plain.write).wall)
+                plain.remove()
+        shutil.rmtree(self.directory / "store")
+        del ours[0], limit[0]
+        return self.row(case, ours, f"pwritev, {self.threads} threads", limit)
+
+    def loads(self) -> list[Row]:
+        """Files → verify → blocks: from the page cache beside memcpy, from disk beside O_DIRECT."""
+        self.chunks = self.chunks_of(0)
+        with self.worker() as worker:
+            self.save_all(worker)
+        files = self.files()
+        source = np.ones(self.kv.num_bytes, np.uint8)
+        target = np.ones(self.kv.num_bytes, np.uint8)
+        direct = DirectRead(files, self.threads)
+        seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "o_direct")}
+        warm, warm_in_hand, cold, cold_in_hand = ([] for _ in range(4))
+        with self.worker() as worker:
+            for _ in range(self.rounds):
+                seconds["memcpy"].append(timed(lambda: np.copyto(target, source)).wall)
+                warm.append(self.timed_load(worker, self.load_direct))
+                warm_in_hand.append(self.timed_load(worker, self.load_in_hand))
+                drop_from_cache(files)
+                seconds["o_direct"].append(timed(direct.read).wall)
+                drop_from_cache(files)
+                cold.append(self.timed_load(worker, self.load_direct))
+                drop_from_cache(files)
+                cold_in_hand.append(self.timed_load(worker, self.load_in_hand))
+                for file in files:
+                    file.read_bytes()
+        limit = f"O_DIRECT read, {self.threads} threads" if direct.works else "buffered read"
+        return [
+            self.row("load_warm", warm, "memcpy, 1 thread", seconds["memcpy"], warm_in_hand),
+            self.row("load_cold", cold, limit, seconds["o_direct"], cold_in_hand),
+        ]
+
+    def row(
+        self,
+        case: str,
+        ours: Sequence[Measured],
+        limit: str,
+        limit_seconds: Sequence[float],
+        in_hand: Sequence[Measured] = (),
+    ) -> Row:
+        gigabytes = self.kv.num_bytes / 1e9
+        rate = gigabytes / statistics.median(run.wall for run in ours)
+        limit_rate = gigabytes / statistics.median(limit_seconds)
+        return {
+            "case": case,
+            "gb_per_s": rate,
+            "limit": limit,
+            "limit_gb_per_s": limit_rate,
+            "ratio": rate / limit_rate,
+            "cpu_s_per_gb": statistics.median(run.cpu for run in ours) / gigabytes,
+            "in_hand_gb_per_s": gigabytes / statistics.median(run.wall for run in in_hand)
+            if in_hand
+            else None,
+        }
+
+    def files(self) -> list[Path]:
+        return sorted((self.directory / "store" / "records").rglob("*.safetensors"))
+
+    # -- the worker and its plans ----------------------------------------------------------------
+
+    def worker(self) -> WorkerInStore:
+        return WorkerInStore(self.kv, self.directory / "store", self.threads, len(self.chunks))
+
+    def save_all(self, worker: SharedStorageWorker) -> None:
+        """Save every chunk, as many at once as staging allows, until all are written."""
+        waiting = list(reversed(self.chunks))
+        outstanding = 0
+        while waiting or outstanding:
+            saves = [
+                Save(chunk, (self.blocks_of(chunk.first_token, CHUNK_TOKENS),))
+                for chunk in (waiting.pop() for _ in range(min(len(waiting), 4)))
+            ]
+            outstanding += len(saves)
+            worker.begin_step(SharedStoragePlan(saves=tuple(saves)))
+            worker.save()
+            for saved in (done for report in reports(worker) for done in report.saved):
+                outstanding -= 1
+                if saved.retry:
+                    index = next(i for i, c in enumerate(self.chunks) if c.key == saved.key)
+                    waiting.append(self.chunks[index])
+                elif not saved.stored:
+                    raise StoreError("a chunk was not stored; is the disk full?")
+            worker.end_step()
+            time.sleep(0.0005)
+
+    def timed_load(
+        self, worker: SharedStorageWorker, load: Callable[[SharedStorageWorker], None]
+    ) -> Measured:
+        return timed(lambda: load(worker))
+
+    def load_direct(self, worker: SharedStorageWorker) -> None:
+        self.run_load(worker, None)
+
+    def load_in_hand(self, worker: SharedStorageWorker) -> None:
+        self.ticket += 1
+        worker.begin_step(SharedStoragePlan(prefetches=(Prefetch(self.ticket, self.chunks),)))
+        while not any(news.done for report in reports(worker) for news in report.prefetched):
+            time.sleep(0.0005)
+        worker.end_step()
+        self.run_load(worker, self.ticket)
+
+    def run_load(self, worker: SharedStorageWorker, ticket: int | None) -> None:
+        num_tokens = self.kv.num_tokens
+        blocks = (self.blocks_of(0, num_tokens),)
+        load = Load("bench", ticket, self.chunks, 0, num_tokens, blocks)
+        worker.begin_step(SharedStoragePlan(loads=(load,)))
+        worker.start_load()
+        output = worker.collect(())
+        worker.end_step()
+        if output.invalid_block_ids:
+            raise StoreError(f"{len(output.invalid_block_ids)} blocks were not loaded")
+
+    def blocks_of(self, first_token: int, num_tokens: int) -> BlockSlice:
+        first = first_token // BLOCK_SIZE
+        return BlockSlice(first, self.kv.blocks[first : first + num_tokens // BLOCK_SIZE])
+
+
+class WorkerInStore:
+    """A worker role over a directory, closed with its store."""
+
+    def __init__(self, kv: PagedTensors, directory: Path, threads: int, num_chunks: int) -> None:
+        spec = EngineSpec(
+            identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench-8b"}),
+            groups=(GROUP,),
+            shard=tensor_parallel_shard((GROUP,), 0, 1),
+            layer_names=None,
+        )
+        options = {
+            "store": f"file://{directory}",
+            "chunk_tokens": CHUNK_TOKENS,
+            "io_threads": threads,
+            "load_timeout_seconds": 600.0,
+            "staging_bytes": (num_chunks + 2) * (CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)),
+        }
+        self._parts = Parts(spec, options, Counters())
+        self._worker = self._parts.worker()
+        self._worker.register_kv_caches(
+            {str(index): layer for index, layer in enumerate(kv.tensor)}
+        )
+
+    def __enter__(self) -> SharedStorageWorker:
+        return self._worker
+
+    def __exit__(self, *exc: object) -> None:
+        self._worker.close()
+        self._parts.store.close()
+
+
+def reports(worker: SharedStorageWorker) -> Iterator[RankReport]:
+    """News since the last call."""
+    meta = worker.collect(()).meta
+    if isinstance(meta, SharedStorageMeta):
+        yield from meta.reports

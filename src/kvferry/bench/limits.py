@@ -1,0 +1,131 @@
+"""What the machine can do without us: the plain operations that benchmarks are held against."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One timed run: wall seconds and process CPU seconds."""
+
+    wall: float
+    cpu: float
+
+
+class PlainFiles:
+    """As many bytes in new files, from one buffer, on some threads."""
+
+    def __init__(self, directory: Path, file_bytes: int, num_bytes: int, threads: int) -> None:
+        self._directory = directory
+        self._buffer = memoryview(mmap.mmap(-1, file_bytes))
+        self._buffer[:] = os.urandom(1 << 20) * (len(self._buffer) >> 20)
+        self._count = num_bytes // len(self._buffer)
+        self._threads = threads
+
+    def write(self) -> None:
+        self._directory.mkdir()
+        on_threads(self._threads, self._write_one, range(self._count))
+
+    def _write_one(self, index: int) -> None:
+        fd = os.open(self._directory / str(index), os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            done = 0
+            while done < len(self._buffer):
+                done += os.pwritev(fd, [self._buffer[done:]], done)
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._directory)
+
+
+class DirectRead:
+    """Plain O_DIRECT reads of whole files, or buffered ones where it does not work."""
+
+    def __init__(self, files: Sequence[Path], threads: int) -> None:
+        self._files = files
+        self._threads = threads
+        size = max(file.stat().st_size for file in files)
+        self._buffers = threading.local()
+        self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.works = True
+        try:
+            self._read_one(files[0])
+        except OSError:
+            self.works = False
+
+    def read(self) -> None:
+        on_threads(self._threads, self._read_one, self._files)
+
+    def _read_one(self, file: Path) -> None:
+        if not hasattr(self._buffers, "view"):
+            self._buffers.view = memoryview(mmap.mmap(-1, self._size))
+        flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.works else 0)
+        fd = os.open(file, flags)
+        try:
+            done = 0
+            while got := os.preadv(fd, [self._buffers.view[done:]], done):
+                done += got
+                if done % mmap.PAGESIZE:
+                    break
+        finally:
+            os.close(fd)
+
+
+def drop_from_cache(files: Sequence[Path]) -> None:
+    """Write files back and drop them from the page cache, where the system can."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def on_threads(num_threads: int, work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Share items among threads; the first error is raised."""
+    waiting = iter(items)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        while True:
+            with lock:
+                try:
+                    item = next(waiting)
+                except StopIteration:
+                    return
+            try:
+                work(item)
+            except OSError as error:
+                errors.append(error)
+                return
+
+    threads = [threading.Thread(target=loop) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def timed(work: Callable[[], object]) -> Measured:
+    """Wall and CPU seconds of one call."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return Measured(time.perf_counter() - wall, time.process_time() - cpu)
