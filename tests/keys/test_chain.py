@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.types import ExtraKeys, MultimodalItem
+from tests.keys import reference
 
 NAMESPACE = bytes(range(32))
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -143,8 +144,22 @@ def test_an_item_counts_from_the_first_chunk_it_touches():
     touched = chain_of(ids, items=(item(offset=5, length=2),))
     assert touched[0] == plain[0]
     assert not set(touched[1:]) & set(plain)
-    # It ends exactly where chunk 1 starts, so chunk 1 differs from `plain` by its parent alone.
+    # One that begins where the last chunk ends touches none.
     assert chain_of(ids, items=(item(offset=12),)) == plain
+
+
+@given(
+    num_tokens=st.integers(0, 20),
+    chunk_tokens=st.integers(1, 6),
+    items=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 22), st.integers(1, 9)), max_size=4
+    ),
+)
+def test_items_enter_exactly_the_chunks_they_overlap(num_tokens, chunk_tokens, items):
+    ids = list(range(num_tokens))
+    expected = reference.chunk_keys(NAMESPACE, chunk_tokens, ids, {"items": items} if items else {})
+    made = tuple(item(digest, offset, length) for digest, offset, length in items)
+    assert chain_of(ids, chunk_tokens=chunk_tokens, items=made) == expected
 
 
 def test_the_same_chunk_with_the_item_elsewhere_in_it_has_another_key():

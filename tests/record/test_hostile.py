@@ -75,6 +75,14 @@ def test_every_truncation_is_found():
         assert read_unknown(RECORD[:length]) is MissReason.TRUNCATED
 
 
+def test_a_head_that_ends_early_is_found_whatever_size_was_said():
+    """The file was cut after its size was asked."""
+    for length in range(SCHEMA.head_bytes):
+        head = memoryview(RECORD)[:length]
+        reason = check_head(SCHEMA, KEY, 0, SCHEMA.record_bytes, head)
+        assert reason is MissReason.TRUNCATED
+
+
 @pytest.mark.parametrize("extra", [b"\0", b" " * 4096, RECORD])
 def test_trailing_bytes_are_found(extra):
     assert read(SCHEMA, RECORD + extra) is MissReason.TRAILING_BYTES
