@@ -121,7 +121,7 @@ class Store(ABC):
     @abstractmethod
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Take a value out because it failed verification: quarantined if the store can, else
-        deleted. Never raises; racing discards are one."""
+        deleted. Never raises; racing discards are one, counted once as `store_quarantined`."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
