@@ -11,17 +11,29 @@ logger = logging.getLogger(__name__)
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
-    """A plan, and beside it the loads that the host was promised and that are not in it.
+    """A plan, and beside it what the host was told that the role does not know of.
 
     Attributes:
         plan: what the role built, or its empty plan.
         lost_block_ids: blocks that the host takes for loaded and that nobody may fill.
-        lost_request_ids: requests that wait for an async load which may never have been planned.
+        lost_request_ids: requests that wait for an async load which may never have been planned,
+            or whose end nobody reported in time.
+        freed_request_ids: ended requests whose blocks were freed, whatever the role meant to say: a
+            delayed free reported for one of them kills the host.
+        promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
+            once a plan could not be built: what the role meant to load then may still be in its
+            mind, and the blocks have other owners now.
+        promised_request_ids: the async loads among them.
+        overdue_sending: ended requests whose delayed free nobody reported in time.
     """
 
     plan: Plan
     lost_block_ids: frozenset[int] = frozenset()
     lost_request_ids: frozenset[str] = frozenset()
+    freed_request_ids: frozenset[str] = frozenset()
+    overdue_sending: frozenset[str] = frozenset()
+    promised_block_ids: frozenset[int] | None = None
+    promised_request_ids: frozenset[str] = frozenset()
 
 
 class Faults:

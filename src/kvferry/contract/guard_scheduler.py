@@ -24,6 +24,11 @@ ASK_AGAIN_SECONDS = 60.0
 """A request told to ask again for this long is told "nothing" from then on. Far beyond any deadline
 of a role of ours; it is there for roles that forgot theirs, because no host bounds the retries."""
 
+OVERDUE_SECONDS = 300.0
+"""An async load or a delayed free that is not reported for this long is reported by the guard, the
+load as failed. A role's own deadlines are far shorter, and by its contract nothing of it touches
+the engine's blocks past them. Without a bound, a report lost in a fault held blocks for ever."""
+
 
 class GuardedScheduler(SchedulerRole):
     """A scheduler role whose faults are misses and whose promises a host can keep.
@@ -31,7 +36,8 @@ class GuardedScheduler(SchedulerRole):
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after `ASK_AGAIN_SECONDS`;
-    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
+      so is what no worker reports within `OVERDUE_SECONDS`;
     - a request whose load failed is not offered a hit again: a host that recomputes such a request
       from its start asks anew, and would go round for ever.
 
@@ -54,7 +60,7 @@ class GuardedScheduler(SchedulerRole):
             block_size: tokens to which hits are rounded down: the block size, with several groups
                 their least common multiple. None: not checked, and a load that is lost fails all
                 blocks of its request.
-            clock: seconds, for the bound on "ask again".
+            clock: seconds, for the bounds on waiting.
         """
         self._role = role
         self._faults = Faults(role, observer or Observer())
@@ -64,8 +70,12 @@ class GuardedScheduler(SchedulerRole):
         self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         self._planned: dict[str, tuple[frozenset[int], bool]] = {}  # allocated since the last plan
         self._lost: dict[str, tuple[frozenset[int], bool]] = {}  # of those, unknown to the role
-        self._loading: dict[str, frozenset[int]] = {}  # async loads under way, and their blocks
+        # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
+        self._loading: dict[str, frozenset[int]] = {}
         self._barred: set[str] = set()  # a load of theirs failed: no more hits
+        self._freed: set[str] = set()  # ended since the last plan, by a fault of the role
+        self._suspect = False  # a plan could not be built: loads of later ones are checked
+        self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
         try:
             self._empty_plan = role.empty_plan()
         except Exception:
@@ -136,6 +146,7 @@ class GuardedScheduler(SchedulerRole):
             self._planned[request_id] = (blocks, is_async)
             if is_async:
                 self._loading[request_id] = blocks
+                self._owed[request_id] = self._clock()
         try:
             self._role.update_after_alloc(request, block_ids, num_external_tokens)
         except Exception:
@@ -166,17 +177,45 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
             plan = self._empty_plan
             self._lost = self._planned
-        if self._planned:
+            self._suspect = True
+        planned = self._planned
+        if planned:
             self._planned = {}
-        return self._repaired(plan) if self._lost else plan
+        overdue = self._overdue() if self._owed else frozenset()
+        if self._lost or self._freed or overdue or self._suspect:
+            return self._repaired(plan, overdue, planned)
+        return plan
 
-    def _repaired(self, plan: Plan) -> RepairedPlan:
+    def _overdue(self) -> frozenset[str]:
+        """Ended requests whose blocks nobody released in time; loads join those that are lost."""
+        limit = self._clock() - OVERDUE_SECONDS
+        overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
+        for request_id in overdue:
+            del self._owed[request_id]
+            self._faults.violation(
+                "overdue", "no end of a load or free of %r in %.0f s", request_id, OVERDUE_SECONDS
+            )
+            if request_id in self._loading:
+                self._lost[request_id] = (self._loading[request_id], True)
+        return frozenset(overdue).difference(self._loading)
+
+    def _repaired(
+        self,
+        plan: Plan,
+        overdue: frozenset[str],
+        planned: Mapping[str, tuple[frozenset[int], bool]],
+    ) -> RepairedPlan:
         lost, self._lost = self._lost, {}
-        self._barred.update(lost)
+        freed, self._freed = frozenset(self._freed), set()
+        self._barred.update(name for name, (blocks, _) in lost.items() if blocks)
         return RepairedPlan(
             plan=plan,
-            lost_block_ids=frozenset(block for blocks, _ in lost.values() for block in blocks),
-            lost_request_ids=frozenset(name for name, (_, is_async) in lost.items() if is_async),
+            lost_block_ids=_blocks_of(lost),
+            lost_request_ids=_async_of(lost),
+            freed_request_ids=freed,
+            overdue_sending=overdue,
+            promised_block_ids=_blocks_of(planned) if self._suspect else None,
+            promised_request_ids=_async_of(planned) if self._suspect else frozenset(),
         )
 
     def empty_plan(self) -> Plan:
@@ -190,25 +229,33 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("update_output", "the role did not learn what the workers did")
 
     def _note_failures(self, output: WorkerOutput) -> None:
-        if not self._loading:
+        if not self._owed and not self._loading:
             return
         for request_id, blocks in self._loading.items():
-            if request_id in output.failed_recving or blocks & output.invalid_block_ids:
+            if blocks & output.invalid_block_ids or (
+                blocks and request_id in output.failed_recving
+            ):
                 self._barred.add(request_id)
         for request_id in output.finished_recving:
             self._loading.pop(request_id, None)
+            self._owed.pop(request_id, None)
+        for request_id in output.finished_sending:
+            self._owed.pop(request_id, None)
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         request_id = request.request_id
         self._asked.pop(request_id, None)
         self._promised.pop(request_id, None)
         self._barred.discard(request_id)
-        is_loading = self._loading.pop(request_id, None) is not None
+        is_loading = request_id in self._loading
+        if is_loading:
+            self._loading[request_id] = frozenset()
         try:
             result = self._role.request_finished(request, block_ids)
             delay_free, params = result
         except Exception:
             self._faults.fault("request_finished", "its blocks are freed now")
+            self._freed.add(request_id)
             return FREE_NOW
         if delay_free and is_loading:
             self._faults.violation(
@@ -217,6 +264,8 @@ class GuardedScheduler(SchedulerRole):
                 request_id,
             )
             return FinishResult(False, params)
+        if delay_free:
+            self._owed[request_id] = self._clock()
         return result
 
     def take_events(self) -> Iterable[Any]:
@@ -253,3 +302,11 @@ class GuardedScheduler(SchedulerRole):
             self._role.close()
         except Exception:
             self._faults.fault("close", "something may be left open")
+
+
+def _blocks_of(loads: Mapping[str, tuple[frozenset[int], bool]]) -> frozenset[int]:
+    return frozenset(block for blocks, _ in loads.values() for block in blocks)
+
+
+def _async_of(loads: Mapping[str, tuple[frozenset[int], bool]]) -> frozenset[str]:
+    return frozenset(request_id for request_id, (_, is_async) in loads.items() if is_async)

@@ -48,6 +48,8 @@ class GuardedWorker(WorkerRole):
         self._invalid: set[int] = set()
         self._lost_recving: set[str] = set()  # loads that nobody does: to be reported now
         self._failed_recving: set[str] = set()  # to be called failed once the role reports them
+        self._freed: set[str] = set()  # their blocks were freed: no report may follow
+        self._overdue: frozenset[str] = frozenset()  # delayed frees to be reported now
         if isinstance(role, SupportsLayerwise):
             self._layers = role
             self.wait_for_layer_load = self._wait_for_layer_load
@@ -71,22 +73,26 @@ class GuardedWorker(WorkerRole):
             return lost
 
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        lost: frozenset[str] = frozenset()
         if isinstance(plan, RepairedPlan):
             lost = plan.lost_request_ids
-            plan = plan.plan
-        try:
-            recving = self._role.planned_recving(plan)
+            if plan.promised_block_ids is not None:
+                # Done or refused as a whole: either way these are reported, and no others.
+                return lost | plan.promised_request_ids
+            recving = self.planned_recving(plan.plan)
             return None if recving is None else recving | lost
+        try:
+            return self._role.planned_recving(plan)
         except Exception:
             self._faults.fault("planned_recving", "async loads of this plan may go unreported")
-            return lost
+            return frozenset()
 
     def begin_step(self, plan: Plan) -> None:
         self._plan = plan
         self._loads_stopped = self._saves_stopped = False
         if isinstance(plan, RepairedPlan):
             self._report_lost(plan)
+            if not self._is_promised(plan):
+                return
             plan = plan.plan
         try:
             self._role.begin_step(plan)
@@ -95,13 +101,27 @@ class GuardedWorker(WorkerRole):
             self._give_up_step()
 
     def _report_lost(self, plan: RepairedPlan) -> None:
+        self._freed |= plan.freed_request_ids
+        self._overdue = plan.overdue_sending
         self._invalid |= plan.lost_block_ids
         # What the role starts nevertheless it will end itself; until then it may write.
         started = self.planned_recving(plan.plan) or frozenset()
         self._lost_recving |= plan.lost_request_ids - started
         self._failed_recving |= plan.lost_request_ids & started
         # The engine computes on blocks that nobody filled.
-        self._saves_stopped = True
+        self._saves_stopped = bool(plan.lost_block_ids)
+
+    def _is_promised(self, plan: RepairedPlan) -> bool:
+        """Whether the plan loads only what the host was promised. If not, the step is given up:
+        the role would write to blocks of somebody else."""
+        promised = plan.promised_block_ids
+        if promised is None or self.planned_blocks(plan.plan) <= promised:
+            return True
+        self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
+        self._loads_stopped = self._saves_stopped = True
+        self._invalid |= promised
+        self._lost_recving |= plan.promised_request_ids | plan.lost_request_ids
+        return False
 
     def start_load(self) -> None:
         if self._loads_stopped:
@@ -147,13 +167,21 @@ class GuardedWorker(WorkerRole):
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         try:
             output = self._role.collect(finished_request_ids)
+            if self._freed or self._overdue:
+                output = self._with_frees(output)
             if not (self._invalid or self._lost_recving or self._failed_recving):
                 return output
             return self._with_failures(output)
         except Exception:
             self._faults.fault("collect", "the loads of this step are failed")
             self._invalid |= self.planned_blocks(self._plan)
-            return self._with_failures(EMPTY_OUTPUT)
+            return self._with_failures(self._with_frees(EMPTY_OUTPUT))
+
+    def _with_frees(self, output: WorkerOutput) -> WorkerOutput:
+        sending = (output.finished_sending | self._overdue) - self._freed
+        self._freed -= output.finished_sending
+        self._overdue = frozenset()
+        return msgspec.structs.replace(output, finished_sending=sending)
 
     def _with_failures(self, output: WorkerOutput) -> WorkerOutput:
         recving = output.finished_recving | self._lost_recving

@@ -1,0 +1,188 @@
+"""A small connector of ours over a dict: whole blocks by the tokens up to their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.contract.messages import (
+    EMPTY_OUTPUT,
+    FinishResult,
+    LookupResult,
+    Plan,
+    WorkerOutput,
+)  # fmt: skip
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import WorkerRole
+
+
+class DictPlan(Plan, frozen=True, kw_only=True):
+    """`loads` and `saves`: (key, block id); `recving`: (request id, its loads); `sending`: ids."""
+
+    loads: tuple[Any, ...] = ()
+    recving: tuple[Any, ...] = ()
+    saves: tuple[Any, ...] = ()
+    sending: tuple[str, ...] = ()
+
+
+class DictScheduler(SchedulerRole):
+    def __init__(self, store: dict, *, block_size=4, is_async=False, delay_free=False) -> None:
+        self.store, self.block_size = store, block_size
+        self.is_async, self.delay_free = is_async, delay_free
+        self.loads: list = []
+        self.recving: list = []
+        self.loading: set[str] = set()
+        self.sending: list[str] = []
+
+    def empty_plan(self):
+        return DictPlan()
+
+    def _keys(self, tokens, first, last):
+        size = self.block_size
+        return [(tuple(tokens[: end + size]), end // size) for end in range(first, last, size)
+                if end + size <= last]  # fmt: skip
+
+    def lookup(self, request, num_local_tokens):
+        tokens = request.all_token_ids
+        limit = len(tokens) if self.is_async else len(tokens) - 1
+        count = 0
+        for key, _ in self._keys(tokens, num_local_tokens, limit):
+            if key not in self.store:
+                break
+            count += self.block_size
+        return LookupResult(count, self.is_async and count > 0)
+
+    def update_after_alloc(self, request, block_ids, num_external_tokens):
+        if not num_external_tokens:
+            return
+        keys = self._keys(request.all_token_ids, 0, num_external_tokens)
+        loads = tuple((key, block_ids[0][index]) for key, index in keys)
+        if self.is_async:
+            self.recving.append((request.request_id, loads))
+            self.loading.add(request.request_id)
+        else:
+            self.loads.extend(loads)
+
+    def build_plan(self, step):
+        saves = []
+        for item in step.scheduled:
+            first = item.num_computed_tokens // self.block_size * self.block_size
+            last = item.num_computed_tokens + item.num_scheduled_tokens
+            for key, index in self._keys(item.request.all_token_ids, first, last):
+                saves.append((key, item.block_ids[0][index]))
+        plan = DictPlan(
+            loads=tuple(self.loads), recving=tuple(self.recving), saves=tuple(saves),
+            sending=tuple(self.sending),
+        )  # fmt: skip
+        self.loads, self.recving, self.sending = [], [], []
+        return plan
+
+    def update_output(self, output):
+        self.loading -= output.finished_recving
+
+    def request_finished(self, request, block_ids):
+        if self.delay_free and request.request_id not in self.loading and block_ids[0]:
+            self.sending.append(request.request_id)
+            return FinishResult(True)
+        return FinishResult(False)
+
+
+class DictWorker(WorkerRole):
+    """Async loads take two steps; delayed frees one."""
+
+    def __init__(self, store: dict) -> None:
+        self.store = store
+        self.kv: dict = {}
+        self.plan = DictPlan()
+        self.pending: list = []
+        self.sending: list[str] = []
+
+    def register_kv_caches(self, kv_caches):
+        self.kv = kv_caches
+
+    def planned_blocks(self, plan):
+        loads = [*plan.loads, *(load for _, loads in plan.recving for load in loads)]
+        return frozenset(block for _, block in loads)
+
+    def planned_recving(self, plan):
+        return frozenset(request_id for request_id, _ in plan.recving)
+
+    def begin_step(self, plan):
+        self.plan = plan
+
+    def _load(self, loads):
+        for key, block in loads:
+            for kv, content in zip(self.kv.values(), self.store[key], strict=True):
+                kv[block] = content
+
+    def start_load(self):
+        self._load(self.plan.loads)
+        self.pending.extend([request_id, loads, 2] for request_id, loads in self.plan.recving)
+
+    def save(self):
+        for key, block in self.plan.saves:
+            self.store[key] = [kv[block].clone() for kv in self.kv.values()]
+
+    def collect(self, finished_request_ids):
+        self.sending.extend(self.plan.sending)
+        done = set()
+        for entry in self.pending:
+            entry[2] -= 1
+            if entry[2] == 0:
+                self._load(entry[1])
+                done.add(entry[0])
+        self.pending = [entry for entry in self.pending if entry[2]]
+        sent, self.sending = frozenset(self.sending), []
+        if not done and not sent:
+            return EMPTY_OUTPUT
+        return WorkerOutput(finished_recving=frozenset(done), finished_sending=sent)
+
+    def end_step(self):
+        self.plan = DictPlan()
+
+    def close(self):
+        pass
+
+
+class Faulty:
+    """Raises at chosen calls of chosen hooks, before the real thing or after it."""
+
+    def __init__(self, faults) -> None:
+        self.faults = dict(faults)  # (hook, n-th call): "before" | "after"
+        self.calls: dict[str, int] = {}
+
+    def call(self, role, hook, *args):
+        number = self.calls[hook] = self.calls.get(hook, 0) + 1
+        when = self.faults.get((hook, number))
+        if when == "before":
+            raise OSError(f"{hook} {number}")
+        result = getattr(role, hook)(*args)
+        if when == "after":
+            raise OSError(f"{hook} {number}")
+        return result
+
+
+def _delegate(base, hooks):
+    def make(hook):
+        def method(self, *args):
+            return self.faulty.call(self.role, hook, *args)
+
+        return method
+
+    def init(self, role, faulty):
+        self.role, self.faulty = role, faulty
+
+    return type(
+        f"Faulty{base.__name__}", (base,), {"__init__": init, **{h: make(h) for h in hooks}}
+    )
+
+
+SCHEDULER_HOOKS = [
+    "on_new_request", "lookup", "update_after_alloc", "build_plan", "empty_plan", "update_output",
+    "request_finished", "take_events", "take_stats", "has_pending_work", "reset", "close",
+]  # fmt: skip
+WORKER_HOOKS = [
+    "register_kv_caches", "planned_blocks", "planned_recving", "begin_step", "start_load", "save",
+    "collect", "end_step", "close",
+]  # fmt: skip
+FaultyScheduler = _delegate(SchedulerRole, SCHEDULER_HOOKS)
+FaultyWorker = _delegate(WorkerRole, WORKER_HOOKS)
