@@ -45,6 +45,9 @@ class LentBlocks:
     def __contains__(self, request_id: str) -> bool:
         return any((request_id, reason) in self._loans for reason in LentFor)
 
+    def request_ids(self, reason: LentFor) -> set[str]:
+        return {request_id for request_id, kind in self._loans if kind is reason}
+
     def tables(self) -> Iterator[list[int]]:
         return (loan.block_ids for loan in self._loans.values())
 

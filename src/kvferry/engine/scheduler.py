@@ -153,6 +153,9 @@ class Scheduler:
             sample: gives the next token of a request whose last token was in the step; not called
                 for requests whose step came to nothing.
         """
+        # A report cannot be about blocks that are lent only now, as this step ends a request.
+        sent = sorted(output.finished_sending & self._lent.request_ids(LentFor.SAVE))
+        self._observer.count("unknown_report", len(output.finished_sending) - len(sent))
         self._note_failed_loads(output.failed_recving)
         spoiled = self._spoil(output.invalid_block_ids)
         for entry in step.scheduled:
@@ -169,7 +172,7 @@ class Scheduler:
         self._role.update_output(output)
         for request_id in sorted(output.finished_recving):
             self._load_ended(request_id)
-        for request_id in sorted(output.finished_sending):
+        for request_id in sent:
             self._take_back(request_id, LentFor.SAVE)
         for _ in self._role.take_events():
             pass  # nobody subscribes to this engine; what is not drained piles up

@@ -1,0 +1,158 @@
+"""The block pool against a model of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvferry.engine.block_pool import BlockPool, HashChain
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+
+SIZE = 3
+
+
+def chain(*token_ids: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS):
+    return HashChain(SIZE, extra_keys).extend(token_ids)
+
+
+def cached(pool: BlockPool, hashes) -> list[int]:
+    block_ids = pool.allocate(len(hashes))
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        pool.cache(block_id, block_hash)
+    return block_ids
+
+
+def test_hashes_cover_full_blocks_and_the_whole_prefix():
+    grown = HashChain(SIZE, NO_EXTRA_KEYS)
+    assert grown.extend([1, 2]) == []
+    assert len(grown.extend([1, 2, 3, 4, 5, 6, 7])) == 2
+    assert grown.hashes == chain(1, 2, 3, 4, 5, 6)
+    assert chain(9, 2, 3, 4, 5, 6)[1] != chain(1, 2, 3, 4, 5, 6)[1]
+    assert chain(1, 2, 3, extra_keys=ExtraKeys(cache_salt="a")) != chain(1, 2, 3)
+    # Token ids are of fixed width: no two sequences run together.
+    assert chain(1, 256, 3) != chain(257, 0, 3)
+
+
+def test_allocation_is_all_or_nothing_and_never_the_null_block():
+    pool = BlockPool(5)
+    assert pool.allocate(5) is None
+    assert pool.num_free == 4
+    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+    assert pool.allocate(0) == []
+    assert pool.allocate(1) is None
+
+
+def test_blocks_without_content_go_first_then_the_end_of_the_oldest_prefix():
+    pool = BlockPool(8)
+    old, new = cached(pool, chain(*range(6))), cached(pool, chain(*range(50, 56)))
+    empty = pool.allocate(3)
+    pool.free(old)
+    pool.free(new)
+    pool.free(empty)
+    taken = pool.allocate(7)
+    assert set(taken[:3]) == set(empty)
+    assert taken[3:] == [old[1], old[0], new[1], new[0]]
+
+
+def test_a_used_prefix_is_the_last_to_go():
+    pool = BlockPool(5)
+    first, second = cached(pool, chain(1, 2, 3)), cached(pool, chain(4, 5, 6))
+    pool.free(first)
+    pool.free(second)
+    pool.acquire(first)
+    pool.free(first)
+    assert pool.allocate(3)[2] == second[0]
+    assert pool.find_prefix(chain(1, 2, 3)) == first
+
+
+def test_of_two_equal_blocks_the_first_stays_findable():
+    pool = BlockPool(5)
+    (first,) = cached(pool, chain(1, 2, 3))
+    (second,) = cached(pool, chain(1, 2, 3))
+    assert pool.find_prefix(chain(1, 2, 3)) == [first]
+    pool.free([first, second])
+    pool.check_integrity([])
+
+
+def test_uncaching_takes_what_was_computed_from_a_block_and_nothing_else():
+    pool = BlockPool(12)
+    trunk = chain(*range(9))
+    branch = chain(0, 1, 2, 3, 4, 5, 99, 98, 97)
+    other = chain(7, 7, 7)
+    blocks = cached(pool, trunk)
+    (leaf,) = cached(pool, branch[2:])
+    cached(pool, other)
+    assert pool.find_prefix(branch) == [*blocks[:2], leaf]
+    # The second twice over: its descendant is given as well, and an id that is not cached.
+    pool.uncache([blocks[2], blocks[1], 11, 400])
+    assert pool.find_prefix(trunk) == pool.find_prefix(branch) == blocks[:1]
+    assert len(pool.find_prefix(other)) == 1
+    assert pool.num_cached == 2
+
+
+def test_integrity_check_sees_a_double_free():
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.free([block])
+    pool.free([block])
+    with pytest.raises(AssertionError, match="freed more often"):
+        pool.check_integrity()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders of tables over few contents; the model is the tables and what is known where."""
+
+    @initialize(num_blocks=st.integers(2, 9))
+    def start(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+        self.tables: list[tuple[list[int], list]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=5 * SIZE))
+    def admit(self, tokens):
+        hashes = chain(*tokens)
+        hit = self.pool.find_prefix(hashes)
+        assert len(set(hit)) == len(hit)
+        free = self.pool.num_free
+        self.pool.acquire(hit)
+        new = self.pool.allocate(len(hashes) - len(hit))
+        if new is None:
+            self.pool.free(hit)
+            assert self.pool.num_free == free
+            return
+        for block_id, block_hash in zip(hit + new, hashes, strict=True):
+            self.pool.cache(block_id, block_hash)
+        assert len(self.pool.find_prefix(hashes)) == len(hashes), "just cached"
+        self.tables.append((hit + new, hashes))
+
+    @rule(data=st.data())
+    def finish(self, data):
+        if self.tables:
+            table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+            self.pool.free(table)
+
+    @rule(data=st.data())
+    def spoil(self, data):
+        block_ids = data.draw(st.lists(st.integers(0, self.pool.num_blocks - 1), max_size=3))
+        known = {b for b in block_ids if b in self.pool._hash_of}
+        self.pool.uncache(block_ids)
+        for table, hashes in self.tables:
+            found = self.pool.find_prefix(hashes)
+            for index, block_id in enumerate(table):
+                if block_id in known:
+                    assert len(found) <= index, "found through a spoiled block"
+
+    @rule()
+    def reset(self):
+        self.pool.reset()
+        assert self.pool.num_cached == 0
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "pool"):
+            self.pool.check_integrity(table for table, _ in self.tables)
+
+
+TestPoolStateful = PoolMachine.TestCase
+TestPoolStateful.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
