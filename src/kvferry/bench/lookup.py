@@ -1,0 +1,164 @@
+"""Finding the stored prefix of a prompt: time per chunk and memory per known chunk, by store size.
+
+The store holds as many records as a row says: empty files under random keys, since a look-up opens
+none. A prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role. The
+store is opened anew for each row; requests that come while its index still fills are timed too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.bench.registry import BenchOptions, Row
+from kvferry.connectors.registry import EngineSpec
+from kvferry.connectors.shared_storage.build import Parts
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.keys import ChunkKeys, ModelIdentity
+from kvferry.observe import Observer
+from kvferry.store.base import SupportsProbe
+from kvferry.store.file.index import KeyIndex
+from kvferry.store.file.layout import Layout
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
+
+PROMPT_CHUNKS = 1000
+CHUNK_TOKENS = 128
+EARLY_TOKENS = 16 * CHUNK_TOKENS
+"""Length of the requests that come while the index fills."""
+
+GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="bfloat16", block_size=16)
+
+
+@dataclass
+class Prompt:
+    """A request of `PROMPT_CHUNKS` chunks and one token."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+
+
+def run(options: BenchOptions) -> Sequence[Row]:
+    """One row per store size."""
+    sizes = (1_000, 10_000) if options.quick else (1_000, 100_000, 1_000_000)
+    return [measure(size, options.directory / str(size), options.seed) for size in sizes]
+
+
+def measure(num_chunks: int, directory: Path, seed: int) -> Row:
+    """Fill a store, open it as an engine does, look up."""
+    url = f"file://{directory}"
+    spec = EngineSpec(
+        identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
+        groups=(GROUP,),
+        shard=tensor_parallel_shard((GROUP,), 0, 1),
+        layer_names=None,
+    )
+    options = {"store": url, "promise": "index", "chunk_tokens": CHUNK_TOKENS}
+    token_ids = list(range(PROMPT_CHUNKS * CHUNK_TOKENS + 1))
+    try:
+        parts = Parts(spec, options, Observer())
+        keys = ChunkKeys(parts.schema.namespace, CHUNK_TOKENS)
+        keys.extend(token_ids)
+        parts.store.close()
+        create_records(directory, keys.keys, num_chunks, seed)
+
+        started = time.perf_counter()
+        parts = Parts(spec, options, Observer())
+        open_ms = (time.perf_counter() - started) * 1e3
+        scheduler = parts.scheduler()
+        worst_ms, fill_seconds = while_filling(parts, scheduler, token_ids)
+        us_per_chunk = lookup_us(scheduler, token_ids)
+        scheduler.close()
+        parts.store.close()
+    finally:
+        shutil.rmtree(directory)
+    return {
+        "chunks_stored": num_chunks,
+        "us_per_chunk": us_per_chunk,
+        "index_bytes_per_chunk": index_bytes(num_chunks, seed) / num_chunks,
+        "keys_us_per_chunk": keys_us(token_ids),
+        "open_ms": open_ms,
+        "index_fill_s": fill_seconds,
+        "worst_lookup_ms_while_filling": worst_ms,
+    }
+
+
+def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, seed: int) -> None:
+    """Empty files where the records of `keys`, and of random keys up to `num_chunks`, would be."""
+    layout = Layout(str(directory))
+    rng = random.Random(seed)
+    names = [layout.record(key) for key in keys]
+    names.extend(layout.record(ChunkKey(rng.randbytes(32))) for _ in range(num_chunks - len(names)))
+    for shard in {os.path.dirname(name) for name in names}:
+        os.makedirs(shard, exist_ok=True)
+    for name in names:
+        os.close(os.open(name, os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def while_filling(
+    parts: Parts, scheduler: SchedulerRole, token_ids: Sequence[int]
+) -> tuple[float, float]:
+    """Worst time of one request's look-up, in ms, until the index is complete; and how long that
+    took, in seconds."""
+    store = parts.store
+    worst = 0.0
+    begun = time.perf_counter()
+    number = 0
+    while isinstance(store, SupportsProbe) and not store.wait_indexed(0.002):
+        prompt = Prompt(f"early {number}", token_ids[: EARLY_TOKENS + 1], EARLY_TOKENS + 1)
+        started = time.perf_counter()
+        scheduler.on_new_request(prompt)
+        scheduler.lookup(prompt, 0)
+        worst = max(worst, time.perf_counter() - started)
+        scheduler.request_finished(prompt, ([],))
+        number += 1
+    return worst * 1e3, time.perf_counter() - begun
+
+
+def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int]) -> float:
+    """Median microseconds per chunk of a look-up whose keys are known."""
+    prompt = Prompt("prompt", token_ids, len(token_ids))
+    expected = PROMPT_CHUNKS * CHUNK_TOKENS
+    times = []
+    for _ in range(200):
+        started = time.perf_counter()
+        found = scheduler.lookup(prompt, 0).num_tokens
+        times.append(time.perf_counter() - started)
+        if found != expected:
+            raise AssertionError(f"looked up {found} tokens of {expected} stored ones")
+    return statistics.median(times[10:]) / PROMPT_CHUNKS * 1e6
+
+
+def keys_us(token_ids: Sequence[int]) -> float:
+    """Median microseconds per chunk of hashing a prompt."""
+    times = []
+    for _ in range(20):
+        keys = ChunkKeys(bytes(32), CHUNK_TOKENS)
+        started = time.perf_counter()
+        keys.extend(token_ids)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) / PROMPT_CHUNKS * 1e6
+
+
+def index_bytes(num_chunks: int, seed: int) -> int:
+    """Memory of an index of random keys, keys included."""
+    rng = random.Random(seed)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        index = KeyIndex()
+        for _ in range(num_chunks):
+            index.add(ChunkKey(rng.randbytes(32)))
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
