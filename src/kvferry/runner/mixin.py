@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
-from kvferry.contract.v1 import KVConnectorBase_V1, KVConnectorOutput
+from kvferry.contract.v1 import KVConnectorBase_V1, KVConnectorOutput, KVConnectorStats
 from kvferry.contract.v1_messages import to_v1_output
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
@@ -137,9 +137,9 @@ class KVConnectorModelRunnerMixin:
         output = self._kv_output = lifecycle.finish(scheduler_output.finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
-    def get_kv_connector_stats(self) -> Any | None:  # noqa: ANN401 - the connector's
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters of the last step that was ended; None if it had none."""
-        return self._kv_output.stats
+        return to_v1_output(self._kv_output).kv_connector_stats
 
     def kv_connector_no_forward(
         self, scheduler_output: StepMessage, vllm_config: object | None = None
