@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvferry.store.base import Buffer
 
@@ -136,6 +137,29 @@ def ensure_directory(io: FileIO, path: str) -> None:
     except FileExistsError:
         if not stat.S_ISDIR(io.lstat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "something else is in the way", path) from None
+
+
+def remove_tree(io: FileIO, path: str) -> None:
+    """Delete a directory and all in it, links not followed; what is gone already is fine.
+
+    Raises:
+        OSError: something in it cannot be deleted.
+    """
+    try:
+        names = io.listdir(path)
+    except FileNotFoundError:
+        return
+    for name in names:
+        inside = f"{path}/{name}"
+        try:
+            if stat.S_ISDIR(io.lstat(inside).st_mode):
+                remove_tree(io, inside)
+            else:
+                io.unlink(inside)
+        except FileNotFoundError:
+            continue
+    with suppress(FileNotFoundError):
+        io.rmdir(path)
 
 
 def exists(io: FileIO, path: str) -> bool:

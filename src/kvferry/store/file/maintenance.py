@@ -194,10 +194,17 @@ def _check(volume: Volume, key: ChunkKey, window: memoryview) -> MissReason | No
     if source is None:
         return MissReason.ABSENT
     with source:
-        return _check_source(source, key, window)
+        return check_source(source, key, window)
 
 
-def _check_source(source: Source, key: ChunkKey, window: memoryview) -> MissReason | None:
+def check_source(source: Source, key: ChunkKey, window: memoryview) -> MissReason | None:
+    """Every checksum of one record that nobody vouches for; None if it is right.
+
+    Args:
+        source: the record, opened.
+        key: what it must be.
+        window: scratch that holds at least one leaf and the longest header.
+    """
     head = window[: source.read_into(window, 0)]
     info = parse_head(head, source.size)
     if isinstance(info, MissReason):

@@ -6,6 +6,7 @@ import itertools
 import re
 import secrets
 import stat
+from contextlib import suppress
 
 from kvferry.store.file.eviction import list_files
 from kvferry.store.file.fileio import FileIO, ensure_directory
@@ -73,14 +74,13 @@ class Quarantine:
         """
         for name in self._io.listdir(self._layout.quarantine):
             path = f"{self._layout.quarantine}/{name}"
-            mode = self._io.lstat(path).st_mode
-            if stat.S_ISDIR(mode):
-                try:
-                    self._io.rmdir(path)
-                except OSError:
-                    continue
-            elif not stat.S_ISREG(mode):
-                self._io.unlink(path)
+            with suppress(FileNotFoundError):
+                mode = self._io.lstat(path).st_mode
+                if stat.S_ISDIR(mode):
+                    with suppress(OSError):
+                        self._io.rmdir(path)
+                elif not stat.S_ISREG(mode):
+                    self._io.unlink(path)
 
     def _is_there(self, path: str) -> bool:
         try:

@@ -7,6 +7,7 @@ adding up what is on disk while nobody writes or removes; the difference goes in
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Generator
 
@@ -16,6 +17,8 @@ from kvferry.store.file.layout import NUM_SHARDS, Layout, is_writer_name
 from kvferry.store.file.ledger import Net
 from kvferry.store.file.usage import read_usage
 from kvferry.store.file.writer import Writer
+
+logger = logging.getLogger(__name__)
 
 
 def reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, None, Net | None]:
@@ -66,6 +69,11 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
         max(more_bytes, 0), max(-more_bytes, 0), max(more_records, 0), max(-more_records, 0)
     )
     if any(correction):
+        logger.warning(
+            "store %s: files were changed from outside: counts were off by %d bytes, corrected",
+            layout.root,
+            more_bytes,
+        )
         writer.correct(correction)
     return correction
 

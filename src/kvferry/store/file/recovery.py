@@ -11,17 +11,15 @@ Whoever dies between two steps is absorbed in turn, and what it was absorbing wi
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 
-from kvferry.store.file.fileio import FileIO, ensure_directory
+from kvferry.store.file.fileio import FileIO, ensure_directory, remove_tree
 from kvferry.store.file.layout import Layout, is_writer_name
-from kvferry.store.file.ledger import Ledger, Net, is_alive, read_ledger
+from kvferry.store.file.ledger import Ledger, Net, Owner, is_alive, read_ledger
 from kvferry.store.file.membership import Member
-from kvferry.store.file.removal import delete_batch
 from kvferry.store.file.usage import list_absorbed
-from kvferry.store.file.writer import UNREGISTERED
+from kvferry.store.file.writer import unregistered_owner
 
 SILENT_SECONDS = 60.0
 """A writer on another host is dead when its ledger did not change for so long while we watched (its
@@ -68,8 +66,9 @@ class Recovery:
             return sum(self._consider(member, name) for name in names)
 
     def _consider(self, member: Member, name: str) -> bool:
-        if name.startswith(UNREGISTERED):
-            self._remove_unregistered(name)
+        maker = unregistered_owner(name)
+        if maker is not None:
+            self._remove_unregistered(member, name, maker)
             return False
         if name == member.writer.id or not is_writer_name(name):
             return False
@@ -103,14 +102,16 @@ class Recovery:
             return False
         return self._clock() - seen[1] > SILENT_SECONDS
 
-    def _remove_unregistered(self, name: str) -> None:
+    def _remove_unregistered(self, member: Member, name: str, maker: Owner) -> None:
+        """Delete what a process left that died while it registered: nothing in it counts."""
         path = f"{self._layout.writers}/{name}"
         try:
             age = self._wall() - self._io.lstat(path).st_mtime
         except FileNotFoundError:
             return
-        if age > STALE_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+        is_local = maker.host == member.owner.host
+        if (is_local and not is_alive(maker)) or age > STALE_SECONDS:
+            remove_tree(self._io, path)
 
     def _finish(self, member: Member) -> None:
         """Steps 2 to 4 for what an earlier run of ours could not finish."""
@@ -130,9 +131,7 @@ class Recovery:
 
     def _delete(self, member: Member, name: str) -> None:
         try:
-            shutil.rmtree(f"{member.writer.path}/absorbed/{name}")
-        except FileNotFoundError:
-            pass
+            remove_tree(self._io, f"{member.writer.path}/absorbed/{name}")
         except OSError:
             # Its counts are in ours already; the directory is tried again with the next run.
             return
@@ -170,7 +169,7 @@ class Recovery:
         net = Net()
         intent = ledger.intent
         if intent is not None:
-            delete_batch(self._io, f"{path}/trash/{intent.batch}")
+            remove_tree(self._io, f"{path}/trash/{intent.batch}")
             net = Net(removed_bytes=intent.num_bytes, removed_records=intent.num_records)
         for batch in self._io.listdir(f"{path}/trash"):
             if int(batch) <= ledger.finished_batch:

@@ -13,14 +13,12 @@ ledgers never claim less than the disk holds. A file counts with its size at the
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import NamedTuple
 
-from kvferry.store.file.fileio import FileIO, ensure_directory
+from kvferry.store.file.fileio import FileIO, ensure_directory, remove_tree
 from kvferry.store.file.layout import Layout
 from kvferry.store.file.ledger import Intent
 from kvferry.store.file.usage import inodes_in_commit
@@ -57,26 +55,6 @@ def batch_contents(io: FileIO, layout: Layout, path: str) -> tuple[int, int]:
         num_bytes += status.st_size
         num_records += 1
     return num_bytes, num_records
-
-
-def delete_batch(io: FileIO, path: str) -> None:
-    """Unlink everything in a trash batch and the batch itself; what is gone already is fine."""
-    try:
-        names = io.listdir(path)
-    except FileNotFoundError:
-        return
-    for name in names:
-        try:
-            io.unlink(f"{path}/{name}")
-        except FileNotFoundError:
-            pass
-        except OSError:
-            # A directory that stood in place of a record.
-            if not stat.S_ISDIR(io.lstat(f"{path}/{name}").st_mode):
-                raise
-            shutil.rmtree(f"{path}/{name}")
-    with suppress(FileNotFoundError):
-        io.rmdir(path)
 
 
 class Remover:
@@ -121,5 +99,6 @@ class Remover:
     def _finish(self) -> None:
         intent = self._writer.intent
         if intent is not None:
-            delete_batch(self._io, f"{self._writer.path}/trash/{intent.batch}")
+            # Directories that stood in place of a record go as well.
+            remove_tree(self._io, f"{self._writer.path}/trash/{intent.batch}")
             self._writer.finish_batch()

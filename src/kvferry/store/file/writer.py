@@ -8,6 +8,7 @@ every path of ours stops existing, so nothing we do afterwards is counted twice:
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +29,18 @@ from kvferry.store.file.ledger import (
     encode,
 )
 
-UNREGISTERED = ".new-"
-"""Prefix of a writer directory that is still being made."""
+_UNREGISTERED = re.compile(r"\.new-([0-9a-f]{32})-(\d{1,9})-(\d{1,19})-[0-9a-f]{16}")
+
+
+def unregistered_name(owner: Owner, writer_id: str) -> str:
+    """Name of a writer directory that is still being made: says who makes it."""
+    return f".new-{owner.host.hex()}-{owner.pid}-{owner.start}-{writer_id}"
+
+
+def unregistered_owner(name: str) -> Owner | None:
+    """Who makes, or began to make, a writer directory; None for other names."""
+    match = _UNREGISTERED.fullmatch(name)
+    return match and Owner(bytes.fromhex(match[1]), int(match[2]), int(match[3]))
 
 
 class Writer:
@@ -55,7 +66,7 @@ class Writer:
         self._account = (NOTHING, self._taken_over)
         self._last_copy = 1
         self._last_temporary = 0
-        hidden = f"{layout.writers}/{UNREGISTERED}{self.id}"
+        hidden = f"{layout.writers}/{unregistered_name(owner, self.id)}"
         io.mkdir(hidden)
         io.mkdir(f"{hidden}/tmp")
         io.mkdir(f"{hidden}/trash")
