@@ -10,7 +10,6 @@ held, and I/O threads hash and write it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -35,8 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
+SAVES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
+
+LOADS_CLOSE_SECONDS = 0.5
+"""Nobody wants what is still being read: time for threads to notice, not for a stalled read."""
 
 
 class SharedStorageWorker(WorkerRole):
@@ -138,8 +140,7 @@ class SharedStorageWorker(WorkerRole):
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
-        deadline = time.monotonic() + CLOSE_SECONDS
-        saved = self._saves.close(CLOSE_SECONDS)
-        loaded = self._loads.close(max(0.1, deadline - time.monotonic()))
+        loaded = self._loads.close(LOADS_CLOSE_SECONDS)
+        saved = self._saves.close(SAVES_CLOSE_SECONDS)
         if not (saved and loaded):
             logger.warning("a store operation did not end in time; left behind at close")
