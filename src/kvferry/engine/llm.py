@@ -88,6 +88,7 @@ class LLM:
         self._roles = Roles(
             GuardedScheduler(roles.scheduler, self._observer, block_size=engine.block_size),
             GuardedWorker(roles.worker, self._observer),
+            roles.close_last,
         )
         try:
             self._load(model, engine, num_blocks)
@@ -301,7 +302,10 @@ class LLM:
         try:
             self._roles.worker.close()
         finally:
-            self._roles.scheduler.close()
+            try:
+                self._roles.scheduler.close()
+            finally:
+                self._roles.close_last()
 
     def _check_open(self) -> None:
         if self._closed:
