@@ -118,6 +118,7 @@ def test_verify_finds_nothing_in_a_sound_store(make_store, run):
         "dry_run": False,
         "records": 3,
         "num_bytes": 3 * made.schema.record_bytes,
+        "unreadable": 0,
         "bad": [],
         "reasons": {},
     }
@@ -188,11 +189,20 @@ def test_gc_keeps_the_most_recently_used(make_store, run):
     made = make_store(num_records=4)
     for index in range(4):
         os.utime(made.path(index), (1_700_000_000 + index, 1_700_000_000 + index))
-    room = 2 * made.schema.record_bytes + 1
+    room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
     ran = run("gc", made.url, "--max-bytes", room, "--json", "-")
     value = json.loads(ran.out)
-    assert (value["deleted_records"], value["kept_records"]) == (2, 2)
+    assert (value["removed_records"], value["used_bytes"]) == (2, 2 * made.schema.record_bytes)
     assert [made.path(index).exists() for index in range(4)] == [False, False, True, True]
+
+
+def test_gc_dry_run_says_what_would_go(make_store, run):
+    made = make_store(num_records=4)
+    room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
+    value = json.loads(run("gc", made.url, "--max-bytes", room, "--dry-run", "--json", "-").out)
+    assert value["dry_run"] is True
+    assert (value["removed_records"], value["used_bytes"]) == (2, 2 * made.schema.record_bytes)
+    assert all(made.path(index).exists() for index in range(4))
 
 
 def test_gc_deletes_what_was_not_used_for_long(make_store, run):

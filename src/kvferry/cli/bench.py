@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.bench import registry, report
+from kvferry.bench import registry
 from kvferry.cli.output import JsonOption, emit
 from kvferry.errors import ConfigError
 
@@ -34,6 +34,9 @@ def bench(
     json: JsonOption = None,
 ) -> None:
     """Measure one part of kvferry beside the machine's own limits."""
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.bench import report
+
     run = registry.load(name)
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: not a directory; make it first")

@@ -30,7 +30,7 @@ def demo(
     ] = None,
     document_tokens: Annotated[
         int, typer.Option("--document-tokens", min=1, help="Length the document is cut to.")
-    ] = 2600,
+    ] = 3050,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Length of an answer.")
     ] = 24,

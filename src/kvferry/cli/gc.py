@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit, format_age, make_table, parse_duration, progress
-from kvferry.cli.stores import UrlArgument, open_existing, scan
+from kvferry.cli.output import JsonOption, emit, make_table, parse_duration
+from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size, parse_size
 from kvferry.errors import ConfigError
-from kvferry.store.base import Entry
+from kvferry.store.base import Entry, Store
+
+
+class _Outcome(NamedTuple):
+    removed_records: int
+    removed_bytes: int
+    used_bytes: int
 
 
 def gc(
@@ -32,43 +38,40 @@ def gc(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Delete the least recently used records of a store."""
+    """Delete records not used for long, then the least recently used, until the rest fits.
+
+    A dry run is an estimate: a real one also removes what is in quarantine, and a little more than
+    asked for, so that the next write need not evict again.
+    """
     if max_bytes is None and older_than is None:
         raise ConfigError("nothing to do: give --max-bytes, --older-than or both")
     keep_bytes = None if max_bytes is None else parse_size(max_bytes)
-    now = time.time()
-    oldest = None if older_than is None else now - parse_duration(older_than)
-    with open_existing(url, writable=not dry_run) as store:
-        entries = list(scan(store))
-        victims = choose_victims(entries, max_bytes=keep_bytes, not_used_since=oldest)
-        deleted = victims
-        if not dry_run:
-            with progress() as bar:
-                deleted = [
-                    entry
-                    for entry in bar.track(victims, description="deleting")
-                    if store.delete(entry.key)
-                ]
-    deleted_bytes = sum(entry.num_bytes for entry in deleted)
-    kept_bytes = sum(entry.num_bytes for entry in entries) - deleted_bytes
+    age = None if older_than is None else parse_duration(older_than)
+    if dry_run:
+        with open_existing(url) as store:
+            since = None if age is None else time.time() - age
+            done = _estimate(store, store.scan(), max_bytes=keep_bytes, not_used_since=since)
+    else:
+        with open_existing(url, writable=True) as store:
+            report = store.gc(keep_bytes, age)
+        done = _Outcome(report.removed_records, report.removed_bytes, report.used_bytes)
     table = make_table(None, "", "records", "size", right=("records", "size"))
-    table.add_row(
-        "would delete" if dry_run else "deleted", str(len(deleted)), format_size(deleted_bytes)
-    )
-    table.add_row("kept", str(len(entries) - len(deleted)), format_size(kept_bytes))
-    note = [f"least recently used of these: {format_age(victims[0].last_used, now)} ago"]
-    emit(
-        {
-            "dry_run": dry_run,
-            "deleted_records": len(deleted),
-            "deleted_bytes": deleted_bytes,
-            "kept_records": len(entries) - len(deleted),
-            "kept_bytes": kept_bytes,
-        },
-        json,
-        table,
-        *(note if victims else []),
-    )
+    verb = "would delete" if dry_run else "deleted"
+    table.add_row(verb, str(done.removed_records), format_size(done.removed_bytes))
+    table.add_row("in use after it", "", format_size(done.used_bytes))
+    emit({"dry_run": dry_run, **done._asdict()}, json, table)
+
+
+def _estimate(
+    store: Store,
+    entries: Iterable[Entry],
+    *,
+    max_bytes: int | None,
+    not_used_since: float | None,
+) -> _Outcome:
+    victims = choose_victims(entries, max_bytes=max_bytes, not_used_since=not_used_since)
+    removed_bytes = sum(entry.num_bytes for entry in victims)
+    return _Outcome(len(victims), removed_bytes, store.stat().used_bytes - removed_bytes)
 
 
 def choose_victims(

@@ -9,7 +9,7 @@ import typer
 
 from kvferry.cli.output import JsonOption, emit, format_age, make_table
 from kvferry.cli.records import inspect
-from kvferry.cli.stores import UrlArgument, open_existing, scan
+from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.store.base import Entry
@@ -46,7 +46,7 @@ def ls(
 ) -> None:
     """List the records of a store."""
     with open_existing(url) as store:
-        entries = list(scan(store))
+        entries = list(store.scan())
         if sort is Order.TOKEN:  # the only order that needs every header
             rows = [_Row(entry, inspect(store, entry)) for entry in entries]
             shown = sorted(rows, key=_place)[: limit or None]

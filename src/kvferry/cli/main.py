@@ -10,11 +10,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated, Protocol, cast
 
 import typer
 
+import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
 from kvferry.cli.gc import gc
@@ -44,7 +44,7 @@ _CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvferry {version('kvferry')}")
+        print(f"kvferry {kvferry.__version__}")
         raise typer.Exit
 
 

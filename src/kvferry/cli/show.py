@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.output import JsonOption, emit, format_age, make_table
-from kvferry.cli.records import inspect, verify
+from kvferry.cli.records import check, inspect
 from kvferry.cli.stores import UrlArgument, find, open_existing
 from kvferry.config import format_size
 from kvferry.record.check import MissReason, RecordInfo
@@ -34,7 +34,7 @@ def show(
     with open_existing(url) as store:
         entry = find(store, key_prefix)
         record = inspect(store, entry)
-        fault = verify(store, entry)
+        fault = check(store, entry)
     facts: dict[str, JsonValue] = {
         "key": entry.key.hex(),
         "num_bytes": entry.num_bytes,

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from kvferry.cli.output import JsonOption, emit, make_table
 from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size, parse_store_url
-from kvferry.connectors.registry import default_options
-from kvferry.store.file.layout import Layout
 
 if TYPE_CHECKING:
     from kvferry.keys import JsonValue
@@ -22,6 +20,9 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     is that of the URL given here; engines bring their own. `staging_bytes` is the bound of memory
     between store and engine, per engine, unless the option of that name says otherwise.
     """
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.connectors.registry import default_options
+
     with open_existing(url) as store:
         found = store.stat()
     quarantined, quarantined_bytes = _quarantine(parse_store_url(url).path)
@@ -43,6 +44,8 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
 
 def _quarantine(root: str) -> tuple[int, int]:
     """Files in quarantine and their bytes."""
+    from kvferry.store.file.layout import Layout  # as above
+
     try:
         with os.scandir(Layout(root).quarantine) as entries:
             sizes = [entry.stat().st_size for entry in entries if entry.is_file()]

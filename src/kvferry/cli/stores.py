@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from kvferry.config import parse_store_url
 from kvferry.errors import ConfigError
-from kvferry.store.base import Entry, Store, SupportsProbe, SupportsScan
+from kvferry.store.base import Entry
 from kvferry.store.url import open_store
+
+if TYPE_CHECKING:
+    from kvferry.store.file import FileStore
 
 UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="Store, for example file:///var/cache/kvferry.")
@@ -21,7 +23,7 @@ INDEX_SECONDS = 60.0
 """How long a command waits for the index of a large store."""
 
 
-def open_existing(url: str, *, writable: bool = False) -> Store:
+def open_existing(url: str, *, writable: bool = False) -> FileStore:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
 
     Raises:
@@ -39,24 +41,13 @@ def open_existing(url: str, *, writable: bool = False) -> Store:
         options["read_only"] = "true"
     elif options.pop("read_only", "false") not in ("false", "no", "off", "0"):
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
-    store = open_store(str(dataclasses.replace(parsed, options=options)))
-    if isinstance(store, SupportsProbe):
-        store.wait_indexed(INDEX_SECONDS)
+    # What a file URL opens; the class itself is not imported here, since that takes its time.
+    store = cast("FileStore", open_store(str(dataclasses.replace(parsed, options=options))))
+    store.wait_indexed(INDEX_SECONDS)
     return store
 
 
-def scan(store: Store) -> Iterator[Entry]:
-    """Every value of the store.
-
-    Raises:
-        ConfigError: the store cannot list what it holds.
-    """
-    if not isinstance(store, SupportsScan):
-        raise ConfigError(f"the store {store.url} cannot list what it holds")
-    return store.scan()
-
-
-def find(store: Store, key_prefix: str) -> Entry:
+def find(store: FileStore, key_prefix: str) -> Entry:
     """The one value whose key starts with `key_prefix` (hexadecimal).
 
     Raises:
@@ -65,7 +56,7 @@ def find(store: Store, key_prefix: str) -> Entry:
     prefix = key_prefix.lower()
     if not prefix or len(prefix) > 64 or set(prefix) - set("0123456789abcdef"):
         raise ConfigError(f"{key_prefix!r} is not a key; give 1 to 64 hexadecimal digits")
-    matches = [entry for entry in scan(store) if entry.key.hex().startswith(prefix)]
+    matches = [entry for entry in store.scan() if entry.key.hex().startswith(prefix)]
     if len(matches) == 1:
         return matches[0]
     found = "no record" if not matches else f"{len(matches)} records"
