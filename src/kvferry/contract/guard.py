@@ -15,8 +15,9 @@ loudly at start-up, when nothing has been promised yet.
 from __future__ import annotations
 
 from kvferry.contract.faults import RepairedPlan
-from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, OVERDUE_SECONDS, GuardedScheduler
+from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.promises import OVERDUE_SECONDS
 
 __all__ = [
     "ASK_AGAIN_SECONDS",

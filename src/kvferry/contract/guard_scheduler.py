@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvferry.contract.faults import Faults, RepairedPlan
+from kvferry.contract.faults import Faults
 from kvferry.contract.messages import (
     ASK_AGAIN,
     FREE_NOW,
@@ -16,6 +16,7 @@ from kvferry.contract.messages import (
     Plan,
     WorkerOutput,
 )
+from kvferry.contract.promises import Promises
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, RequestView, StepView
@@ -23,11 +24,6 @@ from kvferry.types import BlockTable, RequestView, StepView
 ASK_AGAIN_SECONDS = 60.0
 """A request told to ask again for this long is told "nothing" from then on. Far beyond any deadline
 of a role of ours; it is there for roles that forgot theirs, because no host bounds the retries."""
-
-OVERDUE_SECONDS = 300.0
-"""An async load or a delayed free that is not reported for this long is reported by the guard, the
-load as failed. A role's own deadlines are far shorter, and by its contract nothing of it touches
-the engine's blocks past them. Without a bound, a report lost in a fault held blocks for ever."""
 
 
 class GuardedScheduler(SchedulerRole):
@@ -67,15 +63,7 @@ class GuardedScheduler(SchedulerRole):
         self._block_size = block_size
         self._clock = clock
         self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
-        self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        self._planned: dict[str, tuple[frozenset[int], bool]] = {}  # allocated since the last plan
-        self._lost: dict[str, tuple[frozenset[int], bool]] = {}  # of those, unknown to the role
-        # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
-        self._loading: dict[str, frozenset[int]] = {}
-        self._barred: set[str] = set()  # a load of theirs failed: no more hits
-        self._freed: set[str] = set()  # ended since the last plan, by a fault of the role
-        self._suspect = False  # a plan could not be built: loads of later ones are checked
-        self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
+        self._promises = Promises(block_size, clock, self._faults)
         try:
             self._empty_plan = role.empty_plan()
         except Exception:
@@ -89,7 +77,7 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("on_new_request", "the request goes on")
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        if self._barred and request.request_id in self._barred:
+        if self._promises.is_barred(request.request_id):
             return MISS
         try:
             count, is_async = self._role.lookup(request, num_local_tokens)
@@ -102,7 +90,7 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("lookup", "answered as a miss")
             return MISS
         if answer.num_tokens:
-            self._promised[request.request_id] = (num_local_tokens, answer.is_async)
+            self._promises.offer(request.request_id, num_local_tokens, answer.is_async)
         return answer
 
     def _ask_again(self, request_id: str) -> LookupResult:
@@ -140,33 +128,12 @@ class GuardedScheduler(SchedulerRole):
     ) -> None:
         request_id = request.request_id
         self._asked.pop(request_id, None)
-        local, is_async = self._promised.pop(request_id, (0, False))
-        if num_external_tokens > 0:
-            blocks = self._external_blocks(block_ids, local, num_external_tokens)
-            self._planned[request_id] = (blocks, is_async)
-            if is_async:
-                self._loading[request_id] = blocks
-                self._owed[request_id] = self._clock()
+        self._promises.allocate(request_id, block_ids, num_external_tokens)
         try:
             self._role.update_after_alloc(request, block_ids, num_external_tokens)
         except Exception:
             self._faults.fault("update_after_alloc", "the promised load is reported as failed")
-            if num_external_tokens > 0:
-                self._lost[request_id] = self._planned[request_id]
-
-    def _external_blocks(
-        self, block_ids: BlockTable, num_local: int, num_external: int
-    ) -> frozenset[int]:
-        """The blocks that hold tokens `[num_local, num_local + num_external)`.
-
-        With several groups block sizes differ, and the guard knows only their common multiple: all
-        blocks of the request are named then.
-        """
-        size = self._block_size
-        if size is None or len(block_ids) != 1:
-            return frozenset(block for group in block_ids for block in group)
-        first, last = num_local // size, -(-(num_local + num_external) // size)
-        return frozenset(block_ids[0][first:last])
+            self._promises.lose(request_id)
 
     def build_plan(self, step: StepView) -> Plan:
         try:
@@ -176,86 +143,29 @@ class GuardedScheduler(SchedulerRole):
         except Exception:
             self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
             plan = self._empty_plan
-            self._lost = self._planned
-            self._suspect = True
-        planned = self._planned
-        if planned:
-            self._planned = {}
-        overdue = self._overdue() if self._owed else frozenset()
-        if self._lost or self._freed or overdue or self._suspect:
-            return self._repaired(plan, overdue, planned)
-        return plan
-
-    def _overdue(self) -> frozenset[str]:
-        """Ended requests whose blocks nobody released in time; loads join those that are lost."""
-        limit = self._clock() - OVERDUE_SECONDS
-        overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
-        for request_id in overdue:
-            del self._owed[request_id]
-            self._faults.violation(
-                "overdue", "no end of a load or free of %r in %.0f s", request_id, OVERDUE_SECONDS
-            )
-            if request_id in self._loading:
-                self._lost[request_id] = (self._loading[request_id], True)
-        return frozenset(overdue).difference(self._loading)
-
-    def _repaired(
-        self,
-        plan: Plan,
-        overdue: frozenset[str],
-        planned: Mapping[str, tuple[frozenset[int], bool]],
-    ) -> RepairedPlan:
-        lost, self._lost = self._lost, {}
-        freed, self._freed = frozenset(self._freed), set()
-        self._barred.update(name for name, (blocks, _) in lost.items() if blocks)
-        return RepairedPlan(
-            plan=plan,
-            lost_block_ids=_blocks_of(lost),
-            lost_request_ids=_async_of(lost),
-            freed_request_ids=freed,
-            overdue_sending=overdue,
-            promised_block_ids=_blocks_of(planned) if self._suspect else None,
-            promised_request_ids=_async_of(planned) if self._suspect else frozenset(),
-        )
+            self._promises.lose_plan()
+        return self._promises.settle(plan)
 
     def empty_plan(self) -> Plan:
         return self._empty_plan
 
     def update_output(self, output: WorkerOutput) -> None:
-        self._note_failures(output)
+        self._promises.learn(output)
         try:
             self._role.update_output(output)
         except Exception:
             self._faults.fault("update_output", "the role did not learn what the workers did")
 
-    def _note_failures(self, output: WorkerOutput) -> None:
-        if not self._owed and not self._loading:
-            return
-        for request_id, blocks in self._loading.items():
-            if blocks & output.invalid_block_ids or (
-                blocks and request_id in output.failed_recving
-            ):
-                self._barred.add(request_id)
-        for request_id in output.finished_recving:
-            self._loading.pop(request_id, None)
-            self._owed.pop(request_id, None)
-        for request_id in output.finished_sending:
-            self._owed.pop(request_id, None)
-
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         request_id = request.request_id
         self._asked.pop(request_id, None)
-        self._promised.pop(request_id, None)
-        self._barred.discard(request_id)
-        is_loading = request_id in self._loading
-        if is_loading:
-            self._loading[request_id] = frozenset()
+        is_loading = self._promises.end(request_id)
         try:
             result = self._role.request_finished(request, block_ids)
             delay_free, params = result
         except Exception:
             self._faults.fault("request_finished", "its blocks are freed now")
-            self._freed.add(request_id)
+            self._promises.free_now(request_id)
             return FREE_NOW
         if delay_free and is_loading:
             self._faults.violation(
@@ -265,7 +175,7 @@ class GuardedScheduler(SchedulerRole):
             )
             return FinishResult(False, params)
         if delay_free:
-            self._owed[request_id] = self._clock()
+            self._promises.delay_free(request_id)
         return result
 
     def take_events(self) -> Iterable[Any]:
@@ -302,11 +212,3 @@ class GuardedScheduler(SchedulerRole):
             self._role.close()
         except Exception:
             self._faults.fault("close", "something may be left open")
-
-
-def _blocks_of(loads: Mapping[str, tuple[frozenset[int], bool]]) -> frozenset[int]:
-    return frozenset(block for blocks, _ in loads.values() for block in blocks)
-
-
-def _async_of(loads: Mapping[str, tuple[frozenset[int], bool]]) -> frozenset[str]:
-    return frozenset(request_id for request_id, (_, is_async) in loads.items() if is_async)
