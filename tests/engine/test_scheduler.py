@@ -275,6 +275,22 @@ def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_go
     assert sim.pool.num_cached == 1
 
 
+def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
+    sim = Simulation(max_batched_tokens=64)
+    sim.add(prompt(9), max_tokens=9)
+    longer = sim.add(prompt(20), max_tokens=9)
+    sim.step()
+    hashes = sim.scheduler._kv._hashes(longer)
+    found = sim.pool.find_prefix(hashes)
+    assert found[:2] != longer.block_ids[:2], "both computed the start; the first one is known"
+    assert found[2:] == longer.block_ids[2:5]
+    step = sim.scheduler.schedule()
+    sim._forward(step)
+    bad = WorkerOutput(invalid_block_ids=frozenset({longer.block_ids[0]}))
+    sim.scheduler.update(step, bad, sim._sample)
+    assert sim.pool.find_prefix(hashes) == found[:2]
+
+
 # ---- ends
 
 

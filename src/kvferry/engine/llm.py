@@ -112,7 +112,7 @@ class LLM:
         )
         self._core = EngineCore(scheduler, runner)
         self._eos_token_ids = paged.eos_token_ids
-        self._context_length = model.geometry.context_length
+        self._geometry = model.geometry
         self._pool_tokens = (num_blocks - 1) * engine.block_size
         self._generations: dict[str, Generation] = {}
         self._request_numbers = count()
@@ -223,27 +223,37 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not token_ids:
-            raise ConfigError("a prompt has no tokens; give at least one")
-        for what, limit in (
-            ("the model's context", self._context_length),
-            ("the KV pool", self._pool_tokens),
-        ):
-            # One token must fit behind the prompt.
-            if len(token_ids) >= limit:
-                raise ConfigError(
-                    f"a prompt has {len(token_ids)} tokens, {what} holds {limit}; shorten it"
-                    + ("" if limit is self._context_length else ", or set kv_cache_bytes higher")
-                )
+        self._check_prompt(token_ids)
         stop = frozenset(params.stop_token_ids)
         return Request(
             f"request-{next(self._request_numbers)}",
             token_ids,
             max_total_tokens=min(
-                len(token_ids) + params.max_tokens, self._context_length, self._pool_tokens
+                len(token_ids) + params.max_tokens,
+                self._geometry.context_length,
+                self._pool_tokens,
             ),
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
         )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise ConfigError("a prompt has no tokens; give at least one")
+        # One token must fit behind the prompt.
+        for what, limit, remedy in (
+            ("the model's context", self._geometry.context_length, "shorten it"),
+            ("the KV pool", self._pool_tokens, "set kv_cache_bytes or num_blocks higher"),
+        ):
+            if len(token_ids) >= limit:
+                raise ConfigError(
+                    f"a prompt has {len(token_ids)} tokens, {what} holds {limit}; {remedy}"
+                )
+        for extreme in (min(token_ids), max(token_ids)):
+            if not 0 <= extreme < self._geometry.vocab_size:
+                raise ConfigError(
+                    f"a prompt holds token id {extreme}; the model's vocabulary has "
+                    f"{self._geometry.vocab_size}"
+                )
 
     def _add(self, generation: Generation) -> None:
         self._check_open()

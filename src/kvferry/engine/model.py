@@ -46,6 +46,7 @@ class ModelGeometry:
     num_kv_heads: int
     head_dim: int
     context_length: int
+    vocab_size: int
     dtype: str
 
     @property
@@ -145,6 +146,7 @@ class ModelConfig:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
             context_length=context_length,
+            vocab_size=config.vocab_size,
             dtype=dtype,
         )
 
@@ -240,6 +242,8 @@ class _Probe:
         del scaling, window
         self._layers.append(layer_index)
         self._shapes.add((key.shape[1], key.shape[3], value.shape[1], value.shape[3]))
+        if rest["is_causal"] is False:
+            self._unknown.add("keys behind the query (is_causal=False)")
         self._unknown |= {
             name
             for name, argument in rest.items()

@@ -255,6 +255,9 @@ def paged_attention(
         raise ConfigError(
             f"{type(module).__name__} has no layer_idx; the engine cannot page its KV"
         )
+    is_causal = rest.get("is_causal")
+    if is_causal is None:
+        rest["is_causal"] = getattr(module, "is_causal", True)
     output = kvferry_context.attend(
         layer_index,
         query,

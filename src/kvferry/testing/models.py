@@ -39,6 +39,23 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 29,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    # Three that the engine refuses: no causal mask, capped scores, values of another size than keys.
+    "bert": {**_SMALL},
+    "gemma2": {**_SMALL, "num_key_value_heads": 2, "head_dim": 8},
+    "deepseek_v3": {
+        **_SMALL,
+        "num_key_value_heads": 8,
+        "n_routed_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
 }
 
 
@@ -52,7 +69,7 @@ def make_tiny_model(
 
     Args:
         path: directory; made if absent.
-        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text.
+        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, bert, gemma2, deepseek_v3.
         seed: of the weights.
         overrides: config values, for example `num_hidden_layers=2`.
 

@@ -1,0 +1,370 @@
+"""The front end with real (tiny) models and a real (small) connector."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from kvferry.engine import LLM, SamplingParams
+from kvferry.engine.request import FinishReason
+from kvferry.errors import ConfigError, ContractError
+from kvferry.observe import Counters
+from tests.engine.memory_connector import Behaviour, LayerwiseWorker, memory_roles
+
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gpt_neox", "gemma3_text"]
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True, logprobs=2)
+LENGTHS = (1, 15, 16, 17, 37, 101)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 320, (length,), generator=generator).tolist()
+
+
+@contextmanager
+def engine(path, **kwargs):
+    """An LLM whose books are checked after every step."""
+    with LLM(path, **kwargs) as llm:
+        step = llm._core.step
+
+        def checked(sample):
+            step(sample)
+            llm._core.scheduler.check_integrity()
+
+        llm._core.step = checked
+        yield llm
+        llm.drain(5.0)
+        pool = llm._core.scheduler._kv.pool
+        assert pool.num_free == pool.num_usable, "blocks leaked"
+
+
+def own_generation(path, prompts, count: int):
+    """First logits and greedy tokens of the model's own, unpaged generation."""
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    result = []
+    for token_ids in prompts:
+        ids, first = list(token_ids), None
+        for _ in range(count):
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            first = logits.numpy() if first is None else first
+            ids.append(int(logits.argmax()))
+        result.append((first, tuple(ids[len(token_ids) :])))
+    return result
+
+
+def assert_same(completions, expected) -> None:
+    for completion, (first, token_ids) in zip(completions, expected, strict=True):
+        assert np.abs(completion.first_logits - first).max() <= 1e-4
+        assert completion.token_ids == token_ids
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_batches_and_odd_chunks_agree_with_transformers(model_dir, arch):
+    path = model_dir(arch)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    expected = own_generation(path, prompts, 6)
+    for budget, block_size in ((2048, 16), (23, 5)):
+        with engine(path, max_batched_tokens=budget, block_size=block_size) as llm:
+            assert_same(llm.generate(prompts, GREEDY), expected)
+            # The second time most of it is in the engine's own prefix cache.
+            again = llm.generate(prompts, GREEDY)
+            assert_same(again, expected)
+            assert again[-1].num_cached_tokens == 100 // block_size * block_size
+
+
+def test_preempted_and_resumed_requests_agree_with_transformers(model_dir):
+    path = model_dir()
+    prompts = [prompt(40, seed=seed) for seed in range(3)]
+    observer = Counters()
+    params = SamplingParams(max_tokens=24, ignore_eos=True, return_logits=True)
+    with engine(
+        path, num_blocks=11, prefix_caching=False, max_batched_tokens=32, observer=observer
+    ) as llm:
+        assert_same(llm.generate(prompts, params), own_generation(path, prompts, 24))
+    assert observer["preempted"] > 0
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        {},
+        {"is_async": True},
+        {"ask_again": 4},
+        {"is_async": True, "ask_again": 2, "steps_per_free": 3},
+    ],
+    ids=["sync", "async", "ask-again", "all"],
+)
+def test_a_restarted_engine_reads_what_the_last_one_computed(model_dir, behaviour):
+    path = model_dir()
+    store: dict[bytes, torch.Tensor] = {}
+    prompts = [prompt(length, seed=9) for length in LENGTHS]
+    expected = own_generation(path, prompts, 6)
+    kept = Behaviour(store=store, **behaviour)
+    with engine(path, roles=memory_roles(kept), max_batched_tokens=50) as llm:
+        # One after the other: prompts of a batch do not see each other's KV.
+        assert_same([llm.generate([each], GREEDY)[0] for each in prompts], expected)
+    assert kept.closed == ["worker", "scheduler"]
+    with engine(path, roles=memory_roles(Behaviour(store=store, **behaviour))) as llm:
+        completions = llm.generate(prompts, GREEDY)
+        assert_same(completions, expected)
+    for completion, length in zip(completions, LENGTHS, strict=True):
+        whole = length if behaviour.get("is_async") else length - 1
+        # While one is told to ask again, another of the batch may compute what both begin with.
+        hit = completion.num_external_tokens + completion.num_cached_tokens
+        assert hit == whole // 16 * 16
+    assert completions[-1].num_external_tokens >= 64
+    if behaviour.get("steps_per_free"):
+        assert completions[-1].params == {"blocks": 7}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("fail_whole", [False, True])
+@pytest.mark.parametrize("lost", [0, 2, 5])
+def test_a_failed_load_changes_nothing_but_time(model_dir, is_async, fail_whole, lost):
+    path = model_dir()
+    behaviour = Behaviour(is_async=is_async, fail_whole=fail_whole)
+    prompts = [prompt(101), prompt(101)[:70]]
+    expected = own_generation(path, prompts, 6)
+    with engine(path, roles=memory_roles(behaviour)) as llm:
+        llm.generate(prompts[:1], GREEDY)
+        keys = llm._roles.scheduler._role.keys(prompts[0])
+        behaviour.lose.add(keys[lost])
+        llm.reset_prefix_cache()
+        completions = llm.generate(prompts, GREEDY)
+        assert_same(completions, expected)
+        assert completions[0].num_external_tokens <= lost * 16
+        behaviour.lose.clear()
+        llm.reset_prefix_cache()
+        assert_same(llm.generate(prompts, GREEDY), expected)
+
+
+@pytest.mark.parametrize("hook", ["start_load", "build_plan"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_connector_that_raises_costs_its_hits_and_nothing_else(model_dir, hook, is_async, caplog):
+    path = model_dir()
+    behaviour = Behaviour(is_async=is_async)
+    expected = own_generation(path, [prompt(70)], 6)
+    with engine(path, roles=memory_roles(behaviour)) as llm:
+        llm.generate([prompt(70)], GREEDY)
+        llm.reset_prefix_cache()
+        behaviour.raise_in = hook
+        completions = llm.generate([prompt(70)], GREEDY)
+        assert_same(completions, expected)
+        assert completions[0].num_external_tokens == 0
+
+
+def test_layer_hooks_run_around_every_layer(model_dir):
+    path = model_dir()
+    behaviour = Behaviour()
+    expected = own_generation(path, [prompt(70)], 6)
+    with engine(path, roles=memory_roles(behaviour, worker=LayerwiseWorker)) as llm:
+        assert_same(llm.generate([prompt(70)], GREEDY), expected)
+        llm.reset_prefix_cache()
+        completions = llm.generate([prompt(70)], GREEDY)
+        assert completions[0].num_external_tokens == 64
+        assert_same(completions, expected)
+
+
+def test_a_connector_that_never_ends_a_load_does_not_hang_the_engine(model_dir):
+    path = model_dir()
+    behaviour = Behaviour(is_async=True)
+    with LLM(path, roles=memory_roles(behaviour), load_deadline_seconds=0.2) as llm:
+        (first,) = llm.generate([prompt(70)], GREEDY)
+        llm.reset_prefix_cache()
+        behaviour.steps_per_load = 10**9
+        started = time.monotonic()
+        (second,) = llm.generate([prompt(70)], GREEDY)
+        assert second.token_ids == first.token_ids
+        assert second.num_external_tokens == 0
+    assert time.monotonic() - started < 4
+
+
+# ---- sampling
+
+
+def test_seeded_samples_do_not_depend_on_the_batch(model_dir):
+    params = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    others = [prompt(length, seed=length) for length in (3, 50, 21)]
+    with engine(model_dir(), prefix_caching=False, max_batched_tokens=30) as llm:
+        (alone,) = llm.generate([prompt(40)], params)
+        batched = llm.generate([*others, prompt(40)], params)[-1]
+        (other_seed,) = llm.generate(
+            [prompt(40)], SamplingParams(max_tokens=12, temperature=1.0, seed=8, ignore_eos=True)
+        )
+    assert alone.token_ids == batched.token_ids
+    assert alone.token_ids != other_seed.token_ids
+
+
+def test_logprobs_name_the_chosen_and_the_best(model_dir):
+    with engine(model_dir()) as llm:
+        (completion,) = llm.generate([prompt(20)], GREEDY)
+    assert len(completion.logprobs) == 6
+    expected = torch.log_softmax(torch.from_numpy(completion.first_logits), -1)
+    first = completion.logprobs[0]
+    assert first.chosen == pytest.approx(float(expected.max()), abs=1e-5)
+    assert list(first.top) == expected.topk(2).indices.tolist()
+
+
+def test_stop_tokens_and_end_of_text(model_dir):
+    path = model_dir()
+    with engine(path) as llm:
+        (free,) = llm.generate([prompt(20)], SamplingParams(max_tokens=20, ignore_eos=True))
+        stop = free.token_ids[3]
+        (stopped,) = llm.generate(
+            [prompt(20)], SamplingParams(max_tokens=20, stop_token_ids=(stop,), ignore_eos=True)
+        )
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    ends = model_dir(eos_token_id=stop)
+    with engine(ends) as llm:
+        (ended,) = llm.generate([prompt(20)], SamplingParams(max_tokens=20))
+    assert ended.token_ids == stopped.token_ids
+
+
+# ---- streams
+
+
+def test_a_stream_gives_the_tokens_of_generate(model_dir):
+    with engine(model_dir()) as llm:
+        (completion,) = llm.generate([prompt(20)], GREEDY)
+        events = list(llm.stream(prompt(20), GREEDY))
+    assert tuple(event.token_id for event in events) == completion.token_ids
+    assert [event.finish_reason for event in events] == [None] * 5 + [FinishReason.LENGTH]
+    assert events[0].logprobs.chosen == pytest.approx(completion.logprobs[0].chosen, abs=1e-4)
+
+
+def test_a_stream_closed_early_aborts_its_request(model_dir):
+    with engine(model_dir()) as llm:
+        stream = llm.stream(prompt(20), SamplingParams(max_tokens=500, ignore_eos=True))
+        next(stream)
+        assert len(llm._core.scheduler._running) == 1
+        stream.close()
+        assert not llm._core.scheduler._running
+        never_started = llm.stream(prompt(20))
+        never_started.close()
+        assert list(llm.stream(prompt(20), SamplingParams(max_tokens=2, ignore_eos=True)))
+
+
+def test_streams_and_batches_run_side_by_side(model_dir):
+    with engine(model_dir()) as llm:
+        (alone,) = llm.generate([prompt(20)], GREEDY)
+        first, second = llm.stream(prompt(20), GREEDY), llm.stream(prompt(30), GREEDY)
+        tokens = [next(first).token_id]
+        next(second)
+        llm.generate([prompt(9)], GREEDY)
+        tokens += [event.token_id for event in first]
+        assert tuple(tokens) == alone.token_ids
+        assert len(list(second)) == 5
+
+
+# ---- faults and ends
+
+
+def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(model_dir):
+    path = model_dir()
+    behaviour = Behaviour(steps_per_free=1)
+    with engine(path, roles=memory_roles(behaviour)) as llm:
+        (before,) = llm.generate([prompt(70)], GREEDY)
+        llm.reset_prefix_cache()
+        forward = llm._core._runner.forward
+
+        def interrupted(step):
+            forward(step)
+            raise KeyboardInterrupt
+
+        llm._core._runner.forward = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt(70), prompt(30)], GREEDY)
+        llm._core._runner.forward = forward
+        llm._core.scheduler.check_integrity()
+        (after,) = llm.generate([prompt(70)], GREEDY)
+    assert after.token_ids == before.token_ids
+
+
+def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
+    threads = threading.active_count()
+    behaviour = Behaviour()
+    llm = LLM(model_dir(), roles=memory_roles(behaviour))
+    stream = llm.stream(prompt(20), SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    llm.close()
+    llm.close()
+    assert behaviour.closed == ["worker", "scheduler"]
+    assert list(stream) == []
+    assert threading.active_count() == threads
+    with pytest.raises(ContractError, match="closed"):
+        llm.generate([prompt(3)])
+
+
+def test_roles_are_closed_when_the_model_cannot_be_loaded(model_dir, tmp_path):
+    source = model_dir()
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    behaviour = Behaviour()
+    with pytest.raises(ConfigError, match="cannot load the weights"):
+        LLM(tmp_path, roles=memory_roles(behaviour))
+    assert behaviour.closed == ["worker", "scheduler"]
+
+
+# ---- bad input
+
+
+def test_prompts_that_cannot_be_served_are_refused_by_number(model_dir):
+    path = model_dir()
+    with engine(path) as llm:
+        with pytest.raises(ConfigError, match="1024 tokens, the model's context holds 1024"):
+            llm.generate([prompt(1024)])
+        with pytest.raises(ConfigError, match="no tokens"):
+            llm.generate([[]])
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            llm.generate(["text"])
+        with pytest.raises(ConfigError, match="one text"):
+            llm.generate("text")
+        with pytest.raises(ConfigError, match="2 prompts but 1 sampling"):
+            llm.generate([[5], [6]], [SamplingParams()])
+        with pytest.raises(ConfigError, match="token id 320"):
+            llm.generate([[5, 320]])
+        with pytest.raises(ConfigError, match="token id -1"):
+            llm.generate([[-1]])
+        (last,) = llm.generate([prompt(1023)], SamplingParams(ignore_eos=True))
+        assert len(last.token_ids) == 1
+    with (
+        engine(path, num_blocks=4) as llm,
+        pytest.raises(ConfigError, match="48 tokens, the KV pool holds 48"),
+    ):
+        llm.generate([prompt(48)])
+
+
+def test_options_that_cannot_be_used_are_refused(model_dir, tmp_path):
+    path = model_dir()
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM(path, block_sise=16)
+    with pytest.raises(ConfigError, match="not a model directory"):
+        LLM(tmp_path)
+    with pytest.raises(ConfigError, match="not a directory"):
+        LLM(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="one connector"):
+        LLM(path, store="memory://x", roles=memory_roles(Behaviour()))
+    with pytest.raises(ConfigError, match="two blocks of this model are"):
+        LLM(path, kv_cache_bytes="1KiB")
+
+
+def test_progress_is_drawn_to_the_end(model_dir, monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("kvferry.engine.progress.Console", lambda **_: console)
+    with engine(model_dir()) as llm:
+        llm.generate([prompt(5), prompt(6)], SamplingParams(max_tokens=3), progress=True)
+        assert "2/2 prompts" in screen.getvalue()
+        assert "100%" in screen.getvalue()
+        drawn = len(screen.getvalue())
+        llm.generate([prompt(5)])
+        assert len(screen.getvalue()) == drawn

@@ -1,0 +1,106 @@
+"""What the engine refuses to serve, and why; what it takes from a model directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.llm import engine_spec
+from kvferry.engine.model import ModelConfig, load_tokenizer
+from kvferry.errors import ConfigError
+from kvferry.testing.models import make_tiny_model
+
+
+def write_config(path, model_type: str, **values):
+    config = AutoConfig.for_model(model_type, **values)
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "reason"),
+    [
+        ("t5", {}, "encoder-decoder"),
+        ("mamba", {}, "recurrent"),
+        ("bloom", {}, "attention interface"),
+        ("vit", {}, "causal"),
+        ("llama4_text", {"num_hidden_layers": 4}, "chunked_attention"),
+        ("llava", {}, "more than text"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "'dynamic' rotary",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_weights_are_read(
+    tmp_path, model_type, values, reason
+):
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        ModelConfig(write_config(tmp_path, model_type, **values), EngineConfig())
+    assert "\n" not in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_attention_with_extras_is_refused_when_it_is_seen(tmp_path):
+    make_tiny_model(tmp_path, "gemma2")
+    with pytest.raises(ConfigError, match="softcap"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+
+
+def test_attention_that_looks_ahead_is_refused_when_it_is_seen(tmp_path):
+    make_tiny_model(tmp_path, "bert")
+    with pytest.raises(ConfigError, match="is_causal=False"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+
+
+def test_keys_and_values_of_other_sizes_are_refused_when_they_are_seen(tmp_path):
+    make_tiny_model(tmp_path, "deepseek_v3")
+    with pytest.raises(ConfigError, match="key and value heads and sizes"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "unheard-of"}', "{}"])
+def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as refusal:
+        ModelConfig(tmp_path, EngineConfig())
+    assert "\n" not in str(refusal.value)
+
+
+def test_missing_weights_and_broken_tokenizers_are_named(model_dir, tmp_path):
+    shutil.copy(model_dir() / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="cannot load the weights"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_dtype_follows_the_config_unless_told(tmp_path):
+    make_tiny_model(tmp_path, dtype="bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    auto = ModelConfig(tmp_path, EngineConfig())
+    assert auto.geometry.torch_dtype is torch.bfloat16
+    told = ModelConfig(tmp_path, EngineConfig(dtype="float32"))
+    assert told.geometry.torch_dtype is torch.float32
+    assert auto.effective_config() != told.effective_config()
+
+
+def test_the_spec_says_who_the_model_is(model_dir):
+    engine = EngineConfig(block_size=8)
+    specs = {
+        seed: engine_spec(ModelConfig(model_dir(seed=seed), engine), engine) for seed in (0, 1)
+    }
+    (group,) = specs[0].groups
+    assert (group.num_layers, group.num_kv_heads, group.content_size) == (3, 4, 16)
+    assert (group.dtype, group.block_size, group.window) == ("float32", 8, None)
+    assert specs[0].layer_names == (("layers.0", "layers.1", "layers.2"),)
+    assert specs[0].identity.weights != specs[1].identity.weights
+    assert specs[0].identity.config == specs[1].identity.config
