@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.llm import engine_spec
 from kvferry.engine.model import ModelConfig, load_tokenizer
+from kvferry.engine.spec import engine_spec
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 

@@ -12,27 +12,25 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
-from kvferry.connectors.registry import EngineSpec, Roles, create_roles
+from kvferry.connectors.registry import Roles, create_roles
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.generation import Completion, Generation, TokenEvent, Tokenizer
-from kvferry.engine.model import ModelConfig, ModelGeometry, load_tokenizer
+from kvferry.engine.model import ModelConfig, load_tokenizer
 from kvferry.engine.no_connector import NoScheduler, NoWorker
 from kvferry.engine.progress import GenerationProgress
 from kvferry.engine.request import FinishReason, Request
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampling import SamplingParams
 from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.spec import engine_spec, num_blocks_for
 from kvferry.errors import ConfigError, ContractError
-from kvferry.keys import ModelIdentity, weights_digest
 from kvferry.observe import Observer
-from kvferry.types import GroupShard, KVGroup, RankShard
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_KV_BYTES = 1 << 30
 CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
 
@@ -81,7 +79,7 @@ class LLM:
         self._closed = False
         self._observer = observer or Observer()
         model = ModelConfig(Path(model_dir), engine)
-        num_blocks = _num_blocks(engine, model.geometry)
+        num_blocks = num_blocks_for(engine, model.geometry)
         if roles is None:
             # Before the weights: a store's index fills while they are read.
             roles = self._create_roles(store, connector, connector_options, model, engine)
@@ -331,47 +329,6 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
-    """What a connector must know of an engine that runs `model` with these options.
-
-    One group for all layers, without a window: the engine keeps the KV of every token in every
-    layer, whatever part of it a layer looks at.
-    """
-    geometry = model.geometry
-    group = KVGroup(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        content_size=2 * geometry.head_dim,
-        dtype=geometry.dtype,
-        block_size=engine.block_size,
-    )
-    whole = GroupShard(layers=(0, geometry.num_layers), heads=(0, geometry.num_kv_heads))
-    return EngineSpec(
-        identity=ModelIdentity(
-            weights=weights_digest(model.model_dir), config=model.effective_config()
-        ),
-        groups=(group,),
-        shard=RankShard(rank=0, world_size=1, groups=(whole,)),
-        layer_names=(geometry.layer_names,),
-    )
-
-
-def _num_blocks(engine: EngineConfig, geometry: ModelGeometry) -> int:
-    if engine.num_blocks is not None:
-        return engine.num_blocks
-    block_bytes = geometry.block_bytes(engine.block_size)
-    if engine.kv_cache_bytes is not None:
-        num_blocks = engine.kv_cache_bytes // block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache_bytes is {engine.kv_cache_bytes}; two blocks of this model are "
-                f"{2 * block_bytes} bytes"
-            )
-        return num_blocks
-    enough = 1 + engine.max_num_seqs * -(-geometry.context_length // engine.block_size)
-    return max(2, min(enough, DEFAULT_KV_BYTES // block_bytes))
 
 
 def _per_prompt(

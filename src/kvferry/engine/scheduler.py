@@ -17,6 +17,7 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.integrity import check_queues
 from kvferry.engine.kv_cache import KVCache
 from kvferry.engine.lent_blocks import LentBlocks, LentFor
 from kvferry.engine.lookups import Lookups
@@ -397,21 +398,4 @@ class Scheduler:
         """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
         tables = [request.block_ids for request in self._requests.values()]
         self._kv.pool.check_integrity([*tables, *self._lent.tables()])
-        queues = {
-            **{request.request_id: request for request in self._waiting},
-            **{request.request_id: request for request in self._running},
-            **{request_id: load.request for request_id, load in self._loading.items()},
-        }
-        assert queues == self._requests, "a request is in no queue, or one queue has a stranger"
-        total = len(self._waiting) + len(self._running) + len(self._loading)
-        assert total == len(queues), "a request is in two queues"
-        assert all(r.status is RequestStatus.RUNNING for r in self._running), "a runner is not"
-        for request in self._waiting:
-            holds = request.status is RequestStatus.LOADED
-            assert holds == bool(request.block_ids), f"{request!r} waits with the wrong blocks"
-        for request in self._requests.values():
-            assert request.num_computed_tokens < request.num_tokens or request.status is (
-                RequestStatus.WAITING_FOR_REMOTE_KV
-            ), f"{request!r} has nothing to compute"
-            needed = self._kv.num_blocks_for(request.num_computed_tokens)
-            assert needed <= len(request.block_ids), f"{request!r} computed beyond its blocks"
+        check_queues(self._requests, self._waiting, self._running, self._loading)

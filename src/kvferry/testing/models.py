@@ -39,7 +39,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 29,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    # Three that the engine refuses: no causal mask, capped scores, values of another size than keys.
+    # Three that the engine refuses: no causal mask, capped scores, values unlike keys in size.
     "bert": {**_SMALL},
     "gemma2": {**_SMALL, "num_key_value_heads": 2, "head_dim": 8},
     "deepseek_v3": {
