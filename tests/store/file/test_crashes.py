@@ -43,6 +43,10 @@ def used_bytes(root: Path) -> int:
     return read_usage(FileIO(), Layout(str(root))).num_bytes
 
 
+def read_back(store: FileStore, number: int) -> bool:
+    return storing.read_back(store, number, MAX_VALUE)
+
+
 class Children:
     """The processes of `storing`."""
 
@@ -109,7 +113,7 @@ def assert_sound_after_recovery(root: Path, counters: Counters) -> None:
         assert used_bytes(root) == disk_bytes(root) == store.stat().used_bytes <= QUOTA
         assert len(os.listdir(root / "writers")) == 1
         numbers = range(storing.NUM_KEYS)
-        stored = sum(storing.read_back(store, number, MAX_VALUE) for number in numbers)
+        stored = sum(read_back(store, number) for number in numbers)
         assert stored == len(list(store.scan()))
 
 
@@ -160,6 +164,29 @@ def test_a_process_may_die_before_any_of_its_system_calls(tmp_path, children):
     assert children.complaints() == []
     assert counters["store_corrected_bytes"] == 0
     assert counters["store_recovered_writers"] >= 60
+
+
+@pytest.mark.parametrize("action", ["delete", "discard", "evict"])
+def test_a_record_whose_writer_died_while_committing_is_counted_once(tmp_path, children, action):
+    """Someone takes the record out before anybody has settled the dead writer's account."""
+    for calls_left in range(8, 18):
+        root = tmp_path / f"store{calls_left}"
+        arguments = {"number": 5, "calls_left": calls_left, "max_bytes": QUOTA}
+        children.wait(children.start("put_one", root=str(root), **arguments))
+        with FileStore(root, max_bytes=QUOTA, background=False) as store:
+            was_there = read_back(store, 5)
+            if action == "delete":
+                store.delete(storing.key_of(5))
+            elif action == "discard":
+                store.discard(storing.key_of(5), "test")
+            else:
+                for number in range(10, 30):
+                    store.put(storing.key_of(number), [bytes(QUOTA // 4)])
+            assert used_bytes(root) >= disk_bytes(root)
+            store.maintain()
+            assert used_bytes(root) == disk_bytes(root)
+            if was_there and action != "evict":
+                assert not read_back(store, 5)
 
 
 @pytest.mark.slow

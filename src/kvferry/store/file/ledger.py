@@ -186,6 +186,21 @@ def read_ledger(io: FileIO, writer_path: str) -> Ledger | None:
     return None
 
 
+def find_ledger(io: FileIO, writer_path: str) -> Ledger | None:
+    """The current ledger of a writer that nobody deletes at the moment; None if no copy is whole or
+    the directory has lost its ledger (a power failure, a hand).
+
+    Raises:
+        FileNotFoundError: the directory itself is gone.
+        OSError: the medium failed.
+    """
+    try:
+        return read_ledger(io, writer_path)
+    except FileNotFoundError:
+        io.lstat(writer_path)
+        return None
+
+
 def this_process(pid: int) -> Owner:
     """Identity of this process, such that another one on the same host can tell if it lives."""
     return Owner(host_digest(), pid, process_start(pid))

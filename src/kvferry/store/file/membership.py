@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.store.file.fileio import FileIO
-from kvferry.store.file.layout import Layout, make_directories
+from kvferry.errors import ConfigError
+from kvferry.store.file.fileio import FileIO, exists
+from kvferry.store.file.layout import Layout, make_directories, open_root
 from kvferry.store.file.ledger import Owner, this_process
 from kvferry.store.file.removal import Remover
 from kvferry.store.file.writer import Writer
@@ -29,9 +32,13 @@ class Membership:
         io: system calls.
         layout: where the store is.
         wall: seconds since the epoch.
+        create: make the store again if its directory was removed.
     """
 
-    def __init__(self, io: FileIO, layout: Layout, wall: Callable[[], float]) -> None:
+    def __init__(
+        self, io: FileIO, layout: Layout, wall: Callable[[], float], *, create: bool
+    ) -> None:
+        self._create = create
         self._io = io
         self._layout = layout
         self._wall = wall
@@ -68,9 +75,19 @@ class Membership:
             if member is None or not member.writer.is_fenced():
                 return False
             # What we counted belongs to whoever took it over, or went with the directory.
+            self._check_root()
             self.join()
             member.writer.close(0.0)
             return True
+
+    def _check_root(self) -> None:
+        """What opening does, with one difference: a directory that is there but is no store (any
+        more) is left alone. It may be the mount point of one that was unmounted."""
+        create = self._create and not exists(self._io, self._layout.root)
+        try:
+            open_root(Path(self._layout.root), self._io, create=create)
+        except ConfigError as error:
+            raise OSError(errno.ENOENT, str(error)) from error
 
     def leave(self, timeout: float) -> None:
         """Hand the account over to the next store that looks. Bounded by `timeout` seconds."""

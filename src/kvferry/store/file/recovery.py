@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from kvferry.store.file.fileio import FileIO, ensure_directory, remove_tree
 from kvferry.store.file.layout import Layout, is_writer_name
-from kvferry.store.file.ledger import Ledger, Net, Owner, is_alive, read_ledger
+from kvferry.store.file.ledger import Ledger, Net, Owner, find_ledger, is_alive
 from kvferry.store.file.membership import Member
 from kvferry.store.file.usage import list_absorbed
 from kvferry.store.file.writer import unregistered_owner
@@ -85,7 +85,7 @@ class Recovery:
 
     def _is_dead(self, name: str, member: Member) -> bool:
         try:
-            ledger = read_ledger(self._io, self._layout.writer(name))
+            ledger = find_ledger(self._io, self._layout.writer(name))
         except FileNotFoundError:
             return False
         if ledger is not None:
@@ -139,7 +139,7 @@ class Recovery:
 
     def _settle(self, member: Member, path: str) -> Net:
         """What a fenced writer's counts come to. Repeatable: a crash in between changes nothing."""
-        ledger = read_ledger(self._io, path)
+        ledger = find_ledger(self._io, path)
         children = list_absorbed(self._io, path)
         if ledger is None:
             # Lost with a power failure. Its records are still there; a reconciliation counts them.

@@ -90,6 +90,7 @@ class FileStore(Store):
             io,
             layout,
             max_bytes=max_bytes,
+            create=create,
             direct_io=direct_io,
             observer=observer,
             clock=clock,

@@ -38,6 +38,7 @@ class Volume:
         layout: Layout,
         *,
         max_bytes: int | None,
+        create: bool,
         direct_io: DirectIO,
         observer: Observer,
         clock: Callable[[], float],
@@ -48,7 +49,7 @@ class Volume:
         self.layout = layout
         self.observer = observer
         self.index = KeyIndex()
-        self.membership = Membership(io, layout, wall)
+        self.membership = Membership(io, layout, wall, create=create)
         self.faults = Faults(layout.root, observer, clock)
         self.writing = RecordWriting(io, layout, direct_io)
         recovery = Recovery(io, layout, clock, wall)

@@ -1,0 +1,140 @@
+"""A medium that refuses: answers, counts, rest, and no exception."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.store.base import PutResult
+from kvferry.testing.stores import make_key, make_value, read_value
+
+
+@pytest.mark.parametrize(
+    ("number", "result", "counter"),
+    [
+        (errno.ENOSPC, PutResult.NO_SPACE, "store_put_no_space"),
+        (errno.EDQUOT, PutResult.NO_SPACE, "store_put_no_space"),
+        (errno.EIO, PutResult.FAILED, "store_put_failed"),
+        (errno.EROFS, PutResult.FAILED, "store_put_failed"),
+        (errno.EACCES, PutResult.FAILED, "store_put_failed"),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "pwritev", "link", "lstat"])
+def test_a_failing_write_is_an_answer_and_gives_its_space_back(
+    bench, call, number, result, counter
+):
+    store = bench.open(max_bytes=100_000)
+    store.put(make_key(0), [make_value(5000)])
+    bench.io.fail[call] = number
+    assert store.put(make_key(1), [make_value(5000)]) is result
+    assert bench.counters[counter] == 1
+    bench.io.fail.clear()
+    assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    assert store.stat().used_bytes == 10_000
+    assert read_value(store, make_key(1)) is None
+    assert read_value(store, make_key(2)) == make_value(5000)
+
+
+def test_a_full_disk_costs_nothing_after_a_while(bench, caplog):
+    store = bench.open()
+    bench.io.fail["pwritev"] = errno.ENOSPC
+    for number in range(50):
+        assert store.put(make_key(number), [b"x"]) is PutResult.NO_SPACE
+    assert bench.io.calls["link"] == 0
+    assert bench.counters["store_put_no_space"] == 3
+    assert bench.counters["store_put_skipped"] == 47
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    bench.clock.advance(1.1)
+    assert store.put(make_key(0), [b"x"]) is PutResult.NO_SPACE
+    bench.clock.advance(1.1)  # the rest doubles
+    assert store.put(make_key(0), [b"x"]) is PutResult.NO_SPACE
+    assert bench.counters["store_put_no_space"] == 4
+    bench.io.fail.clear()
+    bench.clock.advance(60.0)
+    assert store.put(make_key(0), [b"x"]) is PutResult.STORED
+    assert store.put(make_key(1), [b"x"]) is PutResult.STORED
+
+
+def test_without_hard_links_records_are_renamed_into_place(bench):
+    store = bench.open(max_bytes=100_000)
+    for number, refusal in enumerate([errno.EPERM, errno.EOPNOTSUPP]):
+        bench.io.fail["link"] = refusal
+        assert store.put(make_key(number), [make_value(4097)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4097)]) is PutResult.EXISTS
+        assert read_value(store, make_key(number)) == make_value(4097)
+    assert store.stat().used_bytes == 2 * 4097
+    assert store.delete(make_key(0))
+    assert store.stat().used_bytes == 4097
+
+
+def test_short_writes_are_continued(bench):
+    store = bench.open()
+    bench.io.largest_write = 1000
+    value = make_value(9001)
+    assert store.put(make_key(), [value[:17], value[17:8000], value[8000:]]) is PutResult.STORED
+    assert bench.io.calls["pwritev"] > 9
+    assert read_value(store, make_key()) == value
+
+
+def test_a_record_that_cannot_be_opened_is_an_error_and_an_absent_one_is_not(bench):
+    store = bench.open()
+    store.put(make_key(), [b"value"])
+    bench.io.fail["open"] = errno.EIO
+    with pytest.raises(StoreError) as caught:
+        store.open_read(make_key())
+    assert isinstance(caught.value.__cause__, OSError)
+    bench.io.fail.clear()
+    source = store.open_read(make_key())
+    bench.io.fail["preadv"] = errno.EIO
+    with source, pytest.raises(StoreError):
+        source.read_into(memoryview(bytearray(5)), 0)
+
+
+def test_a_discard_that_fails_still_takes_the_record_out_of_the_index(bench):
+    store = bench.open()
+    store.put(make_key(), [b"rotten"])
+    bench.io.fail["rename"] = errno.EROFS
+    store.discard(make_key(), "bad_leaf")
+    store.probe([make_key()])
+    store.maintain()
+    assert not store.contains(make_key())
+
+
+def test_failing_removals_leave_counts_exact(bench):
+    store = bench.open()
+    for number in range(4):
+        store.put(make_key(number), [make_value(1000)])
+    for call in ("mkdir", "rename", "pwritev", "unlink"):
+        bench.io.fail[call] = errno.EIO
+        assert store.delete(make_key(0)) is False
+        bench.io.fail.clear()
+    store.delete(make_key(1))
+    store.maintain()
+    on_disk = len(list(store.scan()))
+    assert store.stat().used_bytes == on_disk * 1000
+    assert on_disk == 2
+
+
+@pytest.mark.parametrize("recreated", [True, False])
+def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
+    store = bench.open(max_bytes=100_000)
+    store.put(make_key(0), [b"value"])
+    shutil.rmtree(bench.root)
+    if recreated:
+        bench.open()
+    assert store.open_read(make_key(0)) is None
+    store.touch([make_key(0)])
+    store.discard(make_key(0), "test")
+    assert store.delete(make_key(0)) is False
+    assert list(store.scan()) == []
+    store.put(make_key(1), [b"value"])
+    bench.clock.advance(120)
+    store.maintain()
+    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+    assert read_value(store, make_key(2)) == b"value"
+    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
