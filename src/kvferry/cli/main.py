@@ -7,7 +7,6 @@ run as asked; 130 interrupted.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Protocol, cast
@@ -86,10 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output left (`kvferry ls ... | head`); say nothing, also at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except _CLICK_ERROR as error:
         problem = cast("_UsageProblem", error)
         message = problem.format_message()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvferry.config import build_config
+from kvferry.config import build_config, parse_size, parse_store_url
 from kvferry.connectors.registry import EngineSpec, Roles
 from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.connectors.shared_storage.rank_rows import RankRows
@@ -56,11 +56,15 @@ class Parts:
             chunk_tokens=self.config.chunk_tokens,
             groups=spec.groups,
         )
+        if store is None:
+            # Before it is opened: a store opened with such a quota would evict down to it.
+            max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
+            self._check_quota(None if max_bytes is None else parse_size(max_bytes))
         self.store = store or open_store(
             self.config.store, observer=observer, multi_process=spec.shard.world_size > 1
         )
         try:
-            self._check_store()
+            self._check_quota(self.store.stat().max_bytes)
             self.staging = Staging(
                 self.config.staging_bytes, RankRows(spec, self.schema).slot_bytes
             )
@@ -68,8 +72,7 @@ class Parts:
             self.store.close()
             raise
 
-    def _check_store(self) -> None:
-        limit = self.store.stat().max_bytes
+    def _check_quota(self, limit: int | None) -> None:
         if limit is not None and limit < self.schema.record_bytes:
             raise ConfigError(
                 f"max_bytes={limit} is smaller than one chunk of this model "

@@ -1,0 +1,218 @@
+"""What a user can get wrong: exit code 2, one line that says what to do, nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.engine import LLM
+from kvferry.errors import ConfigError
+from kvferry.testing.models import make_tiny_model
+from tests.tokenizers import save_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    directory = make_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+def _make_newer(root: Path) -> None:
+    marker = json.loads((root / "kvferry.json").read_text())
+    (root / "kvferry.json").write_text(json.dumps({**marker, "version": 99}))
+
+
+LOOKS = ["ls", "show", "stat", "verify", "gc"]
+EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
+
+
+@pytest.mark.parametrize("command", LOOKS)
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("not a url", ["not a url", "file:///"]),
+        ("/var/cache", ["no scheme", "file:///var/cache"]),
+        ("flie:///x", ["unknown scheme 'flie'", "'file'"]),
+        ("file://relative/path", ["absolute"]),
+        ("file:///nowhere/at/all", ["/nowhere/at/all", "does not exist"]),
+        ("file:///nowhere?max_byte=1GiB", ["'max_byte'", "'max_bytes'"]),
+        ("file:///nowhere?max_bytes=lots", ["'lots'", "10GiB"]),
+        ("memory://x", ["memory store", "file:///"]),
+    ],
+)
+def test_a_url_that_is_no_store(run, command, url, says):
+    ran = run(command, url, *EXTRA.get(command, []))
+    assert ran.code == 2
+    assert all(part in ran.error_line for part in says), ran.error_line
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_missing_directory_is_not_made(run, command, tmp_path):
+    missing = tmp_path / "missing"
+    assert run(command, missing.as_uri(), *EXTRA.get(command, [])).code == 2
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_directory_that_is_no_store_stays_as_it_is(run, command, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    ran = run(command, tmp_path.as_uri(), *EXTRA.get(command, []))
+    assert ran.code == 2
+    assert "not a kvferry store" in ran.error_line
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_store_of_a_newer_format(make_store, run, command):
+    made = make_store()
+    _make_newer(made.root)
+    before = made.snapshot()
+    ran = run(command, made.url, *EXTRA.get(command, []))
+    assert ran.code == 2
+    assert "version 99" in ran.error_line
+    assert "knows 1" in ran.error_line
+    assert made.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["lss"], "'ls'"),
+        (["ls", "--limt", "3", "file:///x"], "--limit"),
+        (["ls", "--sort", "colour", "file:///x"], "colour"),
+        (["ls", "--limit", "few", "file:///x"], "--limit"),
+        (["ls"], "URL"),
+        (["ls", "file:///x", "file:///y"], "file:///y"),
+        (["gc", "file:///x"], "--max-bytes"),
+        (["gc", "file:///x", "--older-than", "soon"], "'soon'"),
+        (["gc", "file:///x", "--max-bytes", "3G"], "gib"),
+        (["bench", "datapth"], "'datapath'"),
+        (["bench", "lookup", "--dir", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["bench", "lookup", "--threads", "0"], "threads"),
+        (["generate", "/nowhere/at/all"], "--prompt-file"),
+        (["generate", "/nowhere/at/all", "Hello"], "/nowhere/at/all"),
+        (["generate", "/etc", "Hello"], "/etc"),
+        (["generate", "/etc", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["demo", "--prompts", "0"], "--prompts"),
+        (["demo", "--prompts", "99", "--model-dir", "/etc"], "--question"),
+        (["demo", "--model-dir", "/etc"], "/etc"),
+        (["demo", "--model-dir", "/etc", "--document", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_a_command_that_cannot_be_meant(run, arguments, says):
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert says.lower() in ran.error_line.lower(), ran.error_line
+
+
+def test_a_wheel_that_is_not_the_pinned_one(run, tmp_path):
+    pytest.importorskip("gguf")
+    wheel = tmp_path / "model.whl"
+    wheel.write_bytes(b"PK")
+    ran = run("demo", "--dir", tmp_path / "cache", "--wheel", wheel)
+    assert ran.code == 2
+    assert "SHA-256" in ran.err
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_max_bytes_below_one_chunk_loses_nothing(make_store, run, model_dir):
+    made = make_store(num_records=3)
+    before = made.snapshot()
+    url = f"{made.url}?max_bytes=100"
+    ran = run("generate", model_dir, "Hello", "--store", url)
+    assert ran.code == 2
+    assert "max_bytes=100" in ran.error_line
+    assert "smaller than one chunk" in ran.error_line
+    assert made.snapshot() == before
+
+
+def test_max_bytes_below_one_chunk_makes_no_directory(run, model_dir, tmp_path):
+    url = f"{(tmp_path / 'new').as_uri()}?max_bytes=100"
+    assert (
+        "smaller than one chunk" in run("generate", model_dir, "Hello", "--store", url).error_line
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_store_that_cannot_be_written_does_not_stop_generation(make_store, run, model_dir):
+    made = make_store(num_records=1)
+    before = made.snapshot()
+    ran = run("generate", model_dir, "Hello", "--store", f"{made.url}?read_only=true")
+    assert ran.code == 0
+    assert made.snapshot() == before
+
+
+def test_the_same_mistakes_are_named_errors_in_python(make_store, model_dir, tmp_path):
+    made = make_store()
+    with pytest.raises(ConfigError, match="smaller than one chunk"):
+        LLM(model_dir, store=f"{made.url}?max_bytes=100")
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        LLM(model_dir, blok_size=16)
+    with pytest.raises(ConfigError, match="did you mean 'chunk_tokens'"):
+        LLM(model_dir, store=made.url, connector_options={"chunk_token": 16})
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        LLM(tmp_path)
+    _make_newer(made.root)
+    with pytest.raises(ConfigError, match="version 99"):
+        LLM(model_dir, store=made.url)
+
+
+def test_json_into_a_directory_that_is_not_there(make_store, run):
+    made = make_store()
+    ran = run("ls", made.url, "--json", "/nowhere/at/all.json")
+    assert ran.code == 2
+    assert ran.err.startswith("error: cannot write /nowhere/at/all.json")
+
+
+def test_no_arguments_print_the_help(run):
+    ran = run()
+    assert ran.code == 2
+    assert "Usage: kvferry" in ran.out + ran.err
+
+
+def test_version(run):
+    ran = run("--version")
+    assert ran.code == 0
+    assert ran.out.startswith("kvferry ")
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return _run(sys.executable, *arguments)
+
+
+def test_ctrl_c_is_one_line_and_130():
+    script = (
+        "import sys, kvferry.cli.main as m, kvferry.cli.ls as ls\n"
+        "def interrupted(*a, **k): raise KeyboardInterrupt\n"
+        "ls.open_existing = interrupted\n"
+        "sys.exit(m.main(['ls', 'file:///x']))\n"
+    )
+    done = _python("-c", script)
+    assert done.returncode == 130
+    assert done.stderr.strip() == "error: interrupted"
+
+
+def test_a_reader_that_left_gets_no_traceback(make_store):
+    made = make_store(num_records=3)
+    command = f"{sys.executable} -m kvferry.cli.main ls {made.url} --json - | head -c 1 >/dev/null"
+    done = _run("bash", "-c", f"set -o pipefail; {command}")
+    assert done.returncode in (0, 1)  # click's answer to a closed pipe is 1
+    assert done.stderr == ""
+
+
+def test_the_help_loads_neither_torch_nor_numpy():
+    script = (
+        "import sys, kvferry.cli.main as m; m.main(['--help']);"
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    assert _python("-c", script).returncode == 0

