@@ -223,6 +223,9 @@ class SharedStorageScheduler(SchedulerRole):
         self._observer.count("hit_tokens", stop - start)
         self._observer.count("hits")
 
+    def empty_plan(self) -> Plan:
+        return EMPTY_PLAN
+
     def build_plan(self, step: StepView) -> Plan:
         for request_id in step.preempted_request_ids:
             self._forget_loads(request_id)
