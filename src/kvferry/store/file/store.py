@@ -232,7 +232,9 @@ class FileStore(Store):
 
     def maintain(self) -> None:
         """Do all upkeep that is due now, in this thread: for stores opened without background."""
-        self._volume.upkeep.background.run_until_idle()
+        # Twice, because some jobs wait for what others do in the first round.
+        for _ in range(2):
+            self._volume.upkeep.background.run_until_idle()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Check every record and quarantine the bad ones; see `maintenance.verify`."""

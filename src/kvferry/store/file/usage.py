@@ -22,7 +22,8 @@ class Usage(NamedTuple):
 
 
 def read_usage(io: FileIO, layout: Layout) -> Usage:
-    """Add up all ledgers. Never misses a writer that is being absorbed meanwhile.
+    """Add up all ledgers. Never misses a writer that is being absorbed meanwhile, nor counts it
+    twice.
 
     A writer moves by rename from `writers/` into the directory of the one that absorbs it, and its
     counts move by one write of that one's ledger. So the order is: list the children, then read the
@@ -34,15 +35,17 @@ def read_usage(io: FileIO, layout: Layout) -> Usage:
     """
     for _ in range(100):
         found: dict[str, Ledger | None] = {}
+        names = {name for name in io.listdir(layout.writers) if is_writer_name(name)}
         try:
-            for name in io.listdir(layout.writers):
-                if is_writer_name(name):
-                    _read_tree(io, layout.writer(name), name, found)
+            for name in names:
+                _read_tree(io, layout.writer(name), name, found)
         except FileNotFoundError:
             # Without the directory itself there is nothing to take again.
             io.lstat(layout.writers)
             continue
-        return _sum(found)
+        # One that was read here and has left since may be in another ledger as well.
+        if names.issubset(io.listdir(layout.writers)):
+            return _sum(found)
     raise OSError(errno.EAGAIN, "the ledgers would not hold still")
 
 
