@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from kvferry.engine import LLM, SamplingParams
@@ -124,6 +122,25 @@ def test_a_restarted_engine_reads_what_the_last_one_computed(model_dir, behaviou
     assert completions[-1].num_external_tokens >= 64
     if behaviour.get("steps_per_free"):
         assert completions[-1].params == {"blocks": 7}
+
+
+def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp_path):
+    url = f"file://{tmp_path}/store?max_bytes=64MiB"
+    options = {"store": url, "connector_options": {"chunk_tokens": 32}}
+    path, other = model_dir(), model_dir(seed=1)
+    expected = own_generation(path, [prompt(101)], 6)
+    with engine(path, **options) as llm:
+        assert_same(llm.generate([prompt(101)], GREEDY), expected)
+        assert llm.drain(5.0)
+    # Another block size, to show that it is no part of what is stored.
+    with engine(path, block_size=5, **options) as llm:
+        completions = llm.generate([prompt(101)], GREEDY)
+        assert_same(completions, expected)
+        assert completions[0].num_external_tokens == 95
+    with engine(other, **options) as llm:
+        completions = llm.generate([prompt(101)], GREEDY)
+        assert_same(completions, own_generation(other, [prompt(101)], 6))
+        assert completions[0].num_external_tokens == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -269,22 +286,29 @@ def test_streams_and_batches_run_side_by_side(model_dir):
 # ---- faults and ends
 
 
+class Interrupted:
+    """A runner whose forward is cut short."""
+
+    def __init__(self, runner) -> None:
+        self.around, self.idle = runner.around, runner.idle
+        self.inner = runner
+
+    def forward(self, step):
+        self.inner.forward(step)
+        raise KeyboardInterrupt
+
+
 def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(model_dir):
     path = model_dir()
     behaviour = Behaviour(steps_per_free=1)
     with engine(path, roles=memory_roles(behaviour)) as llm:
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        forward = llm._core._runner.forward
-
-        def interrupted(step):
-            forward(step)
-            raise KeyboardInterrupt
-
-        llm._core._runner.forward = interrupted
+        runner = llm._core._runner
+        llm._core._runner = Interrupted(runner)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(70), prompt(30)], GREEDY)
-        llm._core._runner.forward = forward
+        llm._core._runner = runner
         llm._core.scheduler.check_integrity()
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids
@@ -357,14 +381,9 @@ def test_options_that_cannot_be_used_are_refused(model_dir, tmp_path):
         LLM(path, kv_cache_bytes="1KiB")
 
 
-def test_progress_is_drawn_to_the_end(model_dir, monkeypatch):
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80)
-    monkeypatch.setattr("kvferry.engine.progress.Console", lambda **_: console)
+def test_progress_goes_to_the_standard_error_output(model_dir, capsys):
     with engine(model_dir()) as llm:
-        llm.generate([prompt(5), prompt(6)], SamplingParams(max_tokens=3), progress=True)
-        assert "2/2 prompts" in screen.getvalue()
-        assert "100%" in screen.getvalue()
-        drawn = len(screen.getvalue())
+        llm.generate([prompt(5)], progress=True)
+        assert capsys.readouterr().out == ""
         llm.generate([prompt(5)])
-        assert len(screen.getvalue()) == drawn
+        assert capsys.readouterr() == ("", "")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
@@ -81,6 +83,21 @@ def test_missing_weights_and_broken_tokenizers_are_named(model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_missing_tensor_is_refused_and_not_made_up(model_dir, tmp_path):
+    shutil.copytree(model_dir(), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of .*layers\.1\.mlp\.up_proj\.weight"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+
+
+def test_without_transformers_the_line_to_install_it_is_given(model_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[transformers\]'"):
+        ModelConfig(model_dir(), EngineConfig())
 
 
 def test_dtype_follows_the_config_unless_told(tmp_path):

@@ -172,15 +172,24 @@ class PagedModel:
         self.device = torch.device(device)
         with quiet_transformers():
             try:
-                model = model_class.from_pretrained(
+                model, info = model_class.from_pretrained(
                     model_dir,
                     config=config,
                     dtype=geometry.torch_dtype,
                     attn_implementation=ATTENTION_NAME,
                     local_files_only=True,
+                    output_loading_info=True,
                 )
             except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"cannot load the weights in {model_dir}: {error}") from error
+                raise ConfigError(
+                    f"cannot load the weights in {model_dir}: {_first_line(error)}"
+                ) from error
+        # Transformers makes up what is missing, and only logs it.
+        if info["missing_keys"]:
+            raise ConfigError(
+                f"{model_dir} lacks {len(info['missing_keys'])} of the model's tensors, "
+                f"{min(info['missing_keys'])} for one"
+            )
         self._model = model.to(self.device).eval()
         self.eos_token_ids = _eos_token_ids(model)
         probe = _Probe()
@@ -272,17 +281,27 @@ class _Probe:
 
 
 def _read_config(model_dir: Path) -> Any:
-    from transformers import AutoConfig
-
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a directory; give one with config.json and weights")
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
     try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            "the engine needs Transformers: pip install 'kvferry[transformers]'"
+        ) from error
+    try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{model_dir}/config.json cannot be used: {reason}") from error
+        raise ConfigError(
+            f"{model_dir}/config.json cannot be used: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Errors of Transformers explain at length; ours are one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load_tokenizer(model_dir: Path) -> Any | None:
@@ -298,7 +317,9 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"cannot load the tokenizer in {model_dir}: {error}") from error
+        raise ConfigError(
+            f"cannot load the tokenizer in {model_dir}: {_first_line(error)}"
+        ) from error
 
 
 def _rope_types(config: Any) -> Iterator[str]:

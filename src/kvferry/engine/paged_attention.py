@@ -110,6 +110,8 @@ class PagedStep:
         slots: tuple[torch.Tensor, torch.Tensor],
         buffer: GatherBuffer,
         layerwise: SupportsLayerwise | None = None,
+        *,
+        max_mask_elements: int = MAX_MASK_ELEMENTS,
     ) -> None:
         """Prepare a forward.
 
@@ -120,12 +122,14 @@ class PagedStep:
             slots: block id and offset in the block of every flattened token, int64.
             buffer: memory to gather into.
             layerwise: the connector's layer hooks.
+            max_mask_elements: size of the masks that are made, and of those kept.
         """
         self._kv_caches = kv_caches
         self._spans = spans
         self._slots = slots
         self._buffer = buffer
         self._layerwise = layerwise
+        self._max_mask_elements = max_mask_elements
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
     def attend(
@@ -196,7 +200,7 @@ class PagedStep:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
-        tile = max(1, MAX_MASK_ELEMENTS // num_keys)
+        tile = max(1, self._max_mask_elements // num_keys)
         parts = []
         for start in range(0, num_queries, tile):
             part = query[:, :, start : start + tile]
@@ -227,7 +231,10 @@ class PagedStep:
             hidden |= distance >= window
         mask = torch.zeros(num_queries, num_keys, dtype=like.dtype, device=like.device)
         mask.masked_fill_(hidden, float("-inf"))
-        if sum(kept.numel() for kept in self._masks.values()) + mask.numel() <= MAX_MASK_ELEMENTS:
+        if (
+            sum(kept.numel() for kept in self._masks.values()) + mask.numel()
+            <= self._max_mask_elements
+        ):
             self._masks[wanted] = mask
         return mask
 

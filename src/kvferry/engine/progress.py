@@ -17,7 +17,9 @@ class GenerationProgress:
     The end is the longest that the requests may become; one that stops early jumps to its end.
     """
 
-    def __init__(self, requests: Sequence[Request], *, enabled: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request], *, enabled: bool, console: Console | None = None
+    ) -> None:
         self._requests = requests
         self._total = sum(request.max_total_tokens for request in requests)
         self._progress = Progress(
@@ -25,7 +27,7 @@ class GenerationProgress:
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console or Console(stderr=True),
             disable=not enabled,
             transient=True,
         )

@@ -88,8 +88,6 @@ class Scheduler:
         self._lent = LentBlocks()
         self._finished_ids: set[str] = set()  # since the last schedule
 
-    # ---- requests come and go
-
     def add(self, request: Request) -> None:
         """Queue a request.
 
@@ -131,8 +129,6 @@ class Scheduler:
         """Forget all local prefixes."""
         self._kv.pool.reset()
 
-    # ---- one step
-
     def schedule(self) -> Step:
         """Decide the next step; its plan is built last, once, also without a token."""
         step = Step(self._config.max_batched_tokens, frozenset(self._finished_ids))
@@ -156,7 +152,8 @@ class Scheduler:
         """
         # A report cannot be about blocks that are lent only now, as this step ends a request.
         sent = sorted(output.finished_sending & self._lent.request_ids(LentFor.SAVE))
-        self._observer.count("unknown_report", len(output.finished_sending) - len(sent))
+        if len(sent) < len(output.finished_sending):
+            self._observer.count("unknown_report", len(output.finished_sending) - len(sent))
         self._note_failed_loads(output.failed_recving)
         spoiled = self._spoil(output.invalid_block_ids)
         for entry in step.scheduled:
@@ -312,16 +309,16 @@ class Scheduler:
 
     def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
         """Take back what was computed on blocks whose load failed, for everyone who uses them."""
+        spoiled: set[str] = set()
         if not invalid_block_ids:
-            return set()
-        spoiled = set()
+            return spoiled
         for request in self._block_owners():
             if self._kv.spoil(request, invalid_block_ids):
                 request.limit_hit()
                 self._lookups.load_failed(request)
                 spoiled.add(request.request_id)
         self._kv.pool.uncache(invalid_block_ids)
-        self._observer.count("load_failed", len(spoiled))
+        self._observer.count("load_failed")
         return spoiled
 
     def _block_owners(self) -> Iterator[Request]:
