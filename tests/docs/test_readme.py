@@ -1,0 +1,119 @@
+"""The front door: code blocks run, links lead somewhere, tables say what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import build_app
+from kvferry.store.url import FileOptions
+from kvferry.testing.models import make_tiny_model
+from tests.tokenizers import save_tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+def _python(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:kvferry", *arguments],
+        cwd=cwd, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with the model and the text that the README speaks of."""
+    place = tmp_path_factory.mktemp("place")
+    make_tiny_model(place / "path/to/model", max_position_embeddings=4096)
+    save_tiny_tokenizer(place / "path/to/model")
+    (place / "report.txt").write_text("The clause was executed. " * 40)
+    return place
+
+
+@pytest.mark.slow
+def test_the_code_of_the_readme_runs_and_its_second_run_reads(place):
+    generate, look = (
+        code.replace("/var/cache/kvferry", str(place / "store"))
+        for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    )
+    first = _python("-c", generate, cwd=place)
+    second = _python("-c", generate, cwd=place)
+    assert "\n0 tokens read" in first
+    tokens = int(re.search(r"(\d+) tokens read", second)[1])
+    assert tokens > 0
+    assert tokens % 128 == 0
+    assert first.rpartition("\n0 tokens")[0] == second.rpartition(f"\n{tokens} tokens")[0]
+    listed = _python("-c", look, cwd=place).splitlines()
+    assert len(listed) == tokens // 128
+    assert "0 [3, 4, 128, 16]" in listed
+
+
+@pytest.mark.slow
+def test_the_examples_run(place):
+    examples = ROOT / "examples"
+    store = place / "example store"
+    out = _python(
+        str(examples / "reuse_across_processes.py"), "path/to/model", store.as_uri(), cwd=place
+    )
+    hits = [int(number) for number in re.findall(r"(\d+) read from the store", out)]
+    assert hits[0] == 0
+    assert hits[1] >= 128
+    record = next((store / "records").glob("*/*.safetensors"))
+    out = _python(str(examples / "open_a_record.py"), str(record), cwd=place)
+    assert "kv.0: F32 [3, 4, 128, 16]" in out
+    assert "layer 0: rms of K" in out
+
+
+def test_every_example_is_short_and_tested():
+    names = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert names == {"reuse_across_processes.py", "open_a_record.py"}
+    for name in names:
+        assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_command_table_lists_every_command():
+    named = re.findall(r"^\| `kvferry (\w+)", README, re.MULTILINE)
+    commands = [command.callback.__name__ for command in build_app().registered_commands]
+    assert named == commands
+
+
+def test_the_option_table_lists_every_option_of_a_file_url():
+    (table,) = re.findall(r"\| option \|.*?\n\n", README, re.DOTALL)
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
+        field.name for field in fields(FileOptions)
+    }
+
+
+def test_the_architecture_page_names_every_package():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    packages = {
+        path.stem
+        for path in (ROOT / "src" / "kvferry").iterdir()
+        if path.name not in ("__init__.py", "__pycache__", "py.typed")
+    }
+    listed = set(re.findall(r"`(\w+)`", page.partition("## Packages")[2]))
+    assert packages <= listed
+    steps = re.findall(r"^(\d+)\. ", page, re.MULTILINE)
+    assert steps == [str(number) for number in range(1, 11)]
+
+
+def test_files_named_in_the_architecture_page_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert (ROOT / "src" / "kvferry" / name).exists(), name
