@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from tests.engine.memory_connector import Behaviour, LayerwiseWorker, memory_roles
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gpt_neox", "gemma3_text"]
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True, logprobs=2)
@@ -281,6 +283,34 @@ def test_streams_and_batches_run_side_by_side(model_dir):
         tokens += [event.token_id for event in first]
         assert tuple(tokens) == alone.token_ids
         assert len(list(second)) == 5
+
+
+@pytest.fixture(scope="module")
+def text_model(model_dir, tmp_path_factory):
+    """A tiny model with a tokenizer of one token per byte, ids 3 to 258."""
+    path = shutil.copytree(model_dir(vocab_size=259), tmp_path_factory.mktemp("text") / "model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index + 3 for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return path
+
+
+def test_text_goes_in_and_comes_out_whole_or_in_pieces(text_model):
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
+    with engine(text_model) as llm:
+        (completion,) = llm.generate(["h\u00e9llo"], params)
+        assert len(completion.prompt_token_ids) == len("h\u00e9llo".encode())
+        assert completion.text == llm.tokenizer.decode(
+            list(completion.token_ids), skip_special_tokens=True
+        )
+        assert completion.prompt_token_ids == tuple(llm.encode("h\u00e9llo"))
+        pieces = [event.text for event in llm.stream("h\u00e9llo", params)]
+    assert len(pieces) == 40
+    assert "".join(pieces) == completion.text
 
 
 # ---- faults and ends
