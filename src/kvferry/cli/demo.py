@@ -50,8 +50,9 @@ def demo(
     ] = Path(".demo"),
     json: JsonOption = None,
 ) -> None:
-    """Ask about a long document: computed, then read from the store by a new process, then with a
-    corrupted record. Prints one table and saves a plot. Exit code 1 if anything was not right.
+    """Show reuse on a real model: computed, read back by a new process, one record corrupted.
+
+    Prints one table and saves a plot. Exit code 1 if anything was not right.
     """
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()

@@ -1,0 +1,58 @@
+"""`kvferry generate`: text on stdout, facts on stderr, reuse between runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from kvferry.testing.models import make_tiny_model
+from tests.tokenizers import save_tiny_tokenizer
+
+PROMPT = "the statement was executed, and " * 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+def test_the_second_run_reads_what_the_first_computed(run, model_dir, tmp_path):
+    options = ["--store", (tmp_path / "store").as_uri(), "--chunk-tokens", 16, "--max-tokens", 4]
+    cold = run("generate", model_dir, PROMPT, *options, "--json", tmp_path / "cold.json")
+    warm = run("generate", model_dir, PROMPT, *options, "--json", tmp_path / "warm.json")
+    assert (cold.code, warm.code) == (0, 0)
+    first, second = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cold", "warm")
+    )
+    assert first["hit_tokens"] == 0
+    assert second["hit_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16
+    assert second["text"] == first["text"]
+    assert cold.out == warm.out == first["text"] + "\n"
+    assert f"{second['hit_tokens']} read from the store" in warm.err
+
+
+def test_a_prompt_from_stdin_or_a_file_is_the_same_prompt(run, model_dir, tmp_path, monkeypatch):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    texts = {
+        json.loads(run("generate", model_dir, *how, "--max-tokens", 3, "--json", "-").out)["text"]
+        for how in ([PROMPT], ["-"], ["--prompt-file", tmp_path / "prompt.txt"])
+    }
+    assert len(texts) == 1
+
+
+def test_a_seed_repeats_a_sample(run, model_dir):
+    def sample(seed):
+        out = run(
+            "generate", model_dir, PROMPT, "--temperature", 2.0, "--seed", seed, "--max-tokens", 9,
+            "--json", "-",
+        ).out  # fmt: skip
+        return json.loads(out)["text"]
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(1, 5)}) > 1
