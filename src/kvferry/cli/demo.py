@@ -71,7 +71,7 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    result = _run(options)
+    result = _run(options, console)
     summary = report.summarise(model_dir.resolve().name, result)
     plot = directory / "demo.png"
     save_plot(plot, summary, result)
@@ -126,9 +126,16 @@ def _prompts(
     return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
 
 
-def _run(options: DemoOptions) -> DemoResult:
+def _run(options: DemoOptions, console: Console) -> DemoResult:
     from kvferry.demo.run import num_steps, run_demo
 
     with progress() as bar:
         task = bar.add_task("cold", total=num_steps(options))
-        return run_demo(options, lambda phase: bar.update(task, description=phase, advance=1))
+
+        def advance(phase: str) -> None:
+            bar.update(task, description=phase, advance=1)
+            if not console.is_terminal:  # no bar then, and a log should move as well
+                done = bar.tasks[0]
+                console.print(f"demo: {phase}, {done.completed:.0f} of {done.total:.0f} answers")
+
+        return run_demo(options, advance)

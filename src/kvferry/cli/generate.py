@@ -23,7 +23,7 @@ def generate(
         Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a Hugging Face causal LM.")
     ],
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT|-]", help="The prompt; '-' reads stdin.")
+        str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; '-' reads stdin.")
     ] = None,
     prompt_file: Annotated[
         Path | None,
