@@ -82,8 +82,10 @@ class Quota:
         """
         if self.max_bytes is None or self.refresh().num_bytes <= self.max_bytes:
             return True
+        # A little more than needed goes, so that not every write into a full store evicts.
+        slack = min(self.max_bytes // 64, _MAX_SLACK_BYTES)
         with self._lock:
-            return self._shrink(member, self.max_bytes)
+            return self._shrink(member, self.max_bytes, slack)
 
     def shrink_to(self, member: Member, max_bytes: int) -> bool:
         """Evict until at most `max_bytes` are stored. False if it cannot.
@@ -92,13 +94,11 @@ class Quota:
             OSError: the medium failed.
         """
         with self._lock:
-            return self._shrink(member, max_bytes)
+            return self._shrink(member, max_bytes, 0)
 
-    def _shrink(self, member: Member, max_bytes: int) -> bool:
+    def _shrink(self, member: Member, max_bytes: int, slack: int) -> bool:
         recovered = False
         while (excess := self.refresh().num_bytes - max_bytes) > 0:
-            # A little more than asked for, so that not every write of a full store evicts.
-            slack = min(max_bytes // 64, _MAX_SLACK_BYTES)
             removed = member.remover.remove(self._evictor.choose(excess + slack))
             self._on_removed(removed)
             self._observer.count("store_evicted_records", removed.num_records)

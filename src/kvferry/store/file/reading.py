@@ -1,17 +1,22 @@
 """Reading one record: from the page cache if it is there, else past it.
 
 A warm read is a copy. A cold one is fastest with O_DIRECT: no second copy, no readahead guess.
-Which one it is, the kernel tells: a read with RWF_NOWAIT returns what the page cache holds and
-stops where the disk would be needed; what is left then goes direct where address, offset and length
-allow it. The price: a record read cold is not in the page cache afterwards.
+Which one it is, a sample tells: one random page of the range is read with RWF_NOWAIT, which fails
+if the disk would be needed. It is one page, and the file is marked for random access, because even
+a failing attempt makes the kernel start reading ahead what was asked for; asked for the whole
+range, it cost a third of the speed. It is a random one, because that page is in the cache from then
+on.
+
+The price of direct reads: a record read cold is not in the page cache afterwards.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import StoreError
 from kvferry.store.base import Source
@@ -24,15 +29,23 @@ from kvferry.store.file.fileio import (
     is_aligned,
 )
 
+_MIN_DIRECT_BYTES = 64 * 1024
+"""Below, a look costs more than it can save."""
+
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
 
 
 @dataclass(slots=True)
 class ReadAbilities:
-    """What the file system turned out to support; learnt once per store, only ever switched off."""
+    """What the file system turned out to support; learnt once per store, only ever switched off.
 
-    nowait: bool = RWF_NOWAIT != 0
-    direct: bool = O_DIRECT != 0
+    Attributes:
+        direct: direct reads, and telling a cold file from a warm one.
+        rng: draws the page to look at.
+    """
+
+    direct: bool = O_DIRECT != 0 and RWF_NOWAIT != 0
+    rng: random.Random = field(default_factory=random.Random)
 
 
 class NotARecord(Exception):
@@ -74,6 +87,7 @@ class FileSource(Source):
         self._io = io
         self._fd = fd
         self._direct_fd = -1
+        self._is_random = False
         self._abilities = abilities
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
@@ -101,33 +115,41 @@ class FileSource(Source):
         self.close()
 
     def _read_some(self, target: memoryview, offset: int) -> int:
-        if self._abilities.nowait:
+        inside = min(target.nbytes, self.size - offset)
+        whole = inside - inside % BLOCK_BYTES
+        if whole < _MIN_DIRECT_BYTES or not is_aligned(offset) or not self._abilities.direct:
+            return self._io.preadv(self._fd, [target], offset)
+        if not is_aligned(address_of(target)):
+            return self._io.preadv(self._fd, [target], offset)
+        sample = self._abilities.rng.randrange(whole // BLOCK_BYTES) * BLOCK_BYTES
+        count = 0
+        if self._read_cached(target[sample : sample + BLOCK_BYTES], offset + sample):
             count = self._read_cached(target, offset)
-            if count is not None:
-                return count
-        if self._abilities.direct:
-            count = self._read_direct(target, offset)
-            if count:
-                return count
-        return self._io.preadv(self._fd, [target], offset)
+        return (
+            count
+            or self._read_direct(target[:whole], offset)
+            or self._io.preadv(self._fd, [target], offset)
+        )
 
-    def _read_cached(self, target: memoryview, offset: int) -> int | None:
-        """What the page cache holds; None if it holds nothing here or cannot tell."""
+    def _read_cached(self, target: memoryview, offset: int) -> int:
+        """What the page cache holds from `offset` on; 0 if that is nothing."""
         try:
+            if not self._is_random:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+                self._is_random = True
             return self._io.preadv(self._fd, [target], offset, RWF_NOWAIT)
         except BlockingIOError:
-            return None
+            return 0
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            # Warm and cold look alike now, and a warm direct read is the worse mistake.
-            self._abilities.nowait = self._abilities.direct = False
-            return None
+            # Warm and cold look alike here, and a warm direct read is the worse mistake.
+            self._abilities.direct = False
+            return 0
 
     def _read_direct(self, target: memoryview, offset: int) -> int:
-        """The whole blocks at the front of `target`; 0 if that is none."""
-        num_bytes = target.nbytes - target.nbytes % BLOCK_BYTES
-        if not num_bytes or not is_aligned(offset) or not is_aligned(address_of(target)):
+        """Past the page cache; 0 at the end, and if that is not possible (any more)."""
+        if not self._abilities.direct:
             return 0
         try:
             if self._direct_fd < 0:
@@ -135,7 +157,7 @@ class FileSource(Source):
                 self._direct_fd = os.open(
                     f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | O_DIRECT
                 )
-            return self._io.preadv(self._direct_fd, [target[:num_bytes]], offset)
+            return self._io.preadv(self._direct_fd, [target], offset)
         except OSError as error:
             if error.errno not in _UNSUPPORTED and error.errno != errno.ENOENT:
                 raise

@@ -70,12 +70,13 @@ class FileStore(Store):
             create: make the store if it is not there.
             read_only: never write. A directory that cannot be written is opened so with a warning.
             observer: receives counts named `store_...`.
-            direct_io: whether writes go past the page cache; see `writing.RecordWriting`.
+            direct_io: "off" never passes by the page cache; "auto" does for cold reads, "on" for
+                writes as well. See `reading` and `writing`.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
             io: system calls, for tests.
             clock: monotonic seconds.
             wall: seconds since the epoch.
-            rng: draws shards for eviction.
+            rng: draws shards for eviction and pages to look at.
 
         Raises:
             ConfigError: `root` cannot be used.
@@ -83,7 +84,9 @@ class FileStore(Store):
         io = FileIO() if io is None else io
         layout = open_root(root, io, create=create and not read_only)
         self.url = str(StoreUrl(scheme="file", path=layout.root))
-        self._abilities = ReadAbilities()
+        rng = random.Random() if rng is None else rng
+        self._abilities = ReadAbilities(rng=rng)
+        self._abilities.direct &= direct_io != "off"
         self._closed = False
         self._wall = wall
         self._volume = Volume(
@@ -95,7 +98,7 @@ class FileStore(Store):
             observer=observer,
             clock=clock,
             wall=wall,
-            rng=random.Random() if rng is None else rng,
+            rng=rng,
         )
         self._sessions = ShardedWrites(io, layout, self._volume.writing, self._volume.faults)
         if not read_only:

@@ -1,0 +1,146 @@
+"""Verify, repair and gc, on real records."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.record.check import MissReason
+from kvferry.record.schema import Component, RecordSchema, leaf_digests
+from kvferry.testing.stores import make_key, make_value, read_value
+
+
+def make_schema(**changes):
+    return RecordSchema(
+        **{
+            "namespace": bytes(32),
+            "chunk_tokens": 5,
+            "components": (
+                Component(name="kv.0", dtype="F32", shape=(2, 3, 5, 1111)),
+                Component(name="kv.1", dtype="U8", shape=(1, 1, 5, 40_000)),
+            ),
+            **changes,
+        }
+    )
+
+
+def make_record(key, schema=None):
+    schema = make_schema() if schema is None else schema
+    payload = [make_value(component.num_bytes) for component in schema.components]
+    leaves = b"".join(
+        leaf_digests(component, memoryview(part))
+        for component, part in zip(schema.components, payload, strict=True)
+    )
+    return schema.encode_head(key, 10, leaves) + b"".join(payload)
+
+
+def test_sound_records_are_found_sound(bench):
+    store = bench.open()
+    for number in range(3):
+        store.put(make_key(number), [make_record(make_key(number))])
+    seen = []
+    report = store.verify(lambda *progress: seen.append(progress))
+    size = make_schema().record_bytes
+    assert (report.num_records, report.num_bytes, report.bad) == (3, 3 * size, ())
+    assert report.num_unreadable == 0
+    assert seen == [(n, n * size) for n in (1, 2, 3)]
+
+
+def damaged(record, position):
+    return record[:position] + bytes([record[position] ^ 4]) + record[position + 1 :]
+
+
+SCHEMA = make_schema()
+RECORD = make_record(make_key(0))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", MissReason.TRUNCATED),
+        (RECORD[:-1], MissReason.TRUNCATED),
+        (RECORD[:100], MissReason.TRUNCATED),
+        (RECORD + b"x", MissReason.TRAILING_BYTES),
+        (damaged(RECORD, 30), MissReason.BAD_HEADER),
+        (damaged(RECORD, SCHEMA.header_bytes), MissReason.BAD_ROOT),
+        (damaged(RECORD, SCHEMA.header_bytes + 20), MissReason.BAD_ROOT),
+        (damaged(RECORD, SCHEMA.head_bytes), MissReason.BAD_LEAF),
+        (damaged(RECORD, SCHEMA.component_offsets[1] + 70_000), MissReason.BAD_LEAF),
+        (damaged(RECORD, len(RECORD) - 1), MissReason.BAD_LEAF),
+        (make_record(make_key(1)), MissReason.WRONG_KEY),
+        ((1 << 60).to_bytes(8, "little") + bytes(100), MissReason.BAD_HEADER),
+    ],
+    ids=range(12),
+)
+def test_bad_records_are_named_and_quarantined(bench, content, reason):
+    store = bench.open()
+    store.put(make_key(0), [content])
+    store.put(make_key(1), [make_record(make_key(1))])
+    report = store.verify()
+    assert report.bad == ((make_key(0), reason),)
+    assert not store.contains(make_key(0))
+    assert store.open_read(make_key(0)) is None
+    assert len(os.listdir(bench.root / "quarantine")) == 1
+    assert store.verify().bad == ()
+
+
+def test_checking_a_large_record_takes_little_memory(bench):
+    schema = make_schema(
+        components=(Component(name="kv.0", dtype="U8", shape=(1, 1, 5, 10 << 20)),)
+    )
+    store = bench.open()
+    store.put(make_key(), [make_record(make_key(), schema)])
+    tracemalloc.start()
+    assert store.verify().bad == ()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_a_read_only_store_is_verified_but_not_changed(bench):
+    bench.open().put(make_key(), [b"rotten"])
+    with bench.open(read_only=True) as store:
+        assert len(store.verify().bad) == 1
+        for change in (store.repair, store.gc):
+            with pytest.raises(StoreError, match="read-only"):
+                change()
+    assert bench.path(make_key()).exists()
+
+
+def test_repair_puts_everything_right(bench):
+    store = bench.open()
+    for number in range(4):
+        store.put(make_key(number), [make_record(make_key(number))])
+    size = make_schema().record_bytes
+    bench.open().close()
+    bench.path(make_key(0)).unlink()
+    os.truncate(bench.path(make_key(1)), 1000)
+    report = store.repair()
+    assert report.verified.num_records == 3
+    assert report.verified.bad == ((make_key(1), MissReason.TRUNCATED),)
+    assert report.num_recovered_writers == 1
+    assert report.corrected_bytes == 1000 - 2 * size
+    assert store.stat().used_bytes == 2 * size + 1000
+    assert store.repair().corrected_bytes == 0
+
+
+def test_gc_removes_what_is_old_and_then_what_does_not_fit(bench):
+    store = bench.open()
+    now = bench.wall()
+    for number in range(6):
+        store.put(make_key(number), [make_value(1000)])
+        os.utime(bench.path(make_key(number)), (now - 100 * number, now - 100 * number))
+    report = store.gc(older_than_seconds=450)
+    assert (report.removed_records, report.removed_bytes, report.used_bytes) == (1, 1000, 5000)
+    report = store.gc(max_bytes=2500)
+    assert report.used_bytes == 2000
+    assert {entry.key for entry in store.scan()} == {make_key(0), make_key(1)}
+    assert not store.contains(make_key(3))
+    store.touch([make_key(1)])
+    os.utime(bench.path(make_key(0)), (now - 50, now - 50))
+    bench.wall.advance(10)
+    assert store.gc(max_bytes=1000).used_bytes == 1000
+    assert read_value(store, make_key(1)) is not None, "what waited to be written back counted"
