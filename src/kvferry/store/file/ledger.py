@@ -42,7 +42,6 @@ _MAGIC = b"KVFLEDGR"
 _VERSION = 1
 _CLOSED = 1
 _FIXED = struct.Struct("<8sIIQ16sQQd4q4q")
-_PENDING = struct.Struct(f"<{2 * MAX_PENDING}q")
 _ABSORBED_AT = 128
 _PENDING_AT = 256
 _CHECKSUM_AT = COPY_BYTES - 8
@@ -148,8 +147,9 @@ def decode(copy: bytes) -> Ledger | None:
     magic, version, flags, sequence, host, pid, start, heartbeat, *rest = _FIXED.unpack_from(copy)
     if magic != _MAGIC or version != _VERSION:
         return None
-    ids = copy[_ABSORBED_AT:_PENDING_AT]
-    numbers = _PENDING.unpack_from(copy, _PENDING_AT)
+    ids = _filled(copy[_ABSORBED_AT:_PENDING_AT], 8)
+    slots = _filled(copy[_PENDING_AT:_CHECKSUM_AT], 16)
+    numbers = struct.unpack(f"<{len(slots) // 8}q", slots)
     return Ledger(
         owner=Owner(host, pid, start),
         sequence=sequence,
@@ -158,10 +158,19 @@ def decode(copy: bytes) -> Ledger | None:
         net=Net(*rest[:4]),
         finished_batch=rest[4],
         intent=Intent(*rest[5:]) if rest[5] else None,
-        absorbed={ids[i : i + 8].hex() for i in range(0, 128, 8) if any(ids[i : i + 8])},
-        # Sequence numbers of temporary files start at 1: 0 is a free slot.
-        pending={a: b for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a},
+        absorbed={ids[i : i + 8].hex() for i in range(0, len(ids), 8)},
+        pending=dict(zip(numbers[::2], numbers[1::2], strict=True)),
     )
+
+
+def _filled(table: bytes, step: int) -> bytes:
+    """The entries in front of the empty rest of a table."""
+    length = len(table.rstrip(b"\0"))
+    return table[: -(-length // step) * step]
+
+
+def _claimed_sequence(copy: bytes) -> bytes:
+    return copy[23:15:-1]
 
 
 def _checksum(copy: bytes | bytearray) -> bytes:
@@ -177,10 +186,11 @@ def read_ledger(io: FileIO, writer_path: str) -> Ledger | None:
     """
     for _ in range(5):
         both = read_up_to(io, f"{writer_path}/ledger", LEDGER_BYTES)
-        copies = [decode(both[:COPY_BYTES]), decode(both[COPY_BYTES:])]
-        whole = [copy for copy in copies if copy is not None]
-        if whole:
-            return max(whole, key=lambda ledger: ledger.sequence)
+        # The newer one as far as its own word goes; if it is torn, the one before it.
+        copies = sorted((both[:COPY_BYTES], both[COPY_BYTES:]), key=_claimed_sequence)
+        ledger = decode(copies[1]) or decode(copies[0])
+        if ledger is not None:
+            return ledger
         # Both torn at once: the owner wrote twice while we read. Unless the file really is broken,
         # the next look succeeds.
     return None

@@ -70,9 +70,11 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
     )
     if any(correction):
         logger.warning(
-            "store %s: files were changed from outside: counts were off by %d bytes, corrected",
+            "store %s: files were changed from outside: counts were off by %d bytes and %d "
+            "records, corrected",
             layout.root,
             more_bytes,
+            more_records,
         )
         writer.correct(correction)
     return correction
