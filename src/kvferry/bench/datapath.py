@@ -82,9 +82,10 @@ class PagedTensors:
         num_blocks = num_tokens // BLOCK_SIZE
         shape = (32, num_blocks + 1, 8, BLOCK_SIZE, 256)
         noise = np.random.default_rng(0).integers(0, 2**15, 2**22, dtype=np.int16)
-        count = int(np.prod(shape))
-        bits = np.resize(noise, count).reshape(shape)
-        self.tensor = torch.from_numpy(bits).view(torch.bfloat16)
+        # Allocated by torch, as an engine does: numpy's alignment would slow every copy down.
+        self.tensor = torch.empty(shape, dtype=torch.bfloat16)
+        bits = self.tensor.view(torch.int16).numpy().reshape(-1)
+        bits[:] = np.resize(noise, bits.size)
         blocks = list(range(1, num_blocks + 1))
         rng.shuffle(blocks)
         self.blocks = tuple(blocks)
