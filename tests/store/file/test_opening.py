@@ -97,6 +97,20 @@ def test_a_directory_that_cannot_be_written_is_opened_for_reading(bench, caplog)
     assert store.stat().used_bytes == 5
 
 
+def test_a_disk_that_is_full_at_opening_is_used_once_it_has_room(bench):
+    bench.open()
+    bench.io.fail["mkdir"] = errno.ENOSPC
+    store = bench.open()
+    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    store.maintain()
+    bench.io.fail.clear()
+    store.maintain()
+    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    store.close()
+    store.maintain()
+    assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+
+
 def test_a_read_only_store_leaves_no_trace(bench):
     bench.open().put(make_key(), [b"value"])
     before = {path: path.lstat().st_mtime_ns for path in bench.root.rglob("*")}

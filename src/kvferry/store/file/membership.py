@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
+from kvferry.store.file.faults import READ_ONLY
 from kvferry.store.file.fileio import FileIO, exists
 from kvferry.store.file.layout import Layout, make_directories, open_root
 from kvferry.store.file.ledger import Owner, this_process
@@ -45,6 +46,7 @@ class Membership:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._member: Member | None = None
+        self._is_wanted = False
 
     @property
     def current(self) -> Member | None:
@@ -53,11 +55,20 @@ class Membership:
         return self._member if self._pid == os.getpid() else None
 
     def join(self) -> Member:
-        """Register for the first time.
+        """Register.
 
         Raises:
-            OSError: the store cannot be written.
+            OSError: the store cannot be written. Unless it is because nobody may write there,
+                `rejoin_if_fenced` tries again.
         """
+        self._is_wanted = True
+        try:
+            return self._join()
+        except OSError as error:
+            self._is_wanted = error.errno not in READ_ONLY
+            raise
+
+    def _join(self) -> Member:
         make_directories(self._layout, self._io)
         owner = this_process(self._pid)
         writer = Writer(self._io, self._layout, owner, self._wall)
@@ -65,19 +76,23 @@ class Membership:
         return self._member
 
     def rejoin_if_fenced(self) -> bool:
-        """Register again if our directory was taken over or removed. True if that was done.
+        """Register again if our directory was taken over or removed, or if there was no room for
+        it before. True if that was done.
 
         Raises:
             OSError: the store cannot be written now.
         """
         with self._lock:
             member = self.current
-            if member is None or not member.writer.is_fenced():
+            if member is None and (not self._is_wanted or self._pid != os.getpid()):
                 return False
-            # What we counted belongs to whoever took it over, or went with the directory.
+            if member is not None and not member.writer.is_fenced():
+                return False
             self._check_root()
-            self.join()
-            member.writer.close(0.0)
+            self._join()
+            if member is not None:
+                # What it counted belongs to whoever took it over, or went with the directory.
+                member.writer.close(0.0)
             return True
 
     def _check_root(self) -> None:
@@ -91,6 +106,7 @@ class Membership:
 
     def leave(self, timeout: float) -> None:
         """Hand the account over to the next store that looks. Bounded by `timeout` seconds."""
+        self._is_wanted = False
         member, self._member = self.current, None
         if member is not None:
             member.writer.close(timeout)

@@ -116,6 +116,7 @@ class FileStore(Store):
         except OSError as error:
             if error.errno not in READ_ONLY:
                 self._volume.faults.failed("open", error)
+                return
             logger.warning(
                 "store %s cannot be written (%s): opened read-only, nothing will be stored",
                 self.url,
