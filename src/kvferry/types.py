@@ -77,6 +77,7 @@ class ScheduledRequest(Protocol):
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in the blocks before this step, external hits included."""
+
     @property
     def num_scheduled_tokens(self) -> int: ...
 
