@@ -1,8 +1,8 @@
 """Every error kvferry raises on purpose, in one tree under `KVError`.
 
 A cache miss is never an error: it is `None`, a smaller count or a `MissReason`. What stands here is
-misuse (configuration, contract), a machine that refuses (store, transfer) or bytes that are not what
-they claim to be. Messages say what happened, the two values that disagree, and what to do.
+misuse (configuration, contract), a machine that refuses (store, transfer) or bytes that are not
+what they claim to be. Messages say what happened, the two values that disagree, and what to do.
 """
 
 from __future__ import annotations

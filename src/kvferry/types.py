@@ -101,8 +101,8 @@ class KVGroup:
     Attributes:
         num_layers: layers in this group, over all pipeline ranks.
         num_kv_heads: distinct kv heads, over all tensor-parallel ranks (1 for MLA).
-        content_size: elements stored per token and head: K and V side by side (2 x head_dim), or the
-            latent of MLA.
+        content_size: elements stored per token and head: K and V side by side (2 x head_dim), or
+            the latent of MLA.
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
         block_size: the engine's page of this group, in tokens.
         window: sliding window in tokens, None for full attention.

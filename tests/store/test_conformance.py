@@ -77,7 +77,7 @@ class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
     def path(self, store, key):
         name = key.hex()
         root = Path(parse_store_url(store.url).path)
-        return root / "records" / name[:2] / f"{name}.safetensors"
+        return root / "records" / f"{int(name[:2], 16) >> 3:02x}" / f"{name}.safetensors"
 
 
 class FileStoreWithoutThread(TestFileStore):

@@ -71,7 +71,7 @@ class Bench:
         return store
 
     def path(self, key):
-        return self.root / "records" / key.hex()[:2] / f"{key.hex()}.safetensors"
+        return self.root / "records" / f"{key[0] >> 3:02x}" / f"{key.hex()}.safetensors"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
     def _path(self, store, key) -> Path:
         name = key.hex()
         root = Path(store.url.removeprefix("file://"))
-        return root / "records" / name[:2] / f"{name}.safetensors"
+        return root / "records" / f"{int(name[:2], 16) >> 3:02x}" / f"{name}.safetensors"
 
     def poke(self, store, key, value):
         path = self._path(store, key)

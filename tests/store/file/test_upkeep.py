@@ -39,7 +39,7 @@ def test_the_index_takes_at_most_150_bytes_per_key():
 
 def test_the_index_knows_better_than_a_listing_that_began_before(bench):
     index = KeyIndex()
-    old, new, gone, banned = (ChunkKey(bytes([7]) + bytes([n] * 31)) for n in range(4))
+    old, new, gone, banned = (ChunkKey(bytes([7 << 3]) + bytes([n] * 31)) for n in range(4))
     index.add(gone)
     index.start_listing(7)
     index.add(new)

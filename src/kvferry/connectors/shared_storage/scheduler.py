@@ -219,7 +219,6 @@ class SharedStorageScheduler(SchedulerRole):
             # The load itself releases the staging on the workers.
             self._tickets.close(state.ticket, told=True)
             state.ticket = None
-        self._store.touch([ChunkKey(chunk.key) for chunk in chunks])
         self._observer.count("hit_tokens", stop - start)
         self._observer.count("hits")
 
@@ -286,6 +285,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._saves.forget(request.request_id)
         if state is not None:
             self._release(state)
+            # The root of a prefix was stored first and would be evicted first; now it goes last.
+            self._store.touch(state.keys.keys)
         self._forget_loads(request.request_id)
         return FREE_NOW
 

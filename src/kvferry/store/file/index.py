@@ -3,8 +3,8 @@
 A hint in both directions. It is filled from directory listings (no file is touched), kept fresh by
 our own writes and removals, by probes, and by listing again the shards whose directory changed.
 
-Memory per key: the shard is given by the first byte, so 31 bytes remain, a 64-byte object, plus at
-most 67 bytes of hash table at the fill levels of Python's sets.
+Memory per key: 31 bytes of it, a 64-byte object (the first byte tells the shard and three bits that
+nobody misses among 248), plus 27 to 73 bytes of hash table at the fill levels of Python's sets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from kvferry.store.file.layout import NUM_SHARDS
+from kvferry.store.file.layout import NUM_SHARDS, shard_of
 from kvferry.types import ChunkKey
 
 _MAX_BANNED = 4096
@@ -27,13 +27,13 @@ class KeyIndex:
         # Changes to the shard that is being listed: the listing may or may not have seen them.
         self._listed_shard = -1
         self._changes: dict[bytes, bool] = {}
-        self._banned: dict[bytes, None] = {}
+        self._banned: dict[ChunkKey, None] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
     def contains(self, key: ChunkKey) -> bool:
-        return key[1:] in self._shards[key[0]]
+        return key[1:] in self._shards[key[0] >> 3]  # shard_of, without the call
 
     def add(self, key: ChunkKey, *, stored: bool = False) -> None:
         """Note that a key is there.
@@ -77,7 +77,7 @@ class KeyIndex:
             for rest, present in self._changes.items():
                 (listed.add if present else listed.discard)(rest)
             for key in self._banned:
-                if key[0] == shard:
+                if shard_of(key) == shard:
                     listed.discard(key[1:])
             self._shards[shard] = listed
 
@@ -86,7 +86,7 @@ class KeyIndex:
             self._shards = [set() for _ in range(NUM_SHARDS)]
 
     def _set(self, key: ChunkKey, *, present: bool) -> None:
-        shard, rest = key[0], key[1:]
+        shard, rest = shard_of(key), key[1:]
         if present:
             self._shards[shard].add(rest)
         else:

@@ -1,7 +1,7 @@
 """Where things stand under the root of a directory store, and how a directory becomes a store.
 
     kvferry.json                              format marker; a newer version is refused
-    records/<2 hex>/<64 hex>.safetensors      one value per file, named by its key and nothing else
+    records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
     writers/<16 hex>/                         one per open store: ledger, tmp/, trash/, absorbed/
     quarantine/                               values that failed verification
     reconcile.lock                            advisory, only between processes that correct counts
@@ -24,13 +24,20 @@ from kvferry.types import ChunkKey
 
 STORE_FORMAT_VERSION = 1
 MARKER = "kvferry.json"
-NUM_SHARDS = 256
+NUM_SHARDS = 32
+"""Directories of records, 00 to 1f, by the first five bits of the key. A set per shard is what the
+index keeps, and small sets cost more per key: 32 stays below 150 bytes a key from 1e3 to 1e6."""
 _MARKER_BYTES = 4096
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _WRITER_NAME = re.compile(r"[0-9a-f]{16}")
 _SESSION = re.compile(r"([0-9a-f]{16})/([0-9a-f]{16}-[0-9a-f]{64})")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
+
+
+def shard_of(key: ChunkKey) -> int:
+    """The shard a key belongs to."""
+    return key[0] >> 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Layout:
         return f"{self.root}/reconcile.lock"
 
     def shard(self, index: int) -> str:
-        """Directory of the keys whose first byte is `index`."""
+        """Directory of the keys of shard `index`."""
         return f"{self.root}/records/{index:02x}"
 
     def record(self, key: ChunkKey) -> str:
@@ -63,8 +70,7 @@ class Layout:
         """
         if len(key) != 32:
             raise ValueError(f"a chunk key has 32 bytes, not {len(key)}")
-        name = key.hex()
-        return f"{self.root}/records/{name[:2]}/{name}.safetensors"
+        return f"{self.shard(shard_of(key))}/{key.hex()}.safetensors"
 
     def writer(self, writer_id: str) -> str:
         return f"{self.writers}/{writer_id}"

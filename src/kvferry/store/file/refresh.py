@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from kvferry.observe import Observer
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.index import KeyIndex
-from kvferry.store.file.layout import NUM_SHARDS, Layout, key_of_record_name
+from kvferry.store.file.layout import NUM_SHARDS, Layout, key_of_record_name, shard_of
 from kvferry.types import ChunkKey
 
 POLL_SECONDS = 0.5
@@ -108,7 +108,7 @@ class IndexRefresh:
         except FileNotFoundError:
             names = []
         keys = [key for name in names if (key := key_of_record_name(name)) is not None]
-        self._index.end_listing(key for key in keys if key[0] == shard)
+        self._index.end_listing(key for key in keys if shard_of(key) == shard)
         settled = self._wall() - changed_at / 1e9 > _SETTLED_SECONDS
         self._changed_at[shard] = changed_at if settled else -1
         return True

@@ -3,7 +3,7 @@
     1. create writers/<id>/tmp/<number>-<key>      empty, so nothing to count yet
     2. ledger: added += bytes, pending             from here the bytes are ours to write
     3. write
-    4. link to records/<xx>/<key>.safetensors      the commit point; the first writer wins
+    4. link to records/<shard>/<key>.safetensors      the commit point; the first writer wins
     5. ledger: pending entry cleared
     6. unlink the temporary file
 
