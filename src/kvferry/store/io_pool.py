@@ -86,8 +86,13 @@ class IOPool:
             thread = threading.Thread(
                 target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
             )
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process has as many as it may have
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
         self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
         return job
 

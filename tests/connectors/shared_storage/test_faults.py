@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.connectors.shared_storage.rank_rows import RankRows
+from kvferry.connectors.shared_storage.scheduler import SAVES_SECONDS
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.faults import (
     CorruptingStore,
@@ -22,6 +24,7 @@ from kvferry.testing.faults import (
     truncate,
     zero,
 )
+from kvferry.testing.host import HostStep
 
 PROMPT = list(range(41))
 BOTH_PROMISES = pytest.mark.parametrize("promise", ["in_hand", "index"])
@@ -253,3 +256,93 @@ def test_a_slow_store_is_cut_short_and_then_left_alone(make_host):
     assert host.observer["hits_recomputed"] == 1
     assert time.monotonic() - started < 2
     gate.release()
+
+
+def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
+    """The step that carries a prefetch may compute for seconds: the store did not take them."""
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock = host.scheduler._clock
+    host.scheduler._clock = lambda: clock() + 100.0
+    while (ticket := host.scheduler._tickets.get(1)) is not None and not ticket.complete:
+        host.step([])
+    assert ticket is not None
+    assert ticket.seconds < 50
+
+
+def test_a_request_preempted_and_admitted_in_one_step_gets_its_load(make_host):
+    """A host that preempts everything (a cache reset) admits again before it builds the plan."""
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store, promise="index")
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    host.prefill(request)
+    host._release(request)
+    request.num_computed_tokens = 0
+    assert host.admit(request) == 40
+    host.step([request], tokens=1, preempted={"reader"})
+    host.prefill(request)
+
+
+def test_a_load_of_a_request_that_lost_its_blocks_is_dropped(make_host):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    host.preempt(request)
+    host.settle()
+    assert host.observer["loaded_tokens"] == 0
+    staging = host.parts[0].staging
+    assert staging.num_free == staging.num_slots
+
+
+def test_chunks_of_a_step_whose_forward_failed_are_stored_by_the_next_request(make_host):
+    host = make_host()
+    request = host.add("fails", PROMPT)
+    host.admit(request)
+    request.num_scheduled_tokens = len(PROMPT)
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    assert len(plan.saves) == 5
+    with (
+        pytest.raises(RuntimeError, match="no memory"),
+        host.ranks[0].lifecycle.step(plan, set()),
+    ):
+        raise RuntimeError("no memory")
+    host.finish(request)
+    host.step([])
+    host.run("succeeds", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == 5
+
+
+def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever(make_host):
+    gate = Gate()
+    store = StallingStore(MemoryStore("x"), gate=gate, operations={"put"})
+    host = make_host(store=store)
+    host.run("writer", PROMPT)
+    assert host.scheduler.has_pending_work()
+    clock = host.scheduler._clock
+    host.scheduler._clock = lambda: clock() + SAVES_SECONDS
+    assert not host.scheduler.has_pending_work()
+    host.scheduler._clock = clock
+    gate.release()
+    host.settle()
+    assert not host.scheduler.has_pending_work()
+
+
+def test_a_copy_that_breaks_gives_its_staging_back(make_host, monkeypatch):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    host.admit(request)
+
+    def broken(*args):
+        raise ValueError("a tensor that nobody expected")
+
+    monkeypatch.setattr(RankRows, "scatter_chunk", broken)
+    with pytest.raises(ValueError, match="nobody expected"):
+        host.step([request], tokens=1)
+    staging = host.parts[0].staging
+    assert staging.num_free == staging.num_slots

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+from msgspec import structs
+
+from kvferry.connectors.shared_storage.messages import (
+    BlockSlice,
+    ChunkRef,
+    RankReport,
+    Save,
+    Saved,
+    SharedStorageMeta,
+)
+from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
-from kvferry.testing.host import make_groups
+from kvferry.testing.host import HostStep, make_groups
 
 PROMPT = list(range(41))
 
@@ -105,3 +117,67 @@ def test_several_groups_with_their_own_block_sizes(make_host, url: str):
     assert again.run("reader", PROMPT).num_external_tokens == 40
     shorter = again.run("not a multiple of 8", PROMPT[:29])
     assert shorter.num_external_tokens == 24
+
+
+def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str):
+    """What a step computed on a failed load must not be saved, whichever rank failed before."""
+    store_prompt(make_host, url, world_size=2)
+    host = make_host(store=url, groups=groups(), world_size=2, promise="index")
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    request.num_scheduled_tokens = 1
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    key = bytes(32)
+    save = Save(ChunkRef(key, 0), tuple(BlockSlice(0, tuple(t[:2])) for t in request.block_ids))
+    plan = structs.replace(plan, failures_known=(1, 0), saves=(save,))
+    worker = host.ranks[1].worker
+    for chunk in plan.loads[0].chunks:
+        host.parts[1].store.delete(chunk.key)
+    with host.ranks[1].lifecycle.step(plan, set()) as step:
+        pass
+    (report,) = step.output.meta.reports
+    assert report.broken
+    assert report.failures == 1
+    assert [saved.retry for saved in report.saved] == [True]
+    assert worker.planned_blocks(plan) == step.output.invalid_block_ids
+
+
+def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
+    store_prompt(make_host, url, world_size=2)
+    host = make_host(store=url, groups=groups(), world_size=2, promise="index")
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    for key in host.scheduler._track(request).keys.keys:
+        host.parts[1].store.delete(key)
+    host.prefill(request)
+    assert all(rank > 0 for rank in host.scheduler._failures_known)
+    meta = SharedStorageMeta(reports=(RankReport(rank=1, failures=7),))
+    host.scheduler.update_output(WorkerOutput(meta=meta))
+    assert host.scheduler._failures_known[1] == 7
+    assert host.scheduler._failures_known[0] < 7
+
+
+def test_a_part_that_had_no_staging_is_asked_for_again_whoever_reports_last(make_host, url: str):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.prefill(request)
+    deadline = time.monotonic() + 10
+    plan = None
+    while not (plan and plan.saves) and time.monotonic() < deadline:
+        request.all_token_ids.append(1)
+        request.num_scheduled_tokens = 1
+        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    key = plan.saves[0].chunk.key
+    for rank, saved in enumerate((Saved(key, False, retry=True), Saved(key, True))):
+        meta = SharedStorageMeta(reports=(RankReport(rank=rank, saved=(saved,)),))
+        host.scheduler.update_output(WorkerOutput(meta=meta))
+    again: list[bytes] = []
+    while key not in again and time.monotonic() < deadline:
+        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+        again += [save.chunk.key for save in plan.saves]
+    assert key in again

@@ -61,6 +61,8 @@ class _Fetch:
 
     op: Prefetch
     started: float
+    ended: float = 0.0
+    """When the last read so far ended; written by the reads."""
     slots: list[_Slot] = field(default_factory=list)
     jobs: list[Job[MissReason | None]] = field(default_factory=list)
     told: int = 0
@@ -119,11 +121,12 @@ class Loads:
                 self._observer.count(f"miss_{MissReason.NO_STAGING}")
                 break
             slot = _Slot(self._staging, index)
+            job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
             fetch.slots.append(slot)
-            fetch.jobs.append(self._pool.submit(self._prefetch_job(chunk, slot)))
+            fetch.jobs.append(job)
 
     def _prefetch_job(
-        self, chunk: ChunkRef, slot: _Slot
+        self, fetch: _Fetch, chunk: ChunkRef, slot: _Slot
     ) -> Callable[[Job[MissReason | None]], MissReason | None]:
         rows, view = self._rows, slot.view
         read = RecordRead(
@@ -141,6 +144,7 @@ class Loads:
                     self._store, schema, read, rows.pieces, self._observer, lambda: job.cancelled
                 )
             finally:
+                fetch.ended = time.monotonic()
                 slot.drop()
 
         return run
@@ -162,8 +166,11 @@ class Loads:
                     for chunk, job in zip(fetch.op.chunks, fetch.jobs, strict=False)
                     if not _succeeded(job)
                 )
-                self._report.prefetched.append(Prefetched(fetch.op.ticket, good, True, broken))
-                self._observer.observe("prefetch", time.monotonic() - fetch.started)
+                seconds = max(0.0, fetch.ended - fetch.started)
+                self._report.prefetched.append(
+                    Prefetched(fetch.op.ticket, good, True, seconds, broken)
+                )
+                self._observer.observe("prefetch", seconds)
             elif good > fetch.told:
                 fetch.told = good
                 self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
@@ -181,19 +188,21 @@ class Loads:
         """Copy a prefetched hit into the blocks and let its staging go."""
         fetch = self._fetches.get(ticket)
         started = time.perf_counter()
-        for chunk in load.chunks:
-            slot = None if fetch is None else fetch.in_hand(chunk.key)
-            if slot is None:
-                self._fail(load, chunk)
-                continue
-            try:
-                self._rows.scatter_chunk(slot.view, load, chunk.first_token)
-            except LayoutError as error:
-                logger.error("load of %s refused: %s", load.request_id, error)
-                self._fail(load, chunk)
+        try:
+            for chunk in load.chunks:
+                slot = None if fetch is None else fetch.in_hand(chunk.key)
+                if slot is None:
+                    self._fail(load, chunk)
+                    continue
+                try:
+                    self._rows.scatter_chunk(slot.view, load, chunk.first_token)
+                except LayoutError as error:
+                    logger.error("load of %s refused: %s", load.request_id, error)
+                    self._fail(load, chunk)
+        finally:
+            self.release(ticket)
         self._observer.observe("load_copy", time.perf_counter() - started)
         self._observer.count("loaded_tokens", load.stop - load.start)
-        self.release(ticket)
 
     def from_store(self, load: Load) -> None:
         """Read, verify and copy now, bounded by the load's deadline."""

@@ -65,9 +65,10 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     saves: tuple[Save, ...] = ()
     releases: tuple[int, ...] = ()
     """Tickets whose staging is no longer wanted."""
-    failures_known: int = 0
-    """In how many steps a load failed, as far as the scheduler has heard (the most of any rank). A
-    plan made before it heard of the last one may save what was computed on blocks never filled."""
+    failures_known: tuple[int, ...] = ()
+    """Per rank, in how many steps a load failed there, as far as the scheduler has heard; empty if
+    nowhere. A plan made before it heard of the last one may save what was computed on blocks never
+    filled."""
     namespace: bytes | None = None
     """Set when the epoch changed: digest that records carry from now on."""
 
@@ -82,6 +83,8 @@ class Prefetched(msgspec.Struct, frozen=True, array_like=True):
     num_chunks: int
     done: bool
     """False: more may come; told so that a deadline can take what is there."""
+    seconds: float = 0.0
+    """If done: from the plan to the end of the last read, whatever the step around it took."""
     broken: tuple[bytes, ...] = ()
     """Keys that were found absent or wrong: not to be offered again."""
 

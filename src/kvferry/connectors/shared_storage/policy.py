@@ -21,6 +21,11 @@ SLACK_SECONDS = 0.1
 the latency of a step more than the store."""
 
 
+MIN_LOST = 2
+"""A load is refused only after so many in a row were really slower than computing, or one was given
+up: what the rate of a small hit says about a large one is a guess, and one outlier is none."""
+
+
 class LoadPolicy:
     """Rates of loading and computing, and what follows for one hit.
 
@@ -33,15 +38,22 @@ class LoadPolicy:
         self._load_rate: float | None = None
         self._compute_rate: float | None = None
         self._refused = 0
+        self._lost_in_a_row = 0
 
     def saw_load(self, num_tokens: int, seconds: float) -> None:
-        """A prefetch of `num_tokens` took `seconds` from plan to report."""
+        """A prefetch of `num_tokens` took `seconds`."""
         if num_tokens > 0 and seconds > 0:
             self._load_rate = _average(self._load_rate, num_tokens / seconds)
+            lost = (
+                self._compute_rate is not None
+                and seconds > num_tokens / self._compute_rate + SLACK_SECONDS
+            )
+            self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
 
     def saw_slow_load(self, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
         if seconds > 0 and num_tokens > 0:
+            self._lost_in_a_row = MIN_LOST
             bound = num_tokens / seconds / 2
             if self._load_rate is None or bound < self._load_rate:
                 self._load_rate = _average(self._load_rate, bound)
@@ -54,6 +66,9 @@ class LoadPolicy:
     def worth_loading(self, num_tokens: int) -> bool:
         """Whether to start loading a hit. Counts refusals so that it probes again."""
         if self._load_rate is None or self._compute_rate is None:
+            return True
+        if self._lost_in_a_row < MIN_LOST:
+            self._refused = 0
             return True
         loses_by = num_tokens / self._load_rate - num_tokens / self._compute_rate
         if loses_by <= SLACK_SECONDS:

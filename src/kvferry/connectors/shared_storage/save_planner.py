@@ -63,6 +63,11 @@ class SavePlanner:
     def forget(self, request_id: str) -> None:
         self._unsaved.pop(request_id, None)
 
+    @property
+    def under_way(self) -> bool:
+        """True until every save that was planned is reported."""
+        return bool(self._saving)
+
     def clear(self) -> None:
         self._unsaved.clear()
         self._saving.clear()
@@ -121,13 +126,16 @@ class SavePlanner:
 
     def learn(self, rank: int, saved: Saved) -> None:
         """A rank reported the end of a save."""
+        retry = saved.retry
         if self._shared_writes is not None:
-            if not self._shared_writes.report(rank, saved):
+            settled = self._shared_writes.report(rank, saved)
+            if settled is None:
                 return
+            retry = settled.retry
         elif saved.stored and not saved.existed:
             self._broken.mended(saved.key)
         self._saving.discard(saved.key)
-        if saved.retry:
+        if retry:
             self.offer_again((saved.key,))
 
     def offer_again(self, keys: Collection[bytes]) -> None:

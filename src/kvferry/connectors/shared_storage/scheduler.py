@@ -55,6 +55,11 @@ PREFILL_TOKENS = 64
 does not."""
 
 
+SAVES_SECONDS = 5.0
+"""An idle host is kept stepping for saves under way, so that their end is heard of, but no longer
+than this after the last one: a store that stalls must not keep an engine busy."""
+
+
 class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
@@ -97,7 +102,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._block = math.lcm(*self._block_sizes)
         self._in_hand = config.promise == "in_hand" and spec.carries_worker_meta
         self._policy = LoadPolicy(config.load_timeout_seconds)
-        self._tickets = Tickets(spec.shard.world_size, num_load_slots, clock)
+        self._num_ranks = spec.shard.world_size
+        self._tickets = Tickets(self._num_ranks, num_load_slots, clock)
         self._requests: dict[str, RequestState] = {}
         self._broken = BrokenKeys(clock)
         self._saves = SavePlanner(
@@ -109,9 +115,10 @@ class SharedStorageScheduler(SchedulerRole):
             save_generated=config.save_generated,
             shared_writes=shared_writes,
         )
-        self._failures_known = 0
+        self._failures_known: tuple[int, ...] = ()
         self._loads: list[Load] = []
         self._step_started: tuple[float, int] | None = None
+        self._await_saves_until = 0.0
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -226,9 +233,15 @@ class SharedStorageScheduler(SchedulerRole):
         return EMPTY_PLAN
 
     def build_plan(self, step: StepView) -> Plan:
-        for request_id in step.preempted_request_ids:
-            self._forget_loads(request_id)
+        if self._loads and step.preempted_request_ids:
+            # A host that preempts everything can admit a request again in the same step: a load of
+            # a scheduled request was planned after the preemption.
+            scheduled = {item.request.request_id for item in step.scheduled}
+            for request_id in set(step.preempted_request_ids) - scheduled:
+                self._forget_loads(request_id)
         saves = self._saves.plan(step)
+        if saves:
+            self._await_saves_until = self._clock() + SAVES_SECONDS
         self._note_step(step)
         prefetches, releases = self._tickets.drain()
         if not (saves or prefetches or releases or self._loads or self._announce_namespace):
@@ -266,15 +279,16 @@ class SharedStorageScheduler(SchedulerRole):
     def _learn(self, report: RankReport) -> None:
         for news in report.prefetched:
             self._broken.add(news.broken)
-            ticket = self._tickets.report(report.rank, news.ticket, news.num_chunks, news.done)
+            ticket = self._tickets.report(report.rank, news)
             if ticket is not None and ticket.complete:
-                self._policy.saw_load(
-                    ticket.num_in_hand * self._chunk, self._clock() - ticket.opened
-                )
+                self._policy.saw_load(ticket.num_in_hand * self._chunk, ticket.seconds)
         if report.broken:
             self._broken.add(report.broken)
             self._saves.offer_again(report.broken)
-        self._failures_known = max(self._failures_known, report.failures)
+        if report.failures:
+            known = self._failures_known or (0,) * self._num_ranks
+            at = report.rank
+            self._failures_known = (*known[:at], report.failures, *known[at + 1 :])
         for saved in report.saved:
             self._saves.learn(report.rank, saved)
 
@@ -291,7 +305,9 @@ class SharedStorageScheduler(SchedulerRole):
         return FREE_NOW
 
     def has_pending_work(self) -> bool:
-        return self._tickets.has_news
+        return self._tickets.has_news or (
+            self._saves.under_way and self._clock() < self._await_saves_until
+        )
 
     def reset(self) -> bool:
         """Another epoch: what is stored stays, for others, and is not read by this engine again.

@@ -32,6 +32,13 @@ class Opened(NamedTuple):
     """None if ready: refused, nothing to write."""
 
 
+class Settled(NamedTuple):
+    """All ranks are through with a record."""
+
+    retry: bool
+    """A rank could not take its part now: the chunk may be offered again."""
+
+
 @dataclass(slots=True)
 class _Session:
     key: ChunkKey
@@ -80,19 +87,19 @@ class SharedWrites:
             return Opened(True, None)
         return Opened(True, name)
 
-    def report(self, rank: int, saved: Saved) -> bool:
-        """A rank is through with its part; True when all are and the record is settled."""
+    def report(self, rank: int, saved: Saved) -> Settled | None:
+        """A rank is through with its part; None until all are and the record is settled."""
         session = self._sessions.get(saved.key)
         if session is None:
-            return True
+            return Settled(saved.retry)
         session.reports.setdefault(rank, saved)
         if len(session.reports) < self._world_size:
-            return False
+            return None
         del self._sessions[saved.key]
         name = session.begun.result
         if isinstance(name, str):
             self._pool.submit(lambda _job: self._settle(session, name))
-        return True
+        return Settled(any(each.retry for each in session.reports.values()))
 
     def switch_namespace(self, namespace: bytes) -> None:
         """Commit records of another namespace from now on; those under way are given up."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.connectors.shared_storage.messages import ChunkRef
+from kvferry.connectors.shared_storage.messages import ChunkRef, Prefetched
 
 LEASE_SECONDS = 10.0
 """How long past its deadline a request may sit on staging that others ask for."""
@@ -23,6 +23,8 @@ class Ticket:
     num_ranks: int
     in_hand_by_rank: dict[int, int] = field(default_factory=dict)
     done_ranks: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    """What the slowest rank that is done took."""
 
     @property
     def first_token(self) -> int:
@@ -81,13 +83,15 @@ class Tickets:
     def get(self, number: int | None) -> Ticket | None:
         return None if number is None else self._open.get(number)
 
-    def report(self, rank: int, number: int, num_chunks: int, done: bool) -> Ticket | None:
+    def report(self, rank: int, news: Prefetched) -> Ticket | None:
         """A rank tells how far it is. Reports may repeat; they never take anything back."""
-        ticket = self._open.get(number)
+        ticket = self._open.get(news.ticket)
         if ticket is not None:
-            ticket.in_hand_by_rank[rank] = max(num_chunks, ticket.in_hand_by_rank.get(rank, 0))
-            if done:
+            known = ticket.in_hand_by_rank.get(rank, 0)
+            ticket.in_hand_by_rank[rank] = max(news.num_chunks, known)
+            if news.done:
                 ticket.done_ranks.add(rank)
+                ticket.seconds = max(ticket.seconds, news.seconds)
         return ticket
 
     def close(self, number: int, *, told: bool) -> None:

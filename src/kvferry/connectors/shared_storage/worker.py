@@ -65,6 +65,7 @@ class SharedStorageWorker(WorkerRole):
         self._rank = spec.shard.rank
         self._rows = RankRows(spec, schema)
         self._plan = EMPTY_PLAN
+        self._saved = False
         self._report = Report()
         self._loads = Loads(
             self._rows,
@@ -101,6 +102,7 @@ class SharedStorageWorker(WorkerRole):
                 f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
             )
         self._plan = plan
+        self._saved = False
         if plan.namespace is not None:
             self._rows.switch_namespace(plan.namespace)
         for ticket in plan.releases:
@@ -123,8 +125,11 @@ class SharedStorageWorker(WorkerRole):
             self._report.failures -= 1
 
     def save(self) -> None:
+        self._saved = True
+        known = self._plan.failures_known
+        failures_known = known[self._rank] if known else 0
         for save in self._plan.saves:
-            if self._plan.failures_known < self._report.failures:
+            if failures_known < self._report.failures:
                 # A load failed and this plan was made without knowing it: what the step computed
                 # may rest on blocks never filled. Offered again once the host recomputed.
                 self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
@@ -137,6 +142,11 @@ class SharedStorageWorker(WorkerRole):
         return self._report.take(self._rank) if self._report.any() else EMPTY_OUTPUT
 
     def end_step(self) -> None:
+        if not self._saved:
+            # The forward failed. The scheduler role must not take these for under way.
+            self._report.saved += [
+                Saved(save.chunk.key, stored=False, retry=True) for save in self._plan.saves
+            ]
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
