@@ -4,8 +4,10 @@
 MiB a chunk. What runs is the connector's own worker role over a `file://` store; each case stands
 beside the plainest thing the machine can do with as many bytes, measured in the same rounds.
 
-`gb_per_s` is the direct path (read, verify and copy piece by piece); `in_hand_gb_per_s` is the
-path through staging (read and verify everything, then copy), start to end without overlap.
+`gb_per_s` is what the connector does on `--threads` threads by the direct path (read, verify and
+copy piece by piece); `in_hand_gb_per_s` is the path through staging (read and verify everything,
+then copy), start to end without overlap. `limit_gb_per_s` is one thread of the plain operation,
+`limit_all_threads_gb_per_s` as many threads of it as the connector has.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +44,9 @@ from kvferry.connectors.shared_storage.worker import SharedStorageWorker
 from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.observe import Counters
+from kvferry.store.base import Store
 from kvferry.topology import tensor_parallel_shard
-from kvferry.types import KVGroup
+from kvferry.types import ChunkKey, KVGroup
 
 CHUNK_TOKENS = 128
 BLOCK_SIZE = 16
@@ -118,74 +122,92 @@ class DataPath:
 
     def save(self, case: str) -> Row:
         """Blocks → hash → files, beside plain pwritev of as many bytes into new files."""
-        ours, limit = [], []
-        plain = PlainFiles(
-            self.directory / "plain", CHUNK_TOKENS * TOKEN_BYTES, self.kv.num_bytes, self.threads
+        ours: list[Measured] = []
+        plain: list[float] = []
+        parallel: list[float] = []
+        one, several = (
+            PlainFiles(
+                self.directory / "plain", CHUNK_TOKENS * TOKEN_BYTES, self.kv.num_bytes, threads
+            )
+            for threads in (1, self.threads)
         )
-        with self.worker() as worker:
+        with self.opened() as (worker, store):
             # One round ahead, so that staging is backed by memory, as in an engine that runs.
             for number in range(self.rounds + 1):
                 self.chunks = self.chunks_of(number)
                 ours.append(timed(partial(self.save_all, worker)))
-                for file in self.files():
-                    file.unlink()
-                limit.append(timed(plain.write).wall)
-                plain.remove()
+                for chunk in self.chunks:
+                    store.delete(ChunkKey(chunk.key))
+                plain.append(timed(one.write).wall)
+                one.remove()
+                parallel.append(timed(several.write).wall)
+                several.remove()
         shutil.rmtree(self.directory / "store")
-        del ours[0], limit[0]
-        return self.row(case, ours, f"pwritev, {self.threads} threads", limit)
+        return self.row(case, ours[1:], ("pwritev", plain[1:], parallel[1:]))
 
     def loads(self) -> list[Row]:
         """Files → verify → blocks: from the page cache beside memcpy, from disk beside O_DIRECT."""
         self.chunks = self.chunks_of(0)
-        with self.worker() as worker:
+        with self.opened() as (worker, _store):
             self.save_all(worker)
         files = self.files()
         source = np.ones(self.kv.num_bytes, np.uint8)
         target = np.ones(self.kv.num_bytes, np.uint8)
-        direct = DirectRead(files, self.threads)
-        seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "o_direct")}
-        warm, warm_in_hand, cold, cold_in_hand = ([] for _ in range(4))
-        with self.worker() as worker:
+        one, several = DirectRead(files, 1), DirectRead(files, self.threads)
+        copy: list[Measured] = []
+        plain: list[Measured] = []
+        parallel: list[Measured] = []
+        warm: list[Measured] = []
+        warm_in_hand: list[Measured] = []
+        cold: list[Measured] = []
+        cold_in_hand: list[Measured] = []
+        with self.opened() as (worker, _store):
+            cold_cases: list[tuple[list[Measured], Callable[[], None]]] = [
+                (plain, one.read),
+                (parallel, several.read),
+                (cold, partial(self.load_direct, worker)),
+                (cold_in_hand, partial(self.load_in_hand, worker)),
+            ]
             for _ in range(self.rounds):
-                seconds["memcpy"].append(timed(lambda: np.copyto(target, source)).wall)
-                warm.append(self.timed_load(worker, self.load_direct))
-                warm_in_hand.append(self.timed_load(worker, self.load_in_hand))
-                drop_from_cache(files)
-                seconds["o_direct"].append(timed(direct.read).wall)
-                drop_from_cache(files)
-                cold.append(self.timed_load(worker, self.load_direct))
-                drop_from_cache(files)
-                cold_in_hand.append(self.timed_load(worker, self.load_in_hand))
                 for file in files:
                     file.read_bytes()
-        limit = f"O_DIRECT read, {self.threads} threads" if direct.works else "buffered read"
+                copy.append(timed(lambda: np.copyto(target, source)))
+                warm.append(timed(partial(self.load_direct, worker)))
+                warm_in_hand.append(timed(partial(self.load_in_hand, worker)))
+                for results, work in cold_cases:
+                    drop_from_cache(files)
+                    results.append(timed(work))
+                # Disks have moods, and caches of their own: nobody is always first.
+                cold_cases.append(cold_cases.pop(0))
+        limit = "O_DIRECT read" if one.works else "buffered read"
         return [
-            self.row("load_warm", warm, "memcpy, 1 thread", seconds["memcpy"], warm_in_hand),
-            self.row("load_cold", cold, limit, seconds["o_direct"], cold_in_hand),
+            self.row("load_warm", warm, ("memcpy", walls(copy), None), warm_in_hand),
+            self.row("load_cold", cold, (limit, walls(plain), walls(parallel)), cold_in_hand),
         ]
 
     def row(
         self,
         case: str,
         ours: Sequence[Measured],
-        limit: str,
-        limit_seconds: Sequence[float],
+        limit: tuple[str, Sequence[float], Sequence[float] | None],
         in_hand: Sequence[Measured] = (),
     ) -> Row:
-        gigabytes = self.kv.num_bytes / 1e9
-        rate = gigabytes / statistics.median(run.wall for run in ours)
-        limit_rate = gigabytes / statistics.median(limit_seconds)
+        name, one_thread, all_threads = limit
+
+        def rate(seconds: Sequence[float] | None) -> float | None:
+            return self.kv.num_bytes / 1e9 / statistics.median(seconds) if seconds else None
+
+        achieved, bound = rate(walls(ours)), rate(one_thread)
+        cpu = statistics.median(run.cpu for run in ours)
         return {
             "case": case,
-            "gb_per_s": rate,
-            "limit": limit,
-            "limit_gb_per_s": limit_rate,
-            "ratio": rate / limit_rate,
-            "cpu_s_per_gb": statistics.median(run.cpu for run in ours) / gigabytes,
-            "in_hand_gb_per_s": gigabytes / statistics.median(run.wall for run in in_hand)
-            if in_hand
-            else None,
+            "gb_per_s": achieved,
+            "limit": f"{name}, 1 thread",
+            "limit_gb_per_s": bound,
+            "ratio": achieved / bound if achieved and bound else None,
+            "cpu_s_per_gb": cpu / (self.kv.num_bytes / 1e9),
+            "limit_all_threads_gb_per_s": rate(all_threads),
+            "in_hand_gb_per_s": rate(walls(in_hand)),
         }
 
     def files(self) -> list[Path]:
@@ -193,17 +215,41 @@ class DataPath:
 
     # -- the worker and its plans ----------------------------------------------------------------
 
-    def worker(self) -> WorkerInStore:
-        return WorkerInStore(self.kv, self.directory / "store", self.threads, len(self.chunks))
+    @contextmanager
+    def opened(self) -> Iterator[tuple[SharedStorageWorker, Store]]:
+        """A worker role over the directory, closed with its store."""
+        spec = EngineSpec(
+            identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench-8b"}),
+            groups=(GROUP,),
+            shard=tensor_parallel_shard((GROUP,), 0, 1),
+            layer_names=None,
+        )
+        options = {
+            "store": f"file://{self.directory / 'store'}",
+            "chunk_tokens": CHUNK_TOKENS,
+            "io_threads": self.threads,
+            "load_timeout_seconds": 600.0,
+            "staging_bytes": (len(self.chunks) + 2) * (CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)),
+        }
+        parts = Parts(spec, options, Counters())
+        worker = parts.worker()
+        layers = enumerate(self.kv.tensor)
+        worker.register_kv_caches({str(index): layer for index, layer in layers})
+        try:
+            yield worker, parts.store
+        finally:
+            worker.close()
+            parts.store.close()
 
     def save_all(self, worker: SharedStorageWorker) -> None:
-        """Save every chunk, as many at once as staging allows, until all are written."""
+        """Save every chunk, a few ahead of the threads that write, until all are written."""
         waiting = list(reversed(self.chunks))
         outstanding = 0
+        ahead = 2 * self.threads
         while waiting or outstanding:
             saves = [
                 Save(chunk, (self.blocks_of(chunk.first_token, CHUNK_TOKENS),))
-                for chunk in (waiting.pop() for _ in range(min(len(waiting), 4)))
+                for chunk in (waiting.pop() for _ in range(min(len(waiting), ahead - outstanding)))
             ]
             outstanding += len(saves)
             worker.begin_step(SharedStoragePlan(saves=tuple(saves)))
@@ -217,11 +263,6 @@ class DataPath:
                     raise StoreError("a chunk was not stored; is the disk full?")
             worker.end_step()
             time.sleep(0.0005)
-
-    def timed_load(
-        self, worker: SharedStorageWorker, load: Callable[[SharedStorageWorker], None]
-    ) -> Measured:
-        return timed(lambda: load(worker))
 
     def load_direct(self, worker: SharedStorageWorker) -> None:
         self.run_load(worker, None)
@@ -250,39 +291,13 @@ class DataPath:
         return BlockSlice(first, self.kv.blocks[first : first + num_tokens // BLOCK_SIZE])
 
 
-class WorkerInStore:
-    """A worker role over a directory, closed with its store."""
-
-    def __init__(self, kv: PagedTensors, directory: Path, threads: int, num_chunks: int) -> None:
-        spec = EngineSpec(
-            identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench-8b"}),
-            groups=(GROUP,),
-            shard=tensor_parallel_shard((GROUP,), 0, 1),
-            layer_names=None,
-        )
-        options = {
-            "store": f"file://{directory}",
-            "chunk_tokens": CHUNK_TOKENS,
-            "io_threads": threads,
-            "load_timeout_seconds": 600.0,
-            "staging_bytes": (num_chunks + 2) * (CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)),
-        }
-        self._parts = Parts(spec, options, Counters())
-        self._worker = self._parts.worker()
-        self._worker.register_kv_caches(
-            {str(index): layer for index, layer in enumerate(kv.tensor)}
-        )
-
-    def __enter__(self) -> SharedStorageWorker:
-        return self._worker
-
-    def __exit__(self, *exc: object) -> None:
-        self._worker.close()
-        self._parts.store.close()
-
-
 def reports(worker: SharedStorageWorker) -> Iterator[RankReport]:
     """News since the last call."""
     meta = worker.collect(()).meta
     if isinstance(meta, SharedStorageMeta):
         yield from meta.reports
+
+
+def walls(runs: Sequence[Measured]) -> list[float]:
+    """Wall seconds of each run."""
+    return [run.wall for run in runs]

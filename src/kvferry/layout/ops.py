@@ -9,6 +9,7 @@ thread team of its own; on a device through torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +34,28 @@ class Part(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Tokens `[start, stop)` of a request that lie in `num_blocks` blocks with consecutive ids, or
-    in a part of one block."""
+    """Tokens `[start, stop)` of a request that lie in whole blocks, or in a part of one block."""
 
-    first_block: int
+    blocks: slice | np.ndarray[tuple[int], np.dtype[np.intp]]
+    """Their ids: a slice if they are consecutive."""
     num_blocks: int
     first_slot: int
     num_slots: int
     """Slots used of each block; less than the block size only if `num_blocks` is 1."""
     start: int
     stop: int
+
+    def singles(self) -> Iterator[BlockRun]:
+        """The same tokens by runs that are slices: reading through an index array would copy
+        twice."""
+        if isinstance(self.blocks, slice):
+            yield self
+            return
+        start = self.start
+        for block in self.blocks.tolist():
+            stop = start + self.num_slots
+            yield BlockRun(slice(block, block + 1), 1, 0, self.num_slots, start, stop)
+            start = stop
 
 
 def parts_of(tensor: torch.Tensor, layout: str) -> tuple[Part, ...]:
@@ -134,16 +147,21 @@ class PagedKV:
         first_index = start // size
         while start < stop:
             index, slot = divmod(start, size)
-            end = min(stop, (index + 1) * size)
             index -= first_index
             block = block_ids[index]
+            end = min(stop, start - slot + size)
             count = 1
+            if block == self.null_block:
+                start = end
+                continue
             if slot == 0 and end - start == size:
-                while end + size <= stop and block_ids[index + count] == block + count:
+                # As many whole blocks as there are: one copy for all of them, one release of the
+                # GIL instead of one per block.
+                while end + size <= stop and block_ids[index + count] != self.null_block:
                     count += 1
                     end += size
-            if block != self.null_block:
-                yield BlockRun(block, count, slot, (end - start) // count, start, end)
+            blocks = _index(block_ids[index : index + count])
+            yield BlockRun(blocks, count, slot, (end - start) // count, start, end)
             start = end
 
     def scatter(
@@ -161,8 +179,8 @@ class PagedKV:
         for index, low, high, array in self._targets(layer, rows.shape[0]):
             source = rows if index is None else rows[index]
             for run in runs:
-                target = _blocks(array, run, head, rows.shape[1])
-                target[...] = _tokens(source[..., low:high], run, first_token)
+                tokens = _tokens(source[..., low:high], run, first_token)
+                array[_at(run, head, rows.shape[1])] = tokens
 
     def gather(
         self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
@@ -170,9 +188,9 @@ class PagedKV:
         """Copy blocks into record rows; arguments as `scatter`."""
         for index, low, high, array in self._targets(layer, rows.shape[0]):
             source = rows if index is None else rows[index]
-            for run in runs:
+            for run in chain.from_iterable(run.singles() for run in runs):
                 target = _tokens(source[..., low:high], run, first_token)
-                target[...] = _blocks(array, run, head, rows.shape[1])
+                target[...] = array[_at(run, head, rows.shape[1])]
 
     def _targets(self, layer: int, num_layers: int) -> Iterator[tuple[int | None, int, int, Any]]:
         for low, high, arrays in self._parts:
@@ -237,15 +255,18 @@ def _stack(views: list[torch.Tensor]) -> Any:
     return [view.numpy() if view.device.type == "cpu" else view for view in views]
 
 
-def _blocks(array: Any, run: BlockRun, head: int, num_heads: int) -> Any:
-    """`[..., block, head, slot, size]` of a run."""
-    return array[
-        ...,
-        run.first_block : run.first_block + run.num_blocks,
-        head : head + num_heads,
-        run.first_slot : run.first_slot + run.num_slots,
-        :,
-    ]
+def _index(blocks: Sequence[int]) -> slice | np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """A slice if the ids are consecutive, else an index array."""
+    first, count = blocks[0], len(blocks)
+    if all(block == first + offset for offset, block in enumerate(blocks)):
+        return slice(first, first + count)
+    return np.array(blocks, dtype=np.intp)
+
+
+def _at(run: BlockRun, head: int, num_heads: int) -> tuple[Any, ...]:
+    """Where `[..., block, head, slot, size]` of a run lies in the arrays of a part."""
+    slots = slice(run.first_slot, run.first_slot + run.num_slots)
+    return (..., run.blocks, slice(head, head + num_heads), slots, slice(None))
 
 
 def _tokens(rows: Any, run: BlockRun, first_token: int) -> Any:

@@ -16,7 +16,7 @@ from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
 from kvferry.store.base import PutResult, Source, Store
 from kvferry.types import ChunkKey
 
-PIECE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
 """Bytes read, verified and delivered at a time: small enough to stay in the cache between the
 three, large enough for the calls to cost little beside them and for O_DIRECT to reach its speed
 (1 to 4 MiB are alike from the page cache; smaller and larger pieces are slower)."""
