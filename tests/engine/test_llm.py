@@ -417,3 +417,26 @@ def test_progress_goes_to_the_standard_error_output(model_dir, capsys):
         assert capsys.readouterr().out == ""
         llm.generate([prompt(5)])
         assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("bad", [None, [1.5], ["a"], 7])
+def test_what_is_no_prompt_is_refused_before_anything_runs(model_dir, bad):
+    with LLM(model_dir()) as llm:
+        with pytest.raises(ConfigError, match="neither a text nor a list of token ids"):
+            llm.generate([prompt(5), bad], GREEDY)
+        assert not llm._core.scheduler.has_work()
+
+
+def test_token_ids_of_numpy_and_torch_are_taken(model_dir):
+    with LLM(model_dir()) as llm:
+        ids = prompt(9)
+        answers = llm.generate([ids, np.array(ids), torch.tensor(ids)], GREEDY)
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
+    assert answers[1].prompt_token_ids == tuple(ids)
+
+
+def test_drain_waits_until_what_was_saved_is_visible(model_dir, tmp_path):
+    with LLM(model_dir(), store=f"file://{tmp_path}/s", connector_options={"chunk_tokens": 8}) as a:
+        a.generate([prompt(200)], SamplingParams(max_tokens=1))
+        assert a.drain(10)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 25

@@ -121,3 +121,32 @@ def test_the_spec_says_who_the_model_is(model_dir):
     assert specs[0].layer_names == (("layers.0", "layers.1", "layers.2"),)
     assert specs[0].identity.weights != specs[1].identity.weights
     assert specs[0].identity.config == specs[1].identity.config
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:5000], lambda content: b"", lambda content: b"x" * 100]
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_weights_are_refused_in_one_line(model_dir, tmp_path, name, damage):
+    shutil.copy(model_dir() / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(damage((model_dir() / "model.safetensors").read_bytes()))
+    with pytest.raises(ConfigError, match="cannot load the weights") as refusal:
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_of_another_shape_are_refused_by_name_and_without_a_report(
+    model_dir, tmp_path, capfd
+):
+    shutil.copytree(model_dir(), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    with pytest.raises(ConfigError, match=r"k_proj\.weight has shape \[32, 64\].*\[16, 64\]"):
+        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+    assert "REPORT" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("device", ["no-such-device", "cuda:77"])
+def test_a_device_that_is_not_there_is_refused(model_dir, device):
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
+        ModelConfig(model_dir(), EngineConfig()).load(device)

@@ -19,7 +19,7 @@ class EngineConfig:
             full length, but at most 1 GiB.
         max_batched_tokens: tokens in one step; longer prompts are prefilled in chunks.
         max_num_seqs: requests that run or load at the same time.
-        dtype: "float32", "bfloat16", or "auto" for what the model's config says.
+        dtype: "float32", "bfloat16", "float16", or "auto" for what the model's config says.
         device: torch device of weights and KV.
         prefix_caching: keep the KV blocks of finished requests for prompts that start alike.
         num_threads: torch's threads on a CPU, for the whole process; None leaves it as it is.
@@ -32,7 +32,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
     max_batched_tokens: int = 2048
     max_num_seqs: int = 16
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     prefix_caching: bool = True
     num_threads: int | None = None

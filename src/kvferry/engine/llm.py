@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -220,7 +221,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(token_ids)
         stop = frozenset(params.stop_token_ids)
         return Request(
@@ -329,6 +330,14 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Whole numbers of any kind (NumPy's, torch's) as Python's."""
+    try:
+        return [index(token_id) for token_id in prompt]
+    except TypeError as error:
+        raise ConfigError(f"a prompt is neither a text nor a list of token ids: {error}") from error
 
 
 def _per_prompt(

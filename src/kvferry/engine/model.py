@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.paged_attention import ATTENTION_NAME, AttentionContext, register_attention
@@ -24,6 +27,12 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Their angles depend on the longest sequence of a forward, so cached keys would go stale."""
 
 _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+_UNLOADABLE = (
+    *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
+    *(SafetensorError, pickle.UnpicklingError),
+)
+"""What Transformers lets through when weight files are damaged or belong to another config."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -169,7 +178,7 @@ class PagedModel:
         """
         register_attention()
         self.geometry = geometry
-        self.device = torch.device(device)
+        self.device = _usable_device(device)
         with quiet_transformers():
             try:
                 model, info = model_class.from_pretrained(
@@ -179,12 +188,19 @@ class PagedModel:
                     attn_implementation=ATTENTION_NAME,
                     local_files_only=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
                 )
-            except (OSError, ValueError, RuntimeError) as error:
+            except _UNLOADABLE as error:
                 raise ConfigError(
                     f"cannot load the weights in {model_dir}: {_first_line(error)}"
                 ) from error
-        # Transformers makes up what is missing, and only logs it.
+        # Transformers makes up what does not fit or is missing, and only logs it.
+        if info["mismatched_keys"]:
+            name, stored, configured = min(info["mismatched_keys"])
+            raise ConfigError(
+                f"{model_dir}: {name} has shape {list(stored)} in the weights and "
+                f"{list(configured)} by config.json; they are not of one model"
+            )
         if info["missing_keys"]:
             raise ConfigError(
                 f"{model_dir} lacks {len(info['missing_keys'])} of the model's tensors, "
@@ -299,6 +315,15 @@ def _read_config(model_dir: Path) -> Any:
         ) from error
 
 
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {_first_line(error)}") from error
+    return device
+
+
 def _first_line(error: Exception) -> str:
     """Errors of Transformers explain at length; ours are one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -343,13 +368,17 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of Transformers inside: it draws one for every load and save."""
-    from transformers.utils import logging
+    """No progress bars of Transformers inside, which it draws for every load and save, and none of
+    its reports on weights that do not fit: what matters of them becomes an error of ours."""
+    from transformers.utils import logging as transformers_logging
 
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if was_enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

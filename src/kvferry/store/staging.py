@@ -23,7 +23,7 @@ class Staging:
         slot_bytes: bytes one slot must hold; rounded up to the alignment of O_DIRECT.
 
     Raises:
-        ConfigError: fewer than two slots would fit.
+        ConfigError: fewer than two slots would fit, or so much cannot be reserved.
     """
 
     def __init__(self, total_bytes: int, slot_bytes: int) -> None:
@@ -35,9 +35,16 @@ class Staging:
                 f"bytes; set it to at least {2 * self.slot_bytes}"
             )
         self._lock = threading.Lock()
-        self._free = list(range(self.num_slots))
         # Reserved now, backed by memory when first touched.
-        self._region = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+        try:
+            self._region = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"staging_bytes={total_bytes} is more than this machine lets a process reserve; "
+                "set it lower"
+            ) from error
+        self._returned: list[int] = []
+        self._num_fresh = self.num_slots  # never used so far: the last ones of the region
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
                 self._region.madvise(mmap.MADV_HUGEPAGE)
@@ -45,7 +52,7 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._returned) + self._num_fresh
 
     @property
     def total_bytes(self) -> int:
@@ -54,12 +61,17 @@ class Staging:
     def acquire(self, *, keep_free: int = 0) -> int | None:
         """Take a slot, or None if `keep_free` or fewer are left. Never blocks on I/O."""
         with self._lock:
-            return self._free.pop() if len(self._free) > keep_free else None
+            if len(self._returned) + self._num_fresh <= keep_free:
+                return None
+            if self._returned:
+                return self._returned.pop()
+            self._num_fresh -= 1
+            return self.num_slots - self._num_fresh - 1
 
     def release(self, slot: int) -> None:
         """Give a slot back. The last one freed is the next one used: it is warm in the cache."""
         with self._lock:
-            self._free.append(slot)
+            self._returned.append(slot)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
