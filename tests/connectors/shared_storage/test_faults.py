@@ -346,3 +346,40 @@ def test_a_copy_that_breaks_gives_its_staging_back(make_host, monkeypatch):
         host.step([request], tokens=1)
     staging = host.parts[0].staging
     assert staging.num_free == staging.num_slots
+
+
+def test_a_hit_waits_for_staging_that_others_are_about_to_leave(make_host):
+    prompts = [list(range(100 * i, 100 * i + 41)) for i in range(3)]
+    store = MemoryStore("faults")
+    writer = make_host(store=store)
+    for i, prompt in enumerate(prompts):
+        writer.run(f"w{i}", prompt)
+    writer.settle()
+    # Loads may use six of these eight slots: one prompt's five chunks at a time.
+    host = make_host(store=store, num_staging_chunks=8)
+    requests = [host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [host.scheduler.lookup(request, 0).num_tokens for request in requests] == [None] * 3
+    for request in requests:
+        assert host.admit(request) == 40
+        host.prefill(request)
+        host.finish(request)
+    assert host.observer["hits_without_staging"] == 0
+
+
+def test_a_hit_does_not_wait_for_staging_for_ever(make_host):
+    prompts = [list(range(100 * i, 100 * i + 41)) for i in range(2)]
+    store = MemoryStore("faults")
+    writer = make_host(store=store)
+    for i, prompt in enumerate(prompts):
+        writer.run(f"w{i}", prompt)
+    writer.settle()
+    host = make_host(store=store, num_staging_chunks=8)
+    holder, waiting = (host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts))
+    assert host.scheduler.lookup(holder, 0).num_tokens is None  # and is never admitted
+    assert host.scheduler.lookup(waiting, 0).num_tokens is None
+    clock = host.scheduler._clock
+    host.scheduler._clock = lambda: clock() + 6.0
+    assert host.scheduler.lookup(waiting, 0).num_tokens is None  # a prefetch of what has room
+    host.step([])
+    host.settle()
+    assert host.scheduler.lookup(waiting, 0).num_tokens == 8

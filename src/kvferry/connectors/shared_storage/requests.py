@@ -26,6 +26,8 @@ class RequestState:
     """Tokens `[start, stop)` of the last positive answer."""
     gave_up: bool = False
     """Its hit was refused or came too late; not tried again before it is admitted."""
+    queued_until: float | None = None
+    """While staging is taken by others, its hit waits until then."""
     next_save: int = 0
     """Chunks before this one are stored, on their way, or will not be saved by this request."""
 

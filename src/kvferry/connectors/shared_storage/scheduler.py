@@ -151,6 +151,13 @@ class SharedStorageScheduler(SchedulerRole):
         last = -(-stop // self._chunk)
         chunks = tuple(ChunkRef(keys[i], i * self._chunk) for i in range(first, last))
         wait = self._policy.wait_seconds(stop - num_local_tokens)
+        if self._tickets.is_crowded(len(chunks)):
+            # Others will have copied their hits out in a moment.
+            now = self._clock()
+            if state.queued_until is None:
+                state.queued_until = now + wait
+            if now < state.queued_until:
+                return ASK_AGAIN
         state.ticket = self._tickets.open(chunks, wait)
         if state.ticket is None:
             self._observer.count("hits_without_staging")
@@ -207,6 +214,7 @@ class SharedStorageScheduler(SchedulerRole):
             return
         state = self._track(request)
         state.gave_up = False
+        state.queued_until = None
         self._saves.admitted(request.request_id, state)
         promised, state.promised = state.promised, None
         if num_external_tokens <= 0 or promised is None:

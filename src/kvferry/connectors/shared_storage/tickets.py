@@ -66,6 +66,13 @@ class Tickets:
         """True while a plan must go out although nothing is scheduled."""
         return bool(self._new or self._releases)
 
+    def is_crowded(self, num_chunks: int) -> bool:
+        """True if `num_chunks` would fit better once open prefetches have ended."""
+        if num_chunks <= self._free or not self._open:
+            return False
+        self._expire(self._clock())
+        return num_chunks > self._free and bool(self._open)
+
     def open(self, chunks: tuple[ChunkRef, ...], wait_seconds: float) -> int | None:
         """Ask for `chunks`, or as many leading ones as staging has room for; None if for none."""
         now = self._clock()
