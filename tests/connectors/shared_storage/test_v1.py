@@ -168,3 +168,22 @@ def test_pipeline_parallelism_is_refused(model_dir):
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         SharedStorageConnector(config, KVConnectorRole.WORKER)
+
+
+def test_a_host_that_carries_no_worker_metadata_is_found_out(model_dir, tmp_path):
+    path = str(tmp_path / "kv")
+    prompt = list(range(5, 26))
+    writer = OldHost(make_config(model_dir, shared_storage_path=path), seed=1)
+    writer.prefill("a", prompt, [3, 4, 5, 6, 7, 8])
+    writer.close()
+    reader = OldHost(make_config(model_dir, shared_storage_path=path), seed=2)
+    reader.scheduler.update_connector_output(
+        SimpleNamespace(
+            finished_sending=None,
+            finished_recving=None,
+            invalid_block_ids=set(),
+            kv_connector_stats=None,
+        )
+    )
+    assert reader.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 16
+    reader.close()

@@ -11,6 +11,7 @@ computes; of what it computes, whole chunks that the store does not know are sav
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.sessions import SharedWrites
     from kvferry.observe import Observer
     from kvferry.store.base import Store
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens says something about the speed of prefill; a decode step
@@ -121,6 +124,16 @@ class SharedStorageScheduler(SchedulerRole):
         self._await_saves_until = 0.0
 
     # -- lookup ---------------------------------------------------------------------------------
+
+    def promise_from_index(self) -> None:
+        """The host turned out to carry no messages from workers: promise what the index knows from
+        now on, as with `promise="index"`. What waits for a prefetch is a miss at its deadline."""
+        if self._in_hand:
+            self._in_hand = False
+            logger.warning(
+                "this host carries no messages from workers to the scheduler: hits are promised "
+                "from the index from now on; set promise='index'"
+            )
 
     def on_new_request(self, request: RequestView) -> None:
         if self._probe is not None and request.extra_keys.cacheable:

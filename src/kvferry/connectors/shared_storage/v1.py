@@ -17,7 +17,13 @@ import torch
 from kvferry.connectors.registry import EngineSpec
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.v1_facade import RolesAsV1
-from kvferry.contract.v1 import KVConnectorMetadata, KVConnectorRole, SupportsHMA, V1Config
+from kvferry.contract.v1 import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    SupportsHMA,
+    V1Config,
+)
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, effective_config, weights_digest
 from kvferry.observe import Counters, Observer
@@ -93,7 +99,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     "2BNHD"). `shared_storage_path` is read as `store=file://<path>`.
 
     Hosts that do not carry worker metadata to the scheduler (vLLM before 0.32) need
-    `promise="index"`.
+    `promise="index"`; without it, that mode is entered when the first output of such a host shows
+    what it is.
 
     Raises:
         ConfigError: an unknown option, a store or model directory that cannot be used, or a
@@ -113,14 +120,22 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         spec = _describe(vllm_config, layout)
         self._parts = Parts(spec, options, observer)
         is_worker = role is KVConnectorRole.WORKER
+        self._scheduler_role = None if is_worker else self._parts.scheduler()
         super().__init__(
             vllm_config,
             role,
             kv_cache_config,
-            scheduler=None if is_worker else self._parts.scheduler(),
+            scheduler=self._scheduler_role,
             worker=self._parts.worker() if is_worker else None,
             observer=observer,
         )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if self._scheduler_role is not None and not hasattr(
+            connector_output, "kv_connector_worker_meta"
+        ):
+            self._scheduler_role.promise_from_index()
 
     def shutdown(self) -> None:
         super().shutdown()
