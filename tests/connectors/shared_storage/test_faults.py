@@ -383,3 +383,40 @@ def test_a_hit_does_not_wait_for_staging_for_ever(make_host):
     host.step([])
     host.settle()
     assert host.scheduler.lookup(waiting, 0).num_tokens == 8
+
+
+def test_several_direct_loads_of_a_step_share_one_deadline(make_host):
+    prompts = [list(range(100 * i, 100 * i + 41)) for i in range(4)]
+    store = MemoryStore("faults")
+    writer = make_host(store=store)
+    for i, prompt in enumerate(prompts):
+        writer.run(f"w{i}", prompt)
+    writer.settle()
+    gate = Gate()
+    stalled = StallingStore(store, gate=gate, operations={"read_into"})
+    host = make_host(store=stalled, promise="index", load_timeout_seconds=0.3)
+    requests = [host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [host.admit(request) for request in requests] == [40] * 4
+    started = time.monotonic()
+    host.step(requests, tokens=1)
+    assert time.monotonic() - started < 0.9
+    assert host.observer["load_failed_chunks"] == 20
+    gate.release()
+    for request in requests:
+        host.prefill(request)
+
+
+def test_a_refused_direct_load_starts_no_read(make_host):
+    """One bad block among good ones: what was read for the others would come late."""
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    stalled = StallingStore(store, gate=gate, operations={"read_into"})
+    host = make_host(store=stalled, promise="index")
+    request = host.add("bad blocks", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens == 40
+    host.scheduler.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9999],), 40)
+    host.step([])
+    assert host.invalid_block_ids == {1, 2, 3, 4, 5, 6, 7, 8, 9, 9999}
+    gate.release()
+    host.close()
+    assert host.ranks[0].caches["0.0"].isnan().all()

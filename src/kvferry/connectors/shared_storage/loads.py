@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvferry.store.staging import Staging
 
 logger = logging.getLogger(__name__)
+
+_Run = Callable[[Job[MissReason | None]], MissReason | None]
 
 
 class _Slot:
@@ -125,9 +127,7 @@ class Loads:
             fetch.slots.append(slot)
             fetch.jobs.append(job)
 
-    def _prefetch_job(
-        self, fetch: _Fetch, chunk: ChunkRef, slot: _Slot
-    ) -> Callable[[Job[MissReason | None]], MissReason | None]:
+    def _prefetch_job(self, fetch: _Fetch, chunk: ChunkRef, slot: _Slot) -> _Run:
         rows, view = self._rows, slot.view
         read = RecordRead(
             key=ChunkKey(chunk.key),
@@ -204,29 +204,37 @@ class Loads:
         self._observer.observe("load_copy", time.perf_counter() - started)
         self._observer.count("loaded_tokens", load.stop - load.start)
 
-    def from_store(self, load: Load) -> None:
-        """Read, verify and copy now, bounded by the load's deadline."""
+    def from_store(self, loads: Sequence[Load]) -> None:
+        """Read, verify and copy now, bounded by one deadline for all `loads` of a step. When this
+        returns or raises, no read writes to the blocks any more."""
         deadline = time.monotonic() + self._timeout
+        under_way: list[tuple[Load, ChunkRef, Job[MissReason | None]]] = []
         try:
-            jobs = [
-                (chunk, self._pool.submit(self._direct_job(load, chunk))) for chunk in load.chunks
-            ]
+            for load in loads:
+                for chunk, run in self._direct_jobs(load):
+                    under_way.append((load, chunk, self._pool.submit(run)))
+            for load, chunk, job in under_way:
+                if not job.wait(max(0.0, deadline - time.monotonic())):
+                    self._observer.count(f"miss_{MissReason.DEADLINE}")
+                    self._fail(load, chunk)
+                elif not _succeeded(job):
+                    self._fail(load, chunk)
+        finally:
+            for _load, _chunk, job in under_way:
+                job.cancel()
+        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
+
+    def _direct_jobs(self, load: Load) -> list[tuple[ChunkRef, _Run]]:
+        """One per chunk; none, and all of them failed, if its blocks are not all of this cache."""
+        try:
+            return [(chunk, self._direct_job(load, chunk)) for chunk in load.chunks]
         except LayoutError as error:
             logger.error("load of %s refused: %s", load.request_id, error)
-            jobs = []
             for chunk in load.chunks:
                 self._fail(load, chunk)
-        for chunk, job in jobs:
-            if not job.wait(max(0.0, deadline - time.monotonic())):
-                job.cancel()
-                self._observer.count(f"miss_{MissReason.DEADLINE}")
-            if not (job.poll() and _succeeded(job)):
-                self._fail(load, chunk)
-        self._observer.count("loaded_tokens", load.stop - load.start)
+            return []
 
-    def _direct_job(
-        self, load: Load, chunk: ChunkRef
-    ) -> Callable[[Job[MissReason | None]], MissReason | None]:
+    def _direct_job(self, load: Load, chunk: ChunkRef) -> _Run:
         rows, schema = self._rows, self._rows.schema
         runs = rows.runs_of(load, chunk.first_token)
 

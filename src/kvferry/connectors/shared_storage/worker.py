@@ -116,11 +116,14 @@ class SharedStorageWorker(WorkerRole):
         # Counted before, taken back after: an error in between must stop this step's saves too.
         self._report.failures += 1
         failed = len(self._report.broken)
+        unread = []
         for load in self._plan.loads:
             if load.ticket is None:
-                self._loads.from_store(load)
+                unread.append(load)
             else:
                 self._loads.from_staging(load, load.ticket)
+        if unread:
+            self._loads.from_store(unread)
         if len(self._report.broken) == failed:
             self._report.failures -= 1
 
