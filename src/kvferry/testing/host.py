@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from kvferry.aggregation import WorkerOutputFold
 from kvferry.connectors.registry import EngineSpec
-from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters, Observer
@@ -145,6 +145,7 @@ class SimulatedHost:
     ) -> None:
         self.scheduler = scheduler
         self.ranks = [HostRank(spec, worker, num_blocks) for spec, worker in ranks]
+        self._fold = WorkerOutputFold(len(ranks))
         self._groups = ranks[0][0].groups
         self._free = [list(range(num_blocks - 1, 0, -1)) for _ in self._groups]
         self._finished: set[str] = set()
@@ -281,7 +282,7 @@ class SimulatedHost:
                     start = request.num_computed_tokens
                     rank.compute(request, prefix_seeds(request), start, start + tokens)
             outputs.append(step.output)
-        output = fold(outputs)
+        output = self._fold.fold(outputs)
         for request in scheduled:
             request.num_computed_tokens += tokens
             self._recompute_invalid(request, output.invalid_block_ids)
@@ -325,18 +326,6 @@ def prefix_seeds(request: HostRequest) -> list[int]:
         seed = (seed * 1_000_003 + token + 1) % 2_147_483_629
         seeds.append(seed)
     return seeds
-
-
-def fold(outputs: Sequence[WorkerOutput]) -> WorkerOutput:
-    """One step's outputs of all ranks as one: what every executor does, without its memory."""
-    meta = None
-    for output in outputs:
-        if output.meta is not None:
-            meta = output.meta if meta is None else meta.aggregate(output.meta)
-    return WorkerOutput(
-        invalid_block_ids=frozenset().union(*(output.invalid_block_ids for output in outputs)),
-        meta=meta,
-    )
 
 
 def make_shared_storage_host(

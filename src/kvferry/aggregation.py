@@ -1,0 +1,307 @@
+"""What all ranks report after a step, folded into one report for the scheduler.
+
+`WorkerOutputFold` folds our own outputs. `KVOutputAggregator` does the same under vLLM's names, for
+hosts whose model runners return objects with a `kv_connector_output`.
+
+A rank is its position in the list of outputs. Ranks end their part of a request in different steps;
+the scheduler must hear of it once, when the last of them did. Unlike in vLLM, ranks are told apart
+(one that repeats itself does not stand in for another), a missing output takes no other rank's news
+with it, and what ranks handed in is left as it was.
+
+Runs in: the process that collects the outputs; one thread. Pure bookkeeping, no I/O.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol, Self, TypeVar
+
+from kvferry.contract.faults import Faults
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
+from kvferry.contract.v1 import KVConnectorOutput
+from kvferry.contract.v1_messages import from_v1_output, to_v1_output
+from kvferry.errors import ConfigError, ContractError
+from kvferry.observe import Observer
+
+
+class RunnerOutput(Protocol):
+    """What a host's model runner returns; only this attribute is read, and set on a copy."""
+
+    kv_connector_output: Any
+
+
+class SupportsFinishedCount(Protocol):
+    """A connector that can say how many reports stand for the end of a transfer."""
+
+    def get_finished_count(self) -> int | None: ...
+
+
+_Output = TypeVar("_Output", bound=RunnerOutput)
+
+
+class _RankReports:
+    """Which ranks have reported an id that is not yet released."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, int] = {}  # id -> set of ranks, one bit each
+        self._expected = 0  # at the last release
+        self._is_new = False
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, rank: int, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._ranks[request_id] = self._ranks.get(request_id, 0) | 1 << rank
+            self._is_new = True
+
+    def release(self, expected: int) -> frozenset[str]:
+        """Forget and return the ids that `expected` ranks have reported."""
+        if not self._is_new and expected == self._expected:
+            return frozenset()
+        self._is_new, self._expected = False, expected
+        released = [name for name, ranks in self._ranks.items() if ranks.bit_count() >= expected]
+        for request_id in released:
+            del self._ranks[request_id]
+        return frozenset(released)
+
+
+class WorkerOutputFold:
+    """Folds the outputs of all ranks, step by step; one per engine.
+
+    - `finished_sending`, `finished_recving`: an id appears once, in the step in which the last of
+      the expected ranks has reported it. A rank that repeats an id meanwhile counts once. A report
+      after that is the beginning of the next transfer of an id that is used again.
+    - `failed_recving`: a failure on any rank is kept until the id is released, and comes with it.
+    - `invalid_block_ids`: those of this step, of any rank.
+    - `stats` add up by name; `events` are joined; `meta` is folded by its own `aggregate`. If that
+      cannot be done, all of the kind is dropped for this step, logged and counted: the ids above
+      are never lost over it.
+    """
+
+    def __init__(self, expected_reports: int, *, observer: Observer | None = None) -> None:
+        """Begin with no report.
+
+        Args:
+            expected_reports: ranks that report each id, at least 1.
+            observer: receives `hook_failed` where stats, events or meta could not be folded.
+
+        Raises:
+            ConfigError: a count that is not at least 1.
+        """
+        self._sending = _RankReports()
+        self._recving = _RankReports()
+        self._failed: set[str] = set()
+        self._faults = Faults(self, observer or Observer())
+        self._expected_reports = 0
+        self.expected_reports = expected_reports
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} expected_reports={self.expected_reports} "
+            f"sending={len(self._sending)} recving={len(self._recving)} failed={len(self._failed)}>"
+        )
+
+    @property
+    def expected_reports(self) -> int:
+        """Ranks that report each id. A new value holds at the next `fold`, also for the ids of
+        which some ranks have reported before."""
+        return self._expected_reports
+
+    @expected_reports.setter
+    def expected_reports(self, count: int) -> None:
+        if count < 1:
+            raise ConfigError(
+                f"{count} reports expected per request: at least one rank must report, or nothing "
+                "is ever released"
+            )
+        self._expected_reports = count
+
+    def fold(self, outputs: Sequence[WorkerOutput | None]) -> WorkerOutput:
+        """One step's outputs as one; `EMPTY_OUTPUT` itself if there is nothing to tell.
+
+        Args:
+            outputs: one per rank, in rank order, the same ranks in every step; None for a rank
+                that has no output in this step.
+        """
+        told = [output for output in outputs if output is not None and not output.is_empty()]
+        for rank, output in enumerate(outputs):
+            if output is not None:
+                self._sending.add(rank, output.finished_sending)
+                self._recving.add(rank, output.finished_recving)
+                self._failed |= output.failed_recving
+        recving = self._recving.release(self._expected_reports)
+        failed = recving & self._failed
+        self._failed -= failed
+        folded = WorkerOutput(
+            finished_sending=self._sending.release(self._expected_reports),
+            finished_recving=recving,
+            failed_recving=failed,
+            invalid_block_ids=frozenset().union(*(output.invalid_block_ids for output in told)),
+            stats=self._payload("stats", told, _add_stats),
+            events=self._payload("events", told, _join_events_of_ranks),
+            meta=self._payload("meta", told, _fold_meta),
+        )
+        return EMPTY_OUTPUT if folded.is_empty() else folded
+
+    def append(self, first: WorkerOutput, second: WorkerOutput) -> WorkerOutput:
+        """Two folded outputs of successive steps as one, where the host took none between them."""
+        if first.is_empty() or second.is_empty():
+            return second if first.is_empty() else first
+        both = [first, second]
+        return WorkerOutput(
+            finished_sending=first.finished_sending | second.finished_sending,
+            finished_recving=first.finished_recving | second.finished_recving,
+            failed_recving=first.failed_recving | second.failed_recving,
+            invalid_block_ids=first.invalid_block_ids | second.invalid_block_ids,
+            stats=self._payload("stats", both, _add_stats),
+            events=self._payload("events", both, _join_events),
+            meta=self._payload("meta", both, _fold_meta),
+        )
+
+    def _payload(
+        self, kind: str, outputs: Sequence[WorkerOutput], join: Callable[[Any, Any], Any]
+    ) -> Any:  # noqa: ANN401 - the connector's
+        """All outputs' `kind` by `join`, which makes a new value and changes neither of two."""
+        values = [value for output in outputs if (value := getattr(output, kind)) is not None]
+        if not values:
+            return None
+        result = values[0]
+        try:
+            for value in values[1:]:
+                result = join(result, value)
+        except Exception:
+            # The connector's code, in the host's process: its fault must not reach the engine.
+            self._faults.fault(f"fold_{kind}", f"the {kind} of this step are dropped")
+            return None
+        return result
+
+
+def _require_same_type(first: object, second: object) -> None:
+    if not isinstance(first, type(second)):
+        raise ContractError(
+            f"ranks report a {type(first).__name__} and a {type(second).__name__}: one connector "
+            "reports one type"
+        )
+
+
+def _add_stats(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
+    """Counters by name, or an object with `aggregate`, which may change itself: of a copy."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+    _require_same_type(first, second)
+    return copy.deepcopy(first).aggregate(second)
+
+
+def _join_events(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
+    """Sequences of events, or containers of vLLM's shape, that have `add_events`."""
+    if isinstance(first, Sequence) and isinstance(second, Sequence):
+        return (*first, *second)
+    _require_same_type(first, second)
+    joined = copy.deepcopy(first)
+    joined.add_events(second.get_all_events())
+    return joined
+
+
+def _join_events_of_ranks(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
+    """As `_join_events`. A container counts its workers: it passes on what all of them saw."""
+    joined = _join_events(first, second)
+    if not isinstance(joined, Sequence):
+        joined.increment_workers(1)
+    return joined
+
+
+def _fold_meta(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
+    """Ours never changes what it folds; of others only a copy is asked."""
+    return (first if isinstance(first, WorkerMeta) else copy.deepcopy(first)).aggregate(second)
+
+
+class KVOutputAggregator:
+    """Folds the `kv_connector_output` of all ranks' model-runner outputs.
+
+    As in vLLM, workers may say in their output how many reports to expect per id
+    (`expected_finished_count`), once they know. Here this holds for all ids, also for those of
+    which some ranks have reported before: kept on their old count they would wait for ever for
+    ranks that do not report.
+
+    The rest is as for `WorkerOutputFold`.
+    """
+
+    def __init__(self, expected_finished_count: int, *, observer: Observer | None = None) -> None:
+        """Begin with no report.
+
+        Args:
+            expected_finished_count: ranks that report each id, at least 1.
+            observer: receives counts of faults.
+
+        Raises:
+            ConfigError: a count that is not at least 1.
+        """
+        self._fold = WorkerOutputFold(expected_finished_count, observer=observer)
+        self._held = EMPTY_OUTPUT  # folded, but there was no output to put it into
+
+    @classmethod
+    def from_connector(cls, connector: SupportsFinishedCount, world_size: int) -> Self:
+        """For a connector's own count of reports, or else one from each of `world_size` ranks.
+
+        Raises:
+            ConfigError: more reports than there are ranks, or a count that is not at least 1.
+        """
+        count = connector.get_finished_count() or world_size
+        if count > world_size:
+            raise ConfigError(
+                f"{type(connector).__name__}.get_finished_count says {count}, but there are "
+                f"{world_size} ranks and each reports an id once: nothing would ever be released"
+            )
+        return cls(count)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._fold!r}>"
+
+    def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
+        """The output of `output_rank`, in a copy that carries the folded news of all ranks.
+
+        Args:
+            outputs: one per rank, in rank order; None for a rank that returned nothing.
+            output_rank: the rank whose output goes to the scheduler.
+
+        Returns:
+            A shallow copy with its own `kv_connector_output`; None if `output_rank` returned
+            nothing: the news of the others then comes with the next output that it returns.
+
+        Raises:
+            ContractError: `output_rank` is not one of the ranks.
+        """
+        if not 0 <= output_rank < len(outputs):
+            raise ContractError(f"output_rank is {output_rank}, there are {len(outputs)} outputs")
+        reports = [
+            None if output is None or output.kv_connector_output is None
+            else _as_v1(output.kv_connector_output)
+            for output in outputs
+        ]  # fmt: skip
+        counts = [report.expected_finished_count for report in reports if report is not None]
+        if (count := max(counts, default=0)) > 0:
+            # Ranks that disagree: the larger count releases late, the smaller one too early.
+            self._fold.expected_reports = count
+        folded = self._fold.fold(
+            [None if report is None else from_v1_output(report) for report in reports]
+        )
+        self._held = self._fold.append(self._held, folded)
+        output = outputs[output_rank]
+        if output is None:
+            return None
+        result = copy.copy(output)  # may be one object shared by all empty steps
+        result.kv_connector_output = to_v1_output(self._held)
+        result.kv_connector_output.expected_finished_count = self._fold.expected_reports
+        self._held = EMPTY_OUTPUT
+        return result
+
+
+def _as_v1(report: Any) -> KVConnectorOutput:  # noqa: ANN401 - the host's
+    """A host's own class as ours. Hosts before 0.32 have fewer of the fields."""
+    if isinstance(report, KVConnectorOutput):
+        return report
+    values = {field.name: getattr(report, field.name, None) for field in fields(KVConnectorOutput)}
+    return KVConnectorOutput(**{name: v for name, v in values.items() if v is not None})
