@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -440,3 +441,26 @@ def test_drain_waits_until_what_was_saved_is_visible(model_dir, tmp_path):
         a.generate([prompt(200)], SamplingParams(max_tokens=1))
         assert a.drain(10)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 25
+
+
+def test_the_engine_opens_when_a_small_store_is_known_and_waits_little_for_a_large_one(model_dir):
+    waits: list[float] = []
+    roles = memory_roles(Behaviour())
+    with LLM(model_dir(), roles=replace(roles, wait_ready=lambda t: bool(waits.append(t)))) as llm:
+        assert len(waits) == 1
+        assert 0 < waits[0] <= 0.5
+        llm.generate([prompt(5)], GREEDY)
+    assert len(waits) == 1
+
+
+def test_the_first_prompt_after_opening_finds_all_that_a_store_holds(model_dir, tmp_path):
+    options = {
+        "store": f"file://{tmp_path}/s",
+        "connector_options": {"chunk_tokens": 1},
+        "block_size": 1,
+    }
+    with LLM(model_dir(), **options) as llm:
+        llm.generate([prompt(900, seed=seed) for seed in range(3)], SamplingParams(max_tokens=1))
+    with LLM(model_dir(), **options) as llm:
+        (first,) = llm.generate([prompt(900, seed=2)], SamplingParams(max_tokens=1))
+    assert first.num_external_tokens == 899

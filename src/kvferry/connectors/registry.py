@@ -46,6 +46,11 @@ def _nothing() -> None:
     """Roles that share nothing."""
 
 
+def _ready(timeout: float) -> bool:
+    """Roles with nothing to wait for."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Both halves of a connector for an engine whose scheduler and only worker share a process."""
@@ -54,6 +59,9 @@ class Roles:
     worker: WorkerRole
     close_last: Callable[[], None] = _nothing
     """Called once after both roles are closed: releases what they share."""
+    wait_ready: Callable[[float], bool] = _ready
+    """Blocks for at most so many seconds until everything stored can be found; True if it can. For
+    an engine that starts; look-ups work before, and may miss."""
 
 
 def create_roles(

@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
 
+READY_SECONDS = 0.5
+"""How long opening the engine waits for the connector to know what is stored. The first prompts
+find the whole of a small store; a large one goes on filling its index behind them."""
+
 Prompt = str | Sequence[int]
 
 
@@ -88,9 +92,12 @@ class LLM:
             GuardedScheduler(roles.scheduler, self._observer, block_size=engine.block_size),
             GuardedWorker(roles.worker, self._observer),
             roles.close_last,
+            roles.wait_ready,
         )
         try:
             self._load(model, engine, num_blocks)
+            # The index filled while weights were read; of a small model they are read sooner.
+            self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_roles()
             raise

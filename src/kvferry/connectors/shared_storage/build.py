@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, SupportsShardedWrite
+from kvferry.store.base import Store, SupportsProbe, SupportsShardedWrite
 from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
 
@@ -126,4 +126,7 @@ def create(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> 
         ConfigError: see `Parts`.
     """
     parts = Parts(spec, options, observer)
-    return Roles(parts.scheduler(), parts.worker(), close_last=parts.store.close)
+    store = parts.store
+    if isinstance(store, SupportsProbe):
+        return Roles(parts.scheduler(), parts.worker(), store.close, store.wait_indexed)
+    return Roles(parts.scheduler(), parts.worker(), store.close)
