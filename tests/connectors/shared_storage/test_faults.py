@@ -420,3 +420,23 @@ def test_a_refused_direct_load_starts_no_read(make_host):
     gate.release()
     host.close()
     assert host.ranks[0].caches["0.0"].isnan().all()
+
+
+def test_a_stalled_store_holds_up_one_step_not_every_step(make_host):
+    store, _keys = store_prompt(make_host)
+    other = list(range(700, 741))
+    writer = make_host(store=store)
+    writer.run("other", other)
+    writer.settle()
+    gate = Gate()
+    host = make_host(
+        store=StallingStore(store, gate=gate, operations={"read_into"}),
+        promise="index",
+        load_timeout_seconds=0.5,
+    )
+    host.run("waits", PROMPT)
+    started = time.monotonic()
+    host.run("does not", other)
+    assert time.monotonic() - started < 0.4
+    assert host.observer["miss_deadline"] == 10
+    gate.release()

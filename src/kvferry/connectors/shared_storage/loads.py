@@ -57,6 +57,10 @@ class _Slot:
         return self._staging.view(self.index)
 
 
+STALLED_SECONDS = 30.0
+"""How long direct loads do not wait for a store that missed a deadline."""
+
+
 @dataclass(slots=True)
 class _Fetch:
     """A prefetch under way: one slot and one job per chunk, in order."""
@@ -110,6 +114,7 @@ class Loads:
         self._report = report
         self._observer = observer
         self._fetches: dict[int, _Fetch] = {}
+        self._stalled_until = 0.0
         self._pool = IOPool(num_threads, "kvferry-load")
 
     def prefetch(self, op: Prefetch) -> None:
@@ -206,8 +211,14 @@ class Loads:
 
     def from_store(self, loads: Sequence[Load]) -> None:
         """Read, verify and copy now, bounded by one deadline for all `loads` of a step. When this
-        returns or raises, no read writes to the blocks any more."""
-        deadline = time.monotonic() + self._timeout
+        returns or raises, no read writes to the blocks any more.
+
+        The step waits for this, so a store that was late once is not waited for again for a while:
+        until then only what is there at once is used.
+        """
+        now = time.monotonic()
+        waits = now >= self._stalled_until
+        deadline = now + (self._timeout if waits else 0.0)
         under_way: list[tuple[Load, ChunkRef, Job[MissReason | None]]] = []
         try:
             for load in loads:
@@ -216,6 +227,8 @@ class Loads:
             for load, chunk, job in under_way:
                 if not job.wait(max(0.0, deadline - time.monotonic())):
                     self._observer.count(f"miss_{MissReason.DEADLINE}")
+                    if waits:
+                        self._stalled_until = now + STALLED_SECONDS
                     self._fail(load, chunk)
                 elif not _succeeded(job):
                     self._fail(load, chunk)
