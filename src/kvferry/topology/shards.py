@@ -8,6 +8,20 @@ from kvferry.errors import TopologyError
 from kvferry.types import GroupShard, KVGroup, RankShard
 
 
+def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """The kv heads `[start, stop)` of a tensor-parallel rank: its share, or one replicated head.
+
+    Raises:
+        TopologyError: heads and ranks of which neither is a multiple of the other.
+    """
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise TopologyError(
+            f"{num_kv_heads} kv heads cannot be split over tensor_parallel_size={tp_size}"
+        )
+    start = tp_rank * num_kv_heads // tp_size
+    return start, start + max(1, num_kv_heads // tp_size)
+
+
 def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int) -> RankShard:
     """What a tensor-parallel rank holds: its share of the heads, or one replicated head.
 
@@ -24,15 +38,9 @@ def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int)
     shards = []
     replicas = 1
     for group in groups:
-        heads = group.num_kv_heads
-        if heads % world_size and world_size % heads:
-            raise TopologyError(
-                f"{heads} kv heads cannot be split over tensor_parallel_size={world_size}"
-            )
-        share = max(1, heads // world_size)
-        first = rank * heads // world_size
-        replicas = max(replicas, world_size // heads)
-        shards.append(GroupShard(layers=(0, group.num_layers), heads=(first, first + share)))
+        heads = heads_of_rank(group.num_kv_heads, rank, world_size)
+        replicas = max(replicas, world_size // group.num_kv_heads)
+        shards.append(GroupShard(layers=(0, group.num_layers), heads=heads))
     return RankShard(
         rank=rank, world_size=world_size, groups=tuple(shards), writes=rank % replicas == 0
     )
