@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 
 import pytest
 
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
+from kvferry.store.file.fileio import FileIO
 from kvferry.testing.stores import make_key, make_value, read_value
 
 
@@ -138,3 +140,32 @@ def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
     assert store.put(make_key(2), [b"value"]) is PutResult.STORED
     assert read_value(store, make_key(2)) == b"value"
     assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
+
+
+def test_a_link_that_was_made_is_counted_whatever_the_answer(bench):
+    """A network file system that lost its first answer says EEXIST to the second request."""
+
+    class AskedTwice(FileIO):
+        def link(self, source, target):
+            super().link(source, target)
+            super().link(source, target)
+
+    store = bench.open(io=AskedTwice(), max_bytes=100_000)
+    assert store.put(make_key(), [make_value(5000)]) is PutResult.STORED
+    assert read_value(store, make_key()) == make_value(5000)
+    assert store.stat().used_bytes == 5000
+    assert bench.open(max_bytes=100_000).stat().used_bytes == 5000
+
+
+@pytest.mark.parametrize("call", ["pwritev", "open", "rename"])
+def test_registering_again_and_again_on_a_full_disk_leaves_nothing(bench, call):
+    bench.open().close()
+    bench.io.fail[call] = errno.ENOSPC
+    bench.io.only_in = "ledger" if call == "open" else ".new-" if call == "rename" else ""
+    store = bench.open()
+    before = os.listdir(bench.root / "writers")
+    for _ in range(5):
+        bench.clock.advance(100.0)
+        store.maintain()
+    assert os.listdir(bench.root / "writers") == before
+    assert not any(name.startswith(".new-") for name in before)

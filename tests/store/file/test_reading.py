@@ -8,8 +8,9 @@ import os
 
 import pytest
 
+from kvferry.store.base import PutResult
 from kvferry.store.file.fileio import O_DIRECT, RWF_NOWAIT
-from kvferry.testing.stores import make_key, make_value
+from kvferry.testing.stores import make_key, make_value, read_value
 
 
 def make_cold(path) -> None:
@@ -138,3 +139,13 @@ def test_only_cold_records_are_read_past_the_page_cache(bench, options, is_cold,
         assert source.read_into(aligned_buffer(4 << 20), 0) == 1 << 20
         has_direct = source._direct_fd >= 0
     assert has_direct is (is_direct and can_be_cold(bench.root / "other"))
+
+
+@pytest.mark.parametrize("head_bytes", [1, 100, 4096, 5000])
+def test_a_head_written_directly_leaves_what_ranks_wrote_behind_it(bench, head_bytes):
+    value = make_value(20_000)
+    store = bench.open(direct_io="on")
+    session = store.begin(make_key(), len(value))
+    assert store.write_at(session, head_bytes, [value[head_bytes:]])
+    assert store.commit(session, value[:head_bytes]) is PutResult.STORED
+    assert read_value(store, make_key()) == value

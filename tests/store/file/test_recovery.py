@@ -198,3 +198,21 @@ def test_the_sum_never_misses_a_writer_that_moves(bench):
 
         usage = read_usage(Interrupted(), Layout(str(bench.root)))
         assert usage.num_bytes == (step + 1) * 1000
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("end", ["close", "commit", "abort"])
+def test_a_forked_child_cannot_end_the_sessions_of_its_parent(bench, end):
+    store = bench.open(max_bytes=100_000)
+    session = store.begin(make_key(), 1000)
+    child = os.fork()
+    if child == 0:
+        arguments = {"close": (), "commit": (session, b"head"), "abort": (session,)}[end]
+        getattr(store, end)(*arguments)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert read_value(store, make_key()) is None
+    assert store.write_at(session, 0, [make_value(1000)])
+    assert store.commit(session, make_value(1000)[:10]) is PutResult.STORED
+    assert read_value(store, make_key()) == make_value(1000)
+    assert read_usage(FileIO(), Layout(str(bench.root))).num_bytes == 1000

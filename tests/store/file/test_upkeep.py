@@ -225,3 +225,29 @@ def test_close_does_not_wait_for_a_system_call_that_hangs(tmp_path, monkeypatch)
     store.close()
     assert time.monotonic() - started < 5
     release.set()
+
+
+def test_close_does_not_wait_for_open_sessions_on_a_disk_that_hangs(tmp_path, monkeypatch):
+    from kvferry.store.file import store as module
+    from kvferry.store.file.fileio import FileIO
+
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
+    release = threading.Event()
+
+    class Hanging(FileIO):
+        is_hanging = False
+
+        def pwritev(self, fd, buffers, offset):
+            if self.is_hanging:
+                release.wait(30)
+            return super().pwritev(fd, buffers, offset)
+
+    io = Hanging()
+    store = FileStore(tmp_path / "store", io=io)
+    session = store.begin(make_key(), 1000)
+    io.is_hanging = True
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 5
+    assert store.commit(session, b"head") is PutResult.FAILED
+    release.set()

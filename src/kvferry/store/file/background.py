@@ -46,6 +46,7 @@ class Background:
     ) -> None:
         self._jobs = jobs
         self._last = last
+        self._first: Callable[[], None] | None = None
         self._clock = clock
         self._wake = threading.Event()
         self._stopping = False
@@ -62,14 +63,14 @@ class Background:
         """Run the urgent jobs as soon as the step under way is done. Memory only."""
         self._wake.set()
 
-    def stop(self, timeout: float) -> None:
-        """Stop after the step under way; waits `timeout` seconds at most. Without a thread, `last`
-        is done here. Idempotent."""
+    def stop(self, timeout: float, first: Callable[[], None] | None = None) -> None:
+        """Stop after the step under way, do `first` and then `last`; waits `timeout` seconds at
+        most. Without a thread, both are done here. Once only."""
+        self._first = first
         self._stopping = True
         self._wake.set()
         if self._thread is None:
-            last, self._last = self._last, _nothing
-            last()
+            self._end()
         elif self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -89,6 +90,11 @@ class Background:
                 self._wake.clear()
                 for job in self._jobs:
                     job.due = 0.0 if job.urgent else job.due
+        self._end()
+
+    def _end(self) -> None:
+        if self._first is not None:
+            self._first()
         self._last()
 
     def _run_due(self) -> float:
@@ -108,7 +114,3 @@ class Background:
             # The outermost loop of this thread: one broken job must not stop the others.
             logger.exception("kvferry store: background job %s failed", job.name)
         return _RETRY_SECONDS
-
-
-def _nothing() -> None:
-    pass

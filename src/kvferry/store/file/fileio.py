@@ -139,26 +139,32 @@ def ensure_directory(io: FileIO, path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "something else is in the way", path) from None
 
 
+def list_directory(io: FileIO, path: str) -> list[str]:
+    """Names in a directory that kvferry made; empty if there is none, or anything else instead. A
+    link is not followed: what it leads to is not ours to change.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    try:
+        return io.listdir(path) if stat.S_ISDIR(io.lstat(path).st_mode) else []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def remove_tree(io: FileIO, path: str) -> None:
-    """Delete a directory and all in it, links not followed; what is gone already is fine.
+    """Delete a directory and all in it, or what stands in its place; no link is followed, and what
+    is gone already is fine.
 
     Raises:
         OSError: something in it cannot be deleted.
     """
-    try:
-        names = io.listdir(path)
-    except FileNotFoundError:
-        return
-    for name in names:
-        inside = f"{path}/{name}"
-        try:
-            if stat.S_ISDIR(io.lstat(inside).st_mode):
-                remove_tree(io, inside)
-            else:
-                io.unlink(inside)
-        except FileNotFoundError:
-            continue
     with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(io.lstat(path).st_mode):
+            io.unlink(path)
+            return
+        for name in io.listdir(path):
+            remove_tree(io, f"{path}/{name}")
         io.rmdir(path)
 
 

@@ -25,6 +25,7 @@ One copy, little endian:
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ _FIXED = struct.Struct("<8sIIQ16sQQd4q4q")
 _ABSORBED_AT = 128
 _PENDING_AT = 256
 _CHECKSUM_AT = COPY_BYTES - 8
+_MAX_COUNT = 2**56
+"""No honest count is larger, and sums of many such still fit into 64 bits."""
+_MAX_PID = 2**31 - 1
+_NO_FILE = frozenset({errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.ENOTDIR})
 
 
 class Net(NamedTuple):
@@ -141,11 +146,14 @@ def encode(ledger: Ledger) -> bytes:
 
 
 def decode(copy: bytes) -> Ledger | None:
-    """The ledger in one copy, None if it is torn, foreign or of another version."""
+    """The ledger in one copy, None if it is torn, foreign, of another version, or says what no
+    writer says."""
     if len(copy) != COPY_BYTES or copy[_CHECKSUM_AT:] != _checksum(copy):
         return None
     magic, version, flags, sequence, host, pid, start, heartbeat, *rest = _FIXED.unpack_from(copy)
-    if magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version != _VERSION or not 0 < pid <= _MAX_PID:
+        return None
+    if not all(0 <= count <= _MAX_COUNT for count in rest):
         return None
     ids = _filled(copy[_ABSORBED_AT:_PENDING_AT], 8)
     slots = _filled(copy[_PENDING_AT:_CHECKSUM_AT], 16)
@@ -178,14 +186,20 @@ def _checksum(copy: bytes | bytearray) -> bytes:
 
 
 def read_ledger(io: FileIO, writer_path: str) -> Ledger | None:
-    """The current ledger in a writer directory; None if no copy of it is whole.
+    """The current ledger in a writer directory; None if no copy of it is whole, or if something
+    else than a file stands there.
 
     Raises:
         FileNotFoundError: the directory or its ledger is gone (absorbed, or being deleted).
         OSError: the medium failed.
     """
     for _ in range(5):
-        both = read_up_to(io, f"{writer_path}/ledger", LEDGER_BYTES)
+        try:
+            both = read_up_to(io, f"{writer_path}/ledger", LEDGER_BYTES)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
         # The newer one as far as its own word goes; if it is torn, the one before it.
         copies = sorted((both[:COPY_BYTES], both[COPY_BYTES:]), key=_claimed_sequence)
         ledger = decode(copies[1]) or decode(copies[0])

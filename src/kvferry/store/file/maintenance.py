@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
@@ -178,9 +179,13 @@ def gc(
 
 def _older_than(volume: Volume, oldest: float) -> Iterator[list[str]]:
     shards = [volume.layout.shard(shard) for shard in range(NUM_SHARDS)]
-    for directory in [*shards, volume.layout.quarantine]:
-        files = list_files(volume.io, directory)
-        paths = [file.path for file in files if file.used / 1e9 < oldest]
+    for directory in [volume.layout.quarantine, *shards]:
+        paths = [
+            file.path
+            for file in list_files(volume.io, directory)
+            if file.used / 1e9 < oldest
+            and (directory not in shards or key_of_record_name(os.path.basename(file.path)))
+        ]
         for start in range(0, len(paths), _BATCH):
             yield paths[start : start + _BATCH]
 

@@ -11,10 +11,11 @@ Whoever dies between two steps is absorbed in turn, and what it was absorbing wi
 
 from __future__ import annotations
 
+import stat
 import threading
 from collections.abc import Callable
 
-from kvferry.store.file.fileio import FileIO, ensure_directory, remove_tree
+from kvferry.store.file.fileio import FileIO, ensure_directory, list_directory, remove_tree
 from kvferry.store.file.layout import Layout, is_writer_name
 from kvferry.store.file.ledger import Ledger, Net, Owner, find_ledger, is_alive
 from kvferry.store.file.membership import Member
@@ -84,8 +85,11 @@ class Recovery:
         return True
 
     def _is_dead(self, name: str, member: Member) -> bool:
+        path = self._layout.writer(name)
         try:
-            ledger = find_ledger(self._io, self._layout.writer(name))
+            if not stat.S_ISDIR(self._io.lstat(path).st_mode):
+                return False  # a link or a file of such a name is nobody's account
+            ledger = find_ledger(self._io, path)
         except FileNotFoundError:
             return False
         if ledger is not None:
@@ -140,7 +144,7 @@ class Recovery:
     def _settle(self, member: Member, path: str) -> Net:
         """What a fenced writer's counts come to. Repeatable: a crash in between changes nothing."""
         ledger = find_ledger(self._io, path)
-        children = list_absorbed(self._io, path)
+        children = filter(is_writer_name, list_directory(self._io, f"{path}/absorbed"))
         if ledger is None:
             # Lost with a power failure. Its records are still there; a reconciliation counts them.
             net, absorbed = Net(), set[str]()
@@ -153,11 +157,14 @@ class Recovery:
         return net
 
     def _settle_writes(self, path: str, ledger: Ledger) -> Net:
-        names = {name[:16]: name for name in self._io.listdir(f"{path}/tmp")}
+        names = {name[:16]: name for name in list_directory(self._io, f"{path}/tmp")}
         net = ledger.net
         for number, num_bytes in ledger.pending.items():
             name = names.get(f"{number:016x}")
-            if name is None or self._io.lstat(f"{path}/tmp/{name}").st_nlink > 1:
+            if name is None:
+                continue
+            status = self._io.lstat(f"{path}/tmp/{name}")
+            if status.st_nlink > 1 or not stat.S_ISREG(status.st_mode):
                 continue
             # Emptied, not unlinked: the file must stay as the proof that it was never linked, but
             # its bytes must be off the disk before they are given back.
@@ -171,13 +178,9 @@ class Recovery:
         if intent is not None:
             remove_tree(self._io, f"{path}/trash/{intent.batch}")
             net = Net(removed_bytes=intent.num_bytes, removed_records=intent.num_records)
-        for batch in self._io.listdir(f"{path}/trash"):
-            if int(batch) <= ledger.finished_batch:
-                continue
-            directory = f"{path}/trash/{batch}"
-            try:
-                names = self._io.listdir(directory)
-            except FileNotFoundError:
-                continue
-            member.remover.remove([f"{directory}/{name}" for name in names])
+        for batch in list_directory(self._io, f"{path}/trash"):
+            if batch.isdecimal() and int(batch) > ledger.finished_batch:
+                directory = f"{path}/trash/{batch}"
+                names = list_directory(self._io, directory)
+                member.remover.remove([f"{directory}/{name}" for name in names])
         return net

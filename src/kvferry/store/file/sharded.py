@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,8 @@ class ShardedWrites:
     """Sessions of one store. Thread-safe.
 
     A session is named after its temporary file, `<writer id>/<number>-<key>`: that is all another
-    process needs to write into it, and nothing else is accepted as a name.
+    process needs to write into it, and nothing else is accepted as a name. After a fork the child
+    has none: their account is the parent's.
     """
 
     def __init__(self, io: FileIO, layout: Layout, writing: RecordWriting, faults: Faults) -> None:
@@ -26,6 +28,7 @@ class ShardedWrites:
         self._layout = layout
         self._writing = writing
         self._faults = faults
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._begun: dict[str, PendingWrite] = {}
 
@@ -62,10 +65,10 @@ class ShardedWrites:
     def take(self, session: str) -> PendingWrite | None:
         """End a session begun here: whoever takes it commits or aborts it."""
         with self._lock:
-            return self._begun.pop(session, None)
+            return self._begun.pop(session, None) if self._pid == os.getpid() else None
 
     def take_all(self) -> list[PendingWrite]:
         """End all sessions begun here."""
         with self._lock:
             begun, self._begun = self._begun, {}
-        return list(begun.values())
+        return list(begun.values()) if self._pid == os.getpid() else []

@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvferry.config import StoreUrl
@@ -20,7 +21,7 @@ from kvferry.store.file.maintenance import GcReport, Progress, RepairReport, Ver
 from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record
 from kvferry.store.file.sharded import ShardedWrites
 from kvferry.store.file.volume import Volume
-from kvferry.store.file.writing import DirectIO
+from kvferry.store.file.writing import DirectIO, PendingWrite
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -184,10 +185,14 @@ class FileStore(Store):
         if self._closed:
             return
         self._closed = True
-        for pending in self._sessions.take_all():
-            self._volume.writing.abort(pending)
-        self._volume.upkeep.background.stop(CLOSE_SECONDS)
+        # Given back by the background thread, as all else: a disk that hangs must not hold us.
+        abandoned = self._sessions.take_all()
+        self._volume.upkeep.background.stop(CLOSE_SECONDS, partial(self._abort_all, abandoned))
         self._volume.index.clear()
+
+    def _abort_all(self, abandoned: Sequence[PendingWrite]) -> None:
+        for pending in abandoned:
+            self._volume.writing.abort(pending)
 
     def scan(self) -> Iterator[Entry]:
         """Every record at some moment during the call; see `SupportsScan`.

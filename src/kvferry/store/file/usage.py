@@ -67,7 +67,7 @@ def list_absorbed(io: FileIO, writer_path: str) -> list[str]:
     """Ids of the writers that a writer has taken over and not yet deleted."""
     try:
         names = io.listdir(f"{writer_path}/absorbed")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [name for name in names if is_writer_name(name)]
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from kvferry.store.file.fileio import FileIO, exists, write_all
+from kvferry.store.file.fileio import FileIO, exists, remove_tree, write_all
 from kvferry.store.file.layout import Layout
 from kvferry.store.file.ledger import (
     COPY_BYTES,
@@ -66,21 +66,28 @@ class Writer:
         self._account = (NOTHING, self._taken_over)
         self._last_copy = 1
         self._last_temporary = 0
+        self._fd = -1
         hidden = f"{layout.writers}/{unregistered_name(owner, self.id)}"
-        io.mkdir(hidden)
-        io.mkdir(f"{hidden}/tmp")
-        io.mkdir(f"{hidden}/trash")
-        self._fd = io.open(f"{hidden}/ledger", os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            # Both copies: from here on a write needs no new space on most file systems, so that a
-            # full disk does not keep us from giving space back.
-            self._write()
-            self._write()
-            # Renamed into place whole: a visible writer always has a ledger.
-            io.rename(hidden, self.path)
+            self._register(hidden)
         except OSError:
-            io.close(self._fd)
+            # Tried again for as long as the disk is full: each attempt takes back what it made.
+            if self._fd >= 0:
+                io.close(self._fd)
+            with suppress(OSError):
+                remove_tree(io, hidden)
             raise
+
+    def _register(self, hidden: str) -> None:
+        for path in (hidden, f"{hidden}/tmp", f"{hidden}/trash"):
+            self._io.mkdir(path)
+        self._fd = self._io.open(f"{hidden}/ledger", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        # Both copies: from here on a write needs no new space on most file systems, so that a full
+        # disk does not keep us from giving space back.
+        self._write()
+        self._write()
+        # Renamed into place whole: a visible writer always has a ledger.
+        self._io.rename(hidden, self.path)
 
     @property
     def finished_batch(self) -> int:

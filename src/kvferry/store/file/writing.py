@@ -89,7 +89,7 @@ class RecordWriting:
         return PendingWrite(writer=writer, number=number, key=key, num_bytes=num_bytes, path=path)
 
     def write(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
-        """Step 3, the whole record in one go.
+        """Step 3, from the front of the record on; the whole record, or what ranks left out.
 
         Raises:
             OSError: the medium refused; abort.
@@ -144,9 +144,11 @@ class RecordWriting:
         if self._links:
             try:
                 self._io.link(source, target)
-            except FileExistsError:
-                return False
             except OSError as error:
+                if self._is_same(source, target):
+                    return True  # done, whatever the answer: a network file system asked twice
+                if error.errno == errno.EEXIST:
+                    return False
                 if error.errno not in _NO_LINKS:
                     raise
                 self._links = False
@@ -160,6 +162,12 @@ class RecordWriting:
         self._io.rename(source, target)
         return True
 
+    def _is_same(self, source: str, target: str) -> bool:
+        try:
+            return os.path.samestat(self._io.lstat(source), self._io.lstat(target))
+        except OSError:
+            return False
+
     def _drop(self, path: str) -> None:
         # Renamed away, or taken over with its directory; recovery removes what is left.
         with suppress(OSError):
@@ -167,6 +175,8 @@ class RecordWriting:
 
     def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> bool:
         """Try to write past the page cache; False if buffers or file system do not allow it."""
+        if sum(view.nbytes for view in views) < pending.num_bytes:
+            return False  # padding would go over what others wrote behind it
         prepared = [aligned for view in views if (aligned := _aligned(view)) is not None]
         whole = all(is_aligned(view.nbytes) for view in views[:-1])
         if not whole or len(prepared) < len(views):
