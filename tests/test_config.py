@@ -281,3 +281,10 @@ def test_a_url_put_together_reads_back(path, options):
 def test_any_text_is_a_url_or_a_config_error(text):
     with contextlib.suppress(ConfigError):
         assert parse_store_url(text).scheme in ("file", "memory")
+
+
+def test_a_path_that_is_not_utf8_has_a_url_and_cannot_be_asked_for_by_it():
+    url = str(StoreUrl(scheme="file", path="/caf\udce9"))
+    assert url == "file:///caf%E9"
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        parse_store_url(url)

@@ -249,7 +249,9 @@ class StoreUrl:
             f"{quote(name, safe='')}={quote(value, safe='/:')}"
             for name, value in self.options.items()
         )
-        return f"{self.scheme}://{quote(self.path)}{'?' + query if query else ''}"
+        # A path that is not UTF-8 is shown as the bytes it is, though no URL leads to it.
+        path = quote(self.path, errors="surrogateescape")
+        return f"{self.scheme}://{path}{'?' + query if query else ''}"
 
 
 def parse_store_url(url: str) -> StoreUrl:
@@ -274,7 +276,7 @@ def parse_store_url(url: str) -> StoreUrl:
     if "#" in rest:
         raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
     raw_path, _, query = rest.partition("?")
-    path = unquote(raw_path)
+    path = _unquote(where, raw_path)
     if "\0" in path:
         raise ConfigError(f"{where}: a path cannot hold a zero byte")
     if scheme.lower() == "file":
@@ -282,6 +284,14 @@ def parse_store_url(url: str) -> StoreUrl:
     elif "/" in path:
         raise ConfigError(f"{where}: the name of a memory store holds no /; write memory://name")
     return StoreUrl(scheme=scheme.lower(), path=path, options=_parse_options(where, query))
+
+
+def _unquote(where: str, text: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        # Decoded somehow, it would name another directory than the one that was meant.
+        raise ConfigError(f"{where}: the escapes in {text!r} are not UTF-8") from None
 
 
 def _without_scheme(url: str) -> str:
@@ -313,10 +323,10 @@ def _parse_options(where: str, query: str) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, equals, value = part.partition("=")
-        name = unquote(name)
+        name = _unquote(where, name)
         if not name or not equals or not value:
             raise ConfigError(f"{where}: option {part!r} is not of the form name=value")
         if name in options:
             raise ConfigError(f"{where}: option {name!r} is given twice")
-        options[name] = unquote(value)
+        options[name] = _unquote(where, value)
     return options

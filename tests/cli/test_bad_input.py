@@ -44,6 +44,7 @@ EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
         ("file:///nowhere?max_byte=1GiB", ["'max_byte'", "'max_bytes'"]),
         ("file:///nowhere?max_bytes=lots", ["'lots'", "10GiB"]),
         ("memory://x", ["memory store", "file:///"]),
+        ("file:///caf%e9", ["'/caf%e9'", "not UTF-8"]),
     ],
 )
 def test_a_url_that_is_no_store(run, command, url, says):
@@ -168,6 +169,36 @@ def test_json_into_a_directory_that_is_not_there(make_store, run):
     ran = run("ls", made.url, "--json", "/nowhere/at/all.json")
     assert ran.code == 2
     assert ran.err.startswith("error: cannot write /nowhere/at/all.json")
+
+
+@pytest.mark.parametrize("target", ["", ".", "/", "/nowhere/at/all.json"])
+def test_a_json_file_that_cannot_be_is_refused_before_the_work(make_store, run, target):
+    made = make_store()
+    before = made.snapshot()
+    ran = run("gc", made.url, "--max-bytes", "0", "--json", target)
+    assert ran.code == 2
+    assert "cannot write" in ran.error_line
+    assert made.snapshot() == before
+
+
+def test_json_into_a_pipe_leaves_the_pipe(make_store, run, tmp_path):
+    made = make_store()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert run("ls", made.url, "--json", pipe).code == 0
+    assert len(json.loads(os.read(reader, 65536))) == 3
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("option", ["create=maybe", "read_only=maybe", "direct_io=offf"])
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_refusal_shows_the_url_as_it_was_given(make_store, run, command, option):
+    url = f"{make_store().url}?{option}"
+    ran = run(command, url, *EXTRA.get(command, []))
+    assert ran.code == 2
+    assert f"{url!r}: option" in ran.error_line
 
 
 def test_no_arguments_print_the_help(run):

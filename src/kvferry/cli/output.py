@@ -21,12 +21,32 @@ from kvferry.errors import ConfigError
 if TYPE_CHECKING:
     from kvferry.keys import JsonValue
 
+
+def _check_target(context: typer.Context, target: str | None) -> str | None:
+    """Refuse before the work what could not be written after it."""
+    if target is None or target == "-":
+        return target
+    path = Path(target)
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
+    # The demonstration makes directories, and its result may go into one of them.
+    if not os.access(path.parent, os.W_OK) and (
+        path.parent.exists() or context.command_path != _DEMO
+    ):
+        why = "Permission denied" if path.parent.is_dir() else "No such directory"
+        raise ConfigError(f"cannot write {path}: {why}")
+    return target
+
+
+_DEMO = "kvferry demo"
+
 JsonOption = Annotated[
     str | None,
     typer.Option(
         "--json",
         metavar="FILE",
         help="Also write the result as JSON to FILE; '-' prints it instead of the table.",
+        callback=_check_target,
     ),
 ]
 
@@ -61,18 +81,30 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
 
 
 def write_json(path: Path, value: JsonValue) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old file or the new one.
+    """Replace `path` by `value` as JSON: a reader sees the old file or the new one. A device or
+    pipe is written into.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = json.dumps(value, indent=2) + "\n"
     try:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".kvferry-{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from kvferry.config import parse_store_url
+from kvferry.config import build_config, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry
-from kvferry.store.url import open_store
+from kvferry.store.url import FileOptions, open_store
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
@@ -36,11 +36,11 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
             f"store URL {url!r}: a memory store ends with its process, so there is nothing to look "
             "at; use file:///absolute/directory"
         )
-    options = {**parsed.options, "create": "false"}
-    if not writable:
-        options["read_only"] = "true"
-    elif options.pop("read_only", "false") not in ("false", "no", "off", "0"):
+    # Before options are changed here: a refusal should show the URL as it was given.
+    given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")
+    if writable and given.read_only:
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
+    options = {**parsed.options, "create": "false", "read_only": str(not writable)}
     # What a file URL opens; the class itself is not imported here, since that takes its time.
     store = cast("FileStore", open_store(str(dataclasses.replace(parsed, options=options))))
     store.wait_indexed(INDEX_SECONDS)

@@ -48,8 +48,8 @@ def compare(question: str, cold: Answer, reused: Answer) -> Comparison:
         hit_tokens=reused.hit_tokens,
         cold_ttft_seconds=cold.ttft_seconds,
         ttft_seconds=reused.ttft_seconds,
-        # No number is no agreement; and max() would pass over a nan.
-        max_abs_logit_diff=float(np.nan_to_num(np.abs(a - b), nan=np.inf).max()),
+        # No number is no agreement; but JSON knows no infinity.
+        max_abs_logit_diff=float(np.nan_to_num(np.abs(a - b), nan=np.finfo(a.dtype).max).max()),
         tokens_equal=cold.token_ids == reused.token_ids,
         answer=reused.text,
     )
