@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvferry.connectors.shared_storage.rank_rows import RankRows
@@ -440,3 +441,52 @@ def test_a_stalled_store_holds_up_one_step_not_every_step(make_host):
     assert time.monotonic() - started < 0.4
     assert host.observer["miss_deadline"] == 10
     gate.release()
+
+
+def test_a_bystander_of_a_failed_load_saves_nothing_more(make_host):
+    """It may share the failed blocks by the host's own prefix cache, and not be computed again."""
+    store, keys = store_prompt(make_host)
+    damaged = CorruptingStore(store, damage=flip_bit(8 * 4200), keys={keys[1]})
+    host = make_host(store=damaged, promise="index")
+    bystander = host.add("bystander", list(range(300, 341)))
+    host.admit(bystander)
+    host.step([bystander], tokens=4)
+    failing = host.add("failing", PROMPT)
+    host.admit(failing)
+    host.step([failing, bystander], tokens=1)
+    host.prefill(bystander)
+    host.prefill(failing)
+    host.settle()
+    assert host.observer["put_stored"] == 1, "the failed chunk, by the request that computed it"
+    host.finish(bystander)
+    host.run("afterwards", list(range(300, 341)))
+    host.settle()
+    assert host.observer["put_stored"] == 6
+
+
+def test_a_host_without_reports_goes_on_saving_after_a_failed_load(make_host):
+    store, keys = store_prompt(make_host)
+    damaged = CorruptingStore(store, damage=flip_bit(8 * 4200), keys={keys[1]})
+    host = make_host(store=damaged, carries_worker_meta=False)
+    drop_meta(host)
+    host.run("fails", PROMPT)
+    assert host.invalid_block_ids
+    host.run("another", list(range(300, 341)))
+    host.settle()
+    stored = host.observer["put_stored"]
+    assert stored >= 5
+    for key in list(store._values):
+        store.delete(key)
+    host.run("evicted since", list(range(300, 341)))
+    host.settle()
+    assert host.observer["put_stored"] == stored + 5, "nothing is thought to be under way for ever"
+
+
+def drop_meta(host) -> None:
+    """Make a host forget what workers say, as hosts before vLLM 0.32 do."""
+    learn = host.scheduler.update_output
+
+    def update_output(output):
+        learn(msgspec.structs.replace(output, meta=None))
+
+    host.scheduler.update_output = update_output

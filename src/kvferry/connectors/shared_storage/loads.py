@@ -278,6 +278,7 @@ class Loads:
 
     def _fail(self, load: Load, chunk: ChunkRef) -> None:
         self._observer.count("load_failed_chunks")
+        self._report.failed_requests.add(load.request_id)
         self._report.broken.append(chunk.key)
         self._report.invalid.update(self._rows.blocks_of(load, chunk.first_token))
 

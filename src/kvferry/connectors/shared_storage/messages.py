@@ -113,8 +113,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     saved: tuple[Saved, ...] = ()
     failures: int = 0
     """Steps so far in which a load failed on this rank."""
+    failed_requests: tuple[str, ...] = ()
+    """Requests whose load failed after it was promised ..."""
     broken: tuple[bytes, ...] = ()
-    """Keys whose load failed after they were promised from the index."""
+    """... and the keys that failed."""
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

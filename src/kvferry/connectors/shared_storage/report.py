@@ -20,6 +20,7 @@ class Report:
     Attributes:
         prefetched: news of prefetches.
         saved: saves that ended or were refused.
+        failed_requests: requests whose load failed after it was promised.
         broken: keys whose load failed after they were promised.
         invalid: ids of blocks that hold nothing right.
         failures: steps so far in which a load failed; never reset.
@@ -27,6 +28,7 @@ class Report:
 
     prefetched: list[Prefetched] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
+    failed_requests: set[str] = field(default_factory=set)
     broken: list[bytes] = field(default_factory=list)
     invalid: set[int] = field(default_factory=set)
     failures: int = 0
@@ -41,6 +43,7 @@ class Report:
             prefetched=tuple(self.prefetched),
             saved=tuple(self.saved),
             failures=self.failures,
+            failed_requests=tuple(self.failed_requests),
             broken=tuple(self.broken),
         )
         output = WorkerOutput(
@@ -48,6 +51,7 @@ class Report:
         )
         self.prefetched.clear()
         self.saved.clear()
+        self.failed_requests.clear()
         self.broken.clear()
         self.invalid.clear()
         return output

@@ -28,6 +28,8 @@ class RequestState:
     """Its hit was refused or came too late; not tried again before it is admitted."""
     queued_until: float | None = None
     """While staging is taken by others, its hit waits until then."""
+    barred: bool = False
+    """A load failed on blocks it may share: nothing more of it is saved until it has new ones."""
     next_save: int = 0
     """Chunks before this one are stored, on their way, or will not be saved by this request."""
 

@@ -53,15 +53,30 @@ class SavePlanner:
         self._save_generated = save_generated
         self._shared_writes = shared_writes
         self._saving: set[bytes] = set()
+        self._hears_workers = True
         self._unsaved: dict[str, RequestState] = {}
 
     def admitted(self, request_id: str, state: RequestState) -> None:
         """A request got blocks: look at its chunks from the first on."""
         state.next_save = 0
+        state.barred = False
         self._unsaved[request_id] = state
 
     def forget(self, request_id: str) -> None:
         self._unsaved.pop(request_id, None)
+
+    def expect_no_reports(self) -> None:
+        """Nobody will tell how saves end: go by what the store knows."""
+        self._hears_workers = False
+        self._saving.clear()
+
+    def bar_others(self, failed_requests: Collection[str]) -> None:
+        """A load failed: save nothing more of the requests that may have computed on its blocks
+        too, by way of the host's own prefix cache. The failed ones are computed again by the host;
+        the others, vLLM lets run on."""
+        for request_id in self._requests.keys() - set(failed_requests):
+            self._requests[request_id].barred = True
+            self.forget(request_id)
 
     @property
     def under_way(self) -> bool:
@@ -119,7 +134,8 @@ class SavePlanner:
             if opened.name is None:
                 return None
             session = opened.name
-        self._saving.add(key)
+        if self._hears_workers:
+            self._saving.add(key)
         first = chunk.first_token
         blocks = block_slices(self._block_sizes, block_ids, first, first + self._chunk)
         return Save(chunk, blocks, session)
@@ -144,6 +160,6 @@ class SavePlanner:
         for request_id, state in self._requests.items():
             passed = state.keys.keys[: state.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)
-            if first is not None:
+            if first is not None and not state.barred:
                 state.next_save = first
                 self._unsaved[request_id] = state

@@ -119,15 +119,21 @@ class SharedStorageScheduler(SchedulerRole):
             shared_writes=shared_writes,
         )
         self._failures_known: tuple[int, ...] = ()
+        self._hears_workers = True
+        if not spec.carries_worker_meta:
+            self._hears_workers = False
+            self._saves.expect_no_reports()
         self._loads: list[Load] = []
         self._step_started: tuple[float, int] | None = None
         self._await_saves_until = 0.0
 
     # -- lookup ---------------------------------------------------------------------------------
 
-    def promise_from_index(self) -> None:
+    def expect_no_reports(self) -> None:
         """The host turned out to carry no messages from workers: promise what the index knows from
         now on, as with `promise="index"`. What waits for a prefetch is a miss at its deadline."""
+        self._hears_workers = False
+        self._saves.expect_no_reports()
         if self._in_hand:
             self._in_hand = False
             logger.warning(
@@ -296,6 +302,11 @@ class SharedStorageScheduler(SchedulerRole):
         if isinstance(meta, SharedStorageMeta):
             for report in meta.reports:
                 self._learn(report)
+        elif not self._hears_workers and output.invalid_block_ids and self._num_ranks == 1:
+            # All that such a host tells of a failed load. Of several ranks it does not tell which
+            # failed how often: there, saving ends with the first failed load.
+            self._failures_known = (*(count + 1 for count in self._failures_known or (0,)),)
+            self._saves.bar_others(())
 
     def _learn(self, report: RankReport) -> None:
         for news in report.prefetched:
@@ -306,6 +317,7 @@ class SharedStorageScheduler(SchedulerRole):
         if report.broken:
             self._broken.add(report.broken)
             self._saves.offer_again(report.broken)
+            self._saves.bar_others(report.failed_requests)
         if report.failures:
             known = self._failures_known or (0,) * self._num_ranks
             at = report.rank

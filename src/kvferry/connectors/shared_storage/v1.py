@@ -135,7 +135,7 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         if self._scheduler_role is not None and not hasattr(
             connector_output, "kv_connector_worker_meta"
         ):
-            self._scheduler_role.promise_from_index()
+            self._scheduler_role.expect_no_reports()
 
     def shutdown(self) -> None:
         super().shutdown()
