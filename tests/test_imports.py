@@ -64,6 +64,8 @@ ONLY_FROM = {
 THIRD_PARTIES = {
     "torch": [
         "layout/ops.py",
+        "layout/blocks.py",
+        "layout/postprocess.py",
         "connectors",
         "runner/kv_allocation.py",
         "engine",
@@ -262,6 +264,7 @@ def run_fresh(code: str) -> str:
         "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
         "import kvferry.keys, kvferry.record.check, kvferry.store.recordio",
         "import kvferry.contract.guard, kvferry.runner.lifecycle, kvferry.connectors.registry",
+        "import kvferry.aggregation, kvferry.topology, kvferry.layout, kvferry.layout.host",
     ],
 )
 def test_cheap_modules_load_no_torch(code):

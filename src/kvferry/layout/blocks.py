@@ -1,0 +1,170 @@
+"""Copy whole blocks between two sets of KV tensors, as vLLM's host buffers need it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from kvferry.errors import LayoutError
+from kvferry.layout.ops import LAYOUTS
+
+_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOST_SIDE = {"h2d": "source", "d2h": "destination"}
+
+
+def copy_kv_blocks(
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    direction: Literal["h2d", "d2h"],
+    *,
+    layout: str | None = None,
+) -> None:
+    """Copy block `src_block_ids[i]` to block `dst_block_ids[i]`, for all i, in every source layer.
+
+    All arguments are checked before the first byte is written. Works on the CPU, where `direction`
+    says nothing, and between a device and the host; when it returns, the copy to the host is done.
+    Source and destination may be the same tensors: every block is read before it is written.
+
+    Args:
+        src_kv_caches: layer name to tensor.
+        dst_kv_caches: has these layers too, and may have more; blocks of the same shape and dtype.
+        src_block_ids: may be empty: then nothing is done.
+        dst_block_ids: as many, each once.
+        direction: "h2d" from the host to a device, "d2h" back.
+        layout: one of `LAYOUTS`, for both sides. None: the block axis is the second one of
+            `[2, num_blocks, ...]` tensors with five axes, and otherwise the first.
+
+    Raises:
+        LayoutError: anything about the arguments does not fit; nothing was copied.
+    """
+    if direction not in _HOST_SIDE:
+        raise LayoutError(f"direction is {direction!r}; known: 'h2d', 'd2h'")
+    if len(src_block_ids) != len(dst_block_ids):
+        raise LayoutError(
+            f"{len(src_block_ids)} source blocks for {len(dst_block_ids)} destination blocks"
+        )
+    if not src_block_ids:
+        return
+    if not src_kv_caches:
+        raise LayoutError(f"no layer to copy {len(src_block_ids)} blocks of")
+    sources, targets = list(map(_index, src_block_ids)), list(map(_index, dst_block_ids))
+    if len(set(targets)) < len(targets):
+        twice = next(block for i, block in enumerate(targets) if block in targets[:i])
+        raise LayoutError(f"destination block {twice} is named twice")
+    pairs = [
+        _pair(name, src, dst_kv_caches, direction, layout) for name, src in src_kv_caches.items()
+    ]
+    for pair in pairs:
+        _check_range(pair, sources, "source", pair.src)
+        _check_range(pair, targets, "destination", pair.dst)
+    runs = list(_runs(sources, targets))
+    for pair in pairs:
+        _copy(pair, runs, sources, targets)
+
+
+class _Pair(NamedTuple):
+    """One layer on both sides, as tensors of integers of the element's size."""
+
+    name: str
+    src: torch.Tensor
+    dst: torch.Tensor
+    axis: int
+    """Of the blocks."""
+
+
+def _pair(
+    name: str,
+    src: torch.Tensor,
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    direction: str,
+    layout: str | None,
+) -> _Pair:
+    if name not in dst_kv_caches:
+        raise LayoutError(f"layer {name!r} is not in the destination")
+    dst = dst_kv_caches[name]
+    if src.dtype != dst.dtype:
+        raise LayoutError(f"layer {name!r}: dtype {src.dtype} in the source, {dst.dtype} to fill")
+    host_side = src if direction == "h2d" else dst
+    if host_side.device.type != "cpu":
+        raise LayoutError(
+            f"layer {name!r}: direction {direction!r}, but the {_HOST_SIDE[direction]} is on "
+            f"{host_side.device}"
+        )
+    axis = _block_axis(name, src, layout)
+    shapes = [tuple(t.shape[:axis] + t.shape[axis + 1 :]) for t in (src, dst)]
+    if src.dim() != dst.dim() or axis != _block_axis(name, dst, layout) or shapes[0] != shapes[1]:
+        raise LayoutError(
+            f"layer {name!r}: blocks of {tuple(src.shape)} do not fit {tuple(dst.shape)}"
+        )
+    bits = _SAME_SIZE_INT[src.element_size()]  # indexing is not there for every float8
+    return _Pair(name, src.view(bits), dst.view(bits), axis)
+
+
+def _block_axis(name: str, tensor: torch.Tensor, layout: str | None) -> int:
+    if layout is not None:
+        if layout not in LAYOUTS:
+            raise LayoutError(f"unknown KV layout {layout!r}; known: {', '.join(LAYOUTS)}")
+        if tensor.dim() != len(layout):
+            raise LayoutError(
+                f"layer {name!r}: layout {layout} has {len(layout)} axes, the tensor {tensor.dim()}"
+            )
+        return layout.index("B")
+    if tensor.dim() < 2:
+        raise LayoutError(f"layer {name!r}: a tensor with {tensor.dim()} axes has no blocks")
+    if tensor.dim() != 5 or tensor.shape[0] != 2:
+        return 0
+    if tensor.shape[1] == 2:
+        raise LayoutError(
+            f"layer {name!r}: {tuple(tensor.shape)} may be [2, num_blocks, ...] or "
+            "[num_blocks, 2, ...]: pass layout='2BNHD' or layout='B2NHD'"
+        )
+    return 1
+
+
+def _index(block_id: int) -> int:
+    try:
+        return operator.index(block_id)
+    except TypeError as error:
+        raise LayoutError(f"block id {block_id!r} is not an integer") from error
+
+
+def _check_range(pair: _Pair, block_ids: Sequence[int], side: str, tensor: torch.Tensor) -> None:
+    num_blocks = tensor.shape[pair.axis]
+    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
+        bad = next(block for block in block_ids if not 0 <= block < num_blocks)
+        raise LayoutError(
+            f"layer {pair.name!r}: {side} block id {bad} is outside [0, {num_blocks})"
+        )
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Maximal (first source, first target, count) in which both sides count up by one."""
+    start = 0
+    for i in range(1, len(sources) + 1):
+        if i == len(sources) or (
+            (sources[i], targets[i]) != (sources[i - 1] + 1, targets[i - 1] + 1)
+        ):
+            yield sources[start], targets[start], i - start
+            start = i
+
+
+def _copy(
+    pair: _Pair,
+    runs: Sequence[tuple[int, int, int]],
+    sources: Sequence[int],
+    targets: Sequence[int],
+) -> None:
+    _, src, dst, axis = pair
+    same_memory = src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr()
+    if not same_memory and len(runs) * 4 <= len(sources):
+        for source, target, count in runs:
+            dst.narrow(axis, target, count).copy_(src.narrow(axis, source, count))
+        return
+    # Many short runs: one gather and one scatter, through a temporary copy, cost less.
+    blocks = src.index_select(axis, torch.tensor(sources, device=src.device))
+    dst.index_copy_(axis, torch.tensor(targets, device=dst.device), blocks.to(dst.device))
