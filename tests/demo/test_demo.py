@@ -178,7 +178,7 @@ def test_each_fault_alone_is_wrong(fault, says):
     ("reused", "largest"),
     [
         ([1.0, 2.5, 2.9], 0.5),
-        ([1.0, float("nan"), 3.0], float("inf")),
+        ([1.0, float("nan"), 3.0], float(np.finfo(np.float32).max)),
     ],
 )
 def test_comparison_is_by_the_largest_logit_difference(tmp_path, reused, largest):
