@@ -1,8 +1,7 @@
 """vLLM's model-runner mixin under its own names, over our step lifecycle.
 
 For model runners written around these calls. Where vLLM's mixin reads a process-wide connector,
-this one reads `self.kv_connector`; its methods are instance methods for that reason. The calls for
-uniform cross-layer KV tensors are not part of it.
+this one reads `self.kv_connector`; its methods are instance methods for that reason.
 
 Unlike there, a step without tokens runs `wait_for_save` (a queue drained nowhere else would stall),
 a forward that raised is not saved, and a fault of the connector does not reach the engine.
@@ -11,10 +10,10 @@ a forward that raised is not saved, and a fault of the connector does not reach 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
@@ -23,8 +22,12 @@ from kvferry.contract.v1_messages import to_v1_output
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
+from kvferry.runner import kv_allocation
 from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.runner.v1 import V1Plan, V1WorkerRole
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StepMessage(Protocol):
@@ -191,3 +194,28 @@ class KVConnectorModelRunnerMixin:
         self._lifecycle()
         if worker is not None:
             worker.close()
+
+    def use_uniform_kv_cache(
+        self, attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]], cache_dtype: str
+    ) -> bool:
+        """Whether KV of all layers should be one tensor: the connector prefers it
+        (`prefer_cross_layer_blocks`), and model and attention backend allow it."""
+        connector = self.kv_connector
+        return kv_allocation.use_uniform_kv_cache(attn_groups, cache_dtype, connector=connector)
+
+    @staticmethod
+    def allocate_uniform_kv_caches(
+        kv_cache_config: kv_allocation.KVCacheConfig,
+        attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]],
+        cache_dtype: str,
+        device: torch.device | str,
+        kernel_block_sizes: Sequence[int],
+    ) -> kv_allocation.UniformKVCaches:
+        """`kv_allocation.allocate_uniform_kv_caches`: views by layer, the tensor, the backend.
+
+        Where `use_uniform_kv_cache` said True; register the tensor by
+        `register_cross_layers_kv_cache` then, instead of `register_kv_caches`.
+        """
+        return kv_allocation.allocate_uniform_kv_caches(
+            kv_cache_config, attn_groups, cache_dtype, device, kernel_block_sizes
+        )
