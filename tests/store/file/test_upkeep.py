@@ -16,6 +16,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file.background import Background, Job
 from kvferry.store.file.index import KeyIndex
+from kvferry.store.file.ledger import Ledger, Owner, encode
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.types import ChunkKey
 
@@ -251,3 +252,18 @@ def test_close_does_not_wait_for_open_sessions_on_a_disk_that_hangs(tmp_path, mo
     assert time.monotonic() - started < 5
     assert store.commit(session, b"head") is PutResult.FAILED
     release.set()
+
+
+@pytest.mark.parametrize("is_absorbed", [False, True])
+def test_nothing_is_corrected_while_a_removal_of_a_dead_writer_waits(bench, is_absorbed):
+    store = bench.open()
+    store.put(make_key(), [make_value(5000)])
+    [writer] = (bench.root / "writers").iterdir()
+    dead = writer / "absorbed" / "0123456789abcdef" if is_absorbed else writer
+    batch = dead / "trash" / "1"
+    batch.mkdir(parents=True)
+    if is_absorbed:
+        (dead / "ledger").write_bytes(2 * encode(Ledger(owner=Owner(b"h" * 16, 1, 1))))
+    bench.path(make_key()).rename(batch / "record")
+    assert store._volume.quota.refresh().num_bytes == 5000
+    assert bench.open().repair().corrected_bytes is None

@@ -12,10 +12,10 @@ import os
 from collections.abc import Generator
 
 from kvferry.store.file.eviction import list_files
-from kvferry.store.file.fileio import FileIO
+from kvferry.store.file.fileio import FileIO, list_directory
 from kvferry.store.file.layout import NUM_SHARDS, Layout, is_writer_name
 from kvferry.store.file.ledger import Net
-from kvferry.store.file.usage import read_usage
+from kvferry.store.file.usage import list_absorbed, read_usage
 from kvferry.store.file.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,12 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
         num_bytes += sum(file.num_bytes for file in files)
         num_records += len(files)
         yield
+    # Before the second look at the ledgers: a removal that leaves the trash later shows in them.
+    if _has_trash(io, layout):
+        return None
     after = read_usage(io, layout)
     was_still = before.quiet and after.quiet and before.marks == after.marks
     if not was_still or quarantined != set(io.listdir(layout.quarantine)):
-        return None
-    if _has_trash(io, layout):
         return None
     more_bytes, more_records = num_bytes - after.num_bytes, num_records - after.num_records
     correction = Net(
@@ -81,12 +82,17 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
 
 
 def _has_trash(io: FileIO, layout: Layout) -> bool:
-    """Whether a removal is under way: its files are off their places but still counted."""
-    for name in io.listdir(layout.writers):
-        trash = f"{layout.writer(name)}/trash"
+    """Whether a removal is under way: its files are off their places but still counted. So may be
+    those of a writer that is just being absorbed."""
+    waiting = [layout.writer(name) for name in io.listdir(layout.writers) if is_writer_name(name)]
+    while waiting:
+        path = waiting.pop()
         try:
-            if is_writer_name(name) and any(io.listdir(f"{trash}/{b}") for b in io.listdir(trash)):
-                return True
+            io.lstat(path)  # gone: it is moving, and what is in it not seen for sure
         except FileNotFoundError:
             return True
+        trash = f"{path}/trash"
+        if any(list_directory(io, f"{trash}/{batch}") for batch in list_directory(io, trash)):
+            return True
+        waiting += [f"{path}/absorbed/{child}" for child in list_absorbed(io, path)]
     return False
