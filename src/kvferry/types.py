@@ -118,18 +118,20 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShard:
-    """The layers and kv heads of one group that one rank reads and writes; half-open ranges."""
+    """The layers and kv heads of one group that one rank reads and writes; half-open ranges.
+
+    Ranks that replicate heads have equal ranges; exactly one of them has `writes` set, so that
+    each row of a record is written once."""
 
     layers: tuple[int, int]
     heads: tuple[int, int]
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShard:
-    """What one rank holds of every group. Ranks that replicate heads share equal `GroupShard`s;
-    exactly one of them has `writes` set, so that a record is written once."""
+    """What one rank holds of every group."""
 
     rank: int
     world_size: int
     groups: tuple[GroupShard, ...]
-    writes: bool = True

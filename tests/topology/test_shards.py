@@ -28,7 +28,7 @@ def test_shares_and_the_one_writer_of_each(heads, world, shares, writers):
     ranks = [tensor_parallel_shard([make_group(heads)], rank, world) for rank in range(world)]
     assert [rank.groups[0].heads for rank in ranks] == shares
     assert [rank.groups[0].layers for rank in ranks] == [(0, 3)] * world
-    assert [rank.rank for rank in ranks if rank.writes] == writers
+    assert [rank.rank for rank in ranks if rank.groups[0].writes] == writers
 
 
 @pytest.mark.parametrize(("heads", "world"), [(3, 2), (2, 3), (6, 4)])

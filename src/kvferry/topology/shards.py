@@ -25,7 +25,7 @@ def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> tuple[int, i
 def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int) -> RankShard:
     """What a tensor-parallel rank holds: its share of the heads, or one replicated head.
 
-    Of the ranks that replicate a head, the first one writes.
+    Of the ranks that replicate a head, the first one writes it.
 
     Args:
         groups: KV groups of the whole model.
@@ -36,11 +36,9 @@ def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int)
         TopologyError: heads and ranks of which neither is a multiple of the other.
     """
     shards = []
-    replicas = 1
     for group in groups:
         heads = heads_of_rank(group.num_kv_heads, rank, world_size)
-        replicas = max(replicas, world_size // group.num_kv_heads)
-        shards.append(GroupShard(layers=(0, group.num_layers), heads=heads))
-    return RankShard(
-        rank=rank, world_size=world_size, groups=tuple(shards), writes=rank % replicas == 0
-    )
+        replicas = max(1, world_size // group.num_kv_heads)
+        writes = rank % replicas == 0
+        shards.append(GroupShard(layers=(0, group.num_layers), heads=heads, writes=writes))
+    return RankShard(rank=rank, world_size=world_size, groups=tuple(shards))

@@ -103,6 +103,29 @@ def test_memory_store_is_refused_where_ranks_live_apart(make_host):
         make_host(store="memory://x", groups=groups(), world_size=2)
 
 
+def test_groups_that_replicate_differently_are_stored_whole(make_host, url: str):
+    both = (
+        *make_groups(num_layers=2, num_kv_heads=2, block_size=4),
+        *make_groups(num_layers=1, num_kv_heads=4, head_dim=8, block_size=8),
+    )
+    host = make_host(store=url, groups=both, world_size=4)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.prefill(request, budget=8)
+    for _ in range(60):
+        request.all_token_ids.append(1)
+        host.prefill(request, budget=1)
+        host.settle(timeout=0.5)
+        if host.observer["put_stored"] == 5:
+            break
+    host.finish(request)
+    assert host.observer["put_stored"] == 5
+    reader = make_host(store=url, groups=both, world_size=2)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
 def test_several_groups_with_their_own_block_sizes(make_host, url: str):
     both = (
         *make_groups(num_layers=2, num_kv_heads=2, block_size=4),

@@ -128,21 +128,29 @@ class RankRows:
         """The head and rows of a slot, without the padding at its end."""
         return slot[: self.slot_bytes]
 
+    @property
+    def written(self) -> tuple[RowRange, ...]:
+        """The ranges that this rank writes: all but what another rank replicates and writes."""
+        groups = self._spec.shard.groups
+        return tuple(rows for rows in self.ranges if groups[rows.component].writes)
+
     def file_ranges(self, slot: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Offset in the record file and bytes of each contiguous range of this rank's rows."""
+        """Offset in the record file and bytes of each of the `written` ranges."""
         start = self.schema.head_bytes
         for rows in self.ranges:
             stop = start + self.schema.num_bytes_of(rows)
-            yield self.schema.offset_of(rows), slot[start:stop]
+            if self._spec.shard.groups[rows.component].writes:
+                yield self.schema.offset_of(rows), slot[start:stop]
             start = stop
 
     def digests(self, slot: memoryview) -> bytes:
-        """Leaf digests of this rank's rows, in their order."""
+        """Leaf digests of the `written` ranges, in their order."""
         return b"".join(
             leaf_digests(component, slot[start:stop])
-            for component, (start, stop) in zip(
-                self.schema.components, self._group_spans, strict=True
+            for component, (start, stop), shard in zip(
+                self.schema.components, self._group_spans, self._spec.shard.groups, strict=True
             )
+            if shard.writes
         )
 
     # -- copies ---------------------------------------------------------------------------------

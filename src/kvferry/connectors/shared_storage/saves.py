@@ -34,7 +34,6 @@ class Saves:
         store: where to.
         staging: memory for chunks on their way; saves use at most a quarter of it.
         num_threads: writes at once.
-        writes: False for a rank that replicates what another one writes.
         report: receives results.
         observer: receives counts.
     """
@@ -46,14 +45,12 @@ class Saves:
         staging: Staging,
         *,
         num_threads: int,
-        writes: bool,
         report: Report,
         observer: Observer,
     ) -> None:
         self._rows = rows
         self._store = store
         self._staging = staging
-        self._writes = writes
         self._report = report
         self._observer = observer
         self._saves: list[tuple[Save, Job[Saved]]] = []
@@ -95,7 +92,7 @@ class Saves:
             stored = self._write_shard(save.session, image)
             self._observer.observe("save", time.perf_counter() - started)
             return Saved(
-                save.chunk.key, stored=stored, ranges=self._rows.ranges, leaf_digests=digests
+                save.chunk.key, stored=stored, ranges=self._rows.written, leaf_digests=digests
             )
         result = put_record(
             self._store, schema, ChunkKey(save.chunk.key), save.chunk.first_token, digests, image
@@ -111,8 +108,6 @@ class Saves:
         )
 
     def _write_shard(self, session: str, image: memoryview) -> bool:
-        if not self._writes:
-            return True
         if not isinstance(self._store, SupportsShardedWrite):
             return False
         return all(

@@ -81,7 +81,6 @@ class SharedStorageWorker(WorkerRole):
             store,
             staging,
             num_threads=config.io_threads,
-            writes=spec.shard.writes,
             report=self._report,
             observer=observer,
         )

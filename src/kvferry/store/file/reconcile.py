@@ -48,6 +48,36 @@ def reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, Non
 
 
 def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, None, Net | None]:
+    """Look twice before a correction: what was caught in the middle of something looks different
+    the second time, what was changed from outside does not."""
+    found = yield from _difference(io, layout)
+    if found is None:
+        return None
+    more_bytes, more_records, _marks = found
+    if more_bytes or more_records:
+        again = yield from _difference(io, layout)
+        if again != found:
+            return None
+    correction = Net(
+        max(more_bytes, 0), max(-more_bytes, 0), max(more_records, 0), max(-more_records, 0)
+    )
+    if any(correction):
+        logger.warning(
+            "store %s: files were changed from outside: counts were off by %d bytes and %d "
+            "records, corrected",
+            layout.root,
+            more_bytes,
+            more_records,
+        )
+        writer.correct(correction)
+    return correction
+
+
+def _difference(
+    io: FileIO, layout: Layout
+) -> Generator[None, None, tuple[int, int, object] | None]:
+    """Bytes and records on disk beyond what the ledgers say, and the state of the ledgers that this
+    holds for; None if the store was not still."""
     before = read_usage(io, layout)
     # A record set aside meanwhile would be found in its shard and again in quarantine.
     quarantined = set(io.listdir(layout.quarantine))
@@ -65,20 +95,7 @@ def _reconcile(io: FileIO, layout: Layout, writer: Writer) -> Generator[None, No
     was_still = before.quiet and after.quiet and before.marks == after.marks
     if not was_still or quarantined != set(io.listdir(layout.quarantine)):
         return None
-    more_bytes, more_records = num_bytes - after.num_bytes, num_records - after.num_records
-    correction = Net(
-        max(more_bytes, 0), max(-more_bytes, 0), max(more_records, 0), max(-more_records, 0)
-    )
-    if any(correction):
-        logger.warning(
-            "store %s: files were changed from outside: counts were off by %d bytes and %d "
-            "records, corrected",
-            layout.root,
-            more_bytes,
-            more_records,
-        )
-        writer.correct(correction)
-    return correction
+    return num_bytes - after.num_bytes, num_records - after.num_records, after.marks
 
 
 def _has_trash(io: FileIO, layout: Layout) -> bool:
