@@ -56,6 +56,11 @@ class Source(ABC):
 
     size: int
 
+    def is_cached(self) -> bool:
+        """Whether reading is likely a copy in memory, not a trip to the medium. A guess, at the
+        price of one small read at most; a reader asks for more at a time if it is not."""
+        return True
+
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset` on; returns the bytes read, fewer only at the end.

@@ -31,6 +31,8 @@ class RecordRead:
         first_token: position of the chunk in its prompt.
         head: scratch of at least `schema.head_bytes`.
         buffer_for: where the bytes of some rows shall land; called once per piece, in order.
+        parts: `pieces` of the rows wanted; asked once, with whether the record seems to be in
+            memory. A record on a medium is read faster in one large piece.
         deliver: called with the same rows once they are there and verified; False stops the read
             (its job was cancelled). None: landing in the buffer is all.
     """
@@ -39,6 +41,7 @@ class RecordRead:
     first_token: int
     head: memoryview
     buffer_for: Callable[[RowRange], memoryview]
+    parts: Callable[[bool], Sequence[RowRange]]
     deliver: Callable[[RowRange], bool] | None = None
 
 
@@ -64,11 +67,10 @@ def read_record(
     store: Store,
     schema: RecordSchema,
     read: RecordRead,
-    parts: Sequence[RowRange],
     observer: Observer,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> MissReason | None:
-    """Read and verify `parts` of a record; None if all of it was right and delivered.
+    """Read and verify parts of a record; None if all of it was right and delivered.
 
     Guarantee: nothing is delivered before its own leaves and the whole head were verified. A
     record found wrong is discarded from the store. Never raises.
@@ -77,14 +79,13 @@ def read_record(
         store: where the record is.
         schema: what it must look like.
         read: key and destinations.
-        parts: `pieces` of the ranges wanted.
         observer: counts the miss.
         cancelled: asked between pieces.
     """
     if cancelled():
         return MissReason.CANCELLED
     try:
-        reason = _read(store, schema, read, parts, cancelled)
+        reason = _read(store, schema, read, cancelled)
     except StoreError:
         reason = MissReason.IO_ERROR
     if reason is None:
@@ -100,7 +101,6 @@ def _read(
     store: Store,
     schema: RecordSchema,
     read: RecordRead,
-    parts: Sequence[RowRange],
     cancelled: Callable[[], bool],
 ) -> MissReason | None:
     source = store.open_read(read.key)
@@ -113,7 +113,7 @@ def _read(
         if reason is not None:
             return reason
         table = head[schema.header_bytes + DIGEST_BYTES :]
-        for rows in parts:
+        for rows in read.parts(source.is_cached()):
             if cancelled():
                 return MissReason.CANCELLED
             buffer = read.buffer_for(rows)

@@ -16,6 +16,7 @@ import pytest
 from kvferry.connectors.shared_storage.rank_rows import RankRows
 from kvferry.connectors.shared_storage.scheduler import SAVES_SECONDS
 from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import (
     CorruptingStore,
     FailingStore,
@@ -480,6 +481,33 @@ def test_a_host_without_reports_goes_on_saving_after_a_failed_load(make_host):
     host.run("evicted since", list(range(300, 341)))
     host.settle()
     assert host.observer["put_stored"] == stored + 5, "nothing is thought to be under way for ever"
+
+
+class ColdStore(WrapperStore):
+    """Says of every record that it is not in memory."""
+
+    def open_read(self, key):
+        source = super().open_read(key)
+        if source is not None:
+            source.is_cached = lambda: False
+        return source
+
+
+@pytest.mark.parametrize("num_staging_chunks", [64, 2])
+def test_a_record_on_a_medium_is_read_whole_and_its_staging_given_back(
+    make_host, num_staging_chunks: int
+):
+    store, keys = store_prompt(make_host)
+    host = make_host(store=ColdStore(store), promise="index", num_staging_chunks=num_staging_chunks)
+    assert host.run("reader", PROMPT).num_external_tokens == 40
+    damaged = CorruptingStore(ColdStore(store), damage=flip_bit(-1), keys={keys[3]})
+    again = make_host(store=damaged, promise="index", num_staging_chunks=num_staging_chunks)
+    again.run("reader", PROMPT)
+    assert again.observer["miss_bad_leaf"] == 1
+    for tried in (host, again):
+        tried.settle()
+        staging = tried.parts[0].staging
+        assert staging.num_free == staging.num_slots
 
 
 def drop_meta(host) -> None:

@@ -83,6 +83,37 @@ class _Fetch:
         return None
 
 
+class _DirectMemory:
+    """Where a direct load reads to: small scratch that stays in the cache for a record in memory, a
+    staging slot for the whole of one on a medium, if there is one free. Runs in: I/O thread."""
+
+    def __init__(self, rows: RankRows, staging: Staging) -> None:
+        self._rows = rows
+        self._staging = staging
+        self._scratch = rows.scratch()
+        self._slot: int | None = None
+
+    @property
+    def head(self) -> memoryview:
+        return self._rows.head_of(self._scratch)
+
+    def parts(self, cached: bool) -> Sequence[RowRange]:
+        if not cached:
+            self._slot = self._staging.acquire()
+        return self._rows.pieces if self._slot is None else self._rows.large_pieces
+
+    def buffer_for(self, piece: RowRange) -> memoryview:
+        if self._slot is None:
+            return self._rows.scratch_piece(self._scratch, piece)
+        return self._rows.piece_of(self._staging.view(self._slot), piece)
+
+    def close(self) -> None:
+        """Give the slot back: the read has ended, so nothing of it can land there any more."""
+        if self._slot is not None:
+            self._staging.release(self._slot)
+            self._slot = None
+
+
 class Loads:
     """All loads of one rank.
 
@@ -139,15 +170,14 @@ class Loads:
             first_token=chunk.first_token,
             head=rows.head_of(view),
             buffer_for=lambda piece: rows.piece_of(view, piece),
+            parts=lambda _cached: rows.pieces,
         )
 
         schema = rows.schema
 
         def run(job: Job[MissReason | None]) -> MissReason | None:
             try:
-                return read_record(
-                    self._store, schema, read, rows.pieces, self._observer, lambda: job.cancelled
-                )
+                return read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
             finally:
                 fetch.ended = time.monotonic()
                 slot.drop()
@@ -248,17 +278,18 @@ class Loads:
             return []
 
     def _direct_job(self, load: Load, chunk: ChunkRef) -> _Run:
-        rows, schema = self._rows, self._rows.schema
-        runs = rows.runs_of(load, chunk.first_token)
+        schema = self._rows.schema
+        runs = self._rows.runs_of(load, chunk.first_token)
 
         def run(job: Job[MissReason | None]) -> MissReason | None:
-            scratch = rows.scratch()
+            memory = _DirectMemory(self._rows, self._staging)
 
             def deliver(piece: RowRange) -> bool:
                 if not job.claim():
                     return False
                 try:
-                    rows.scatter_piece(scratch, piece, runs, chunk.first_token)
+                    part = memory.buffer_for(piece)
+                    self._rows.scatter_piece(part, piece, runs, chunk.first_token)
                 finally:
                     job.release()
                 return True
@@ -266,13 +297,15 @@ class Loads:
             read = RecordRead(
                 key=ChunkKey(chunk.key),
                 first_token=chunk.first_token,
-                head=rows.head_of(scratch),
-                buffer_for=lambda piece: rows.scratch_piece(scratch, piece),
+                head=memory.head,
+                buffer_for=memory.buffer_for,
+                parts=memory.parts,
                 deliver=deliver,
             )
-            return read_record(
-                self._store, schema, read, rows.pieces, self._observer, lambda: job.cancelled
-            )
+            try:
+                return read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
+            finally:
+                memory.close()
 
         return run
 

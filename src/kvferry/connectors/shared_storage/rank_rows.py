@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.errors import LayoutError
@@ -60,13 +60,16 @@ class RankRows:
         self.ranges = tuple(ranges)
         self.slot_bytes = offset
         self.pieces = tuple(pieces(schema, self.ranges))
-        self._boxes = dict(zip(self.pieces, self._layout_pieces(), strict=True))
+        self._boxes = dict(zip(self.pieces, self._layout_pieces(self.pieces), strict=True))
         self._scratch_bytes = max(box.num_bytes for box in self._boxes.values())
+        self.large_pieces = tuple(pieces(schema, self.ranges, schema.record_bytes))
+        large = zip(self.large_pieces, self._layout_pieces(self.large_pieces), strict=True)
+        self._boxes.update(large)
         self._local = threading.local()
 
-    def _layout_pieces(self) -> Iterator[_Box]:
+    def _layout_pieces(self, parts: Sequence[RowRange]) -> Iterator[_Box]:
         offset = self.schema.head_bytes
-        for rows in self.pieces:
+        for rows in parts:
             component = self.schema.components[rows.component]
             shard = self._spec.shard.groups[rows.component]
             heads = component.shape[1]
@@ -188,16 +191,16 @@ class RankRows:
 
     def scatter_piece(
         self,
-        scratch: memoryview,
+        part: memoryview,
         piece: RowRange,
         runs: tuple[list[BlockRun], ...],
         first_token: int,
     ) -> None:
-        """Copy one piece from scratch into the blocks."""
+        """Copy the bytes of one piece into the blocks."""
         box = self._boxes[piece]
         paged = self._paged[piece.component]
         dtype = self._spec.groups[piece.component].dtype
-        rows = as_rows(self.scratch_piece(scratch, piece), paged, dtype, box.shape)
+        rows = as_rows(part, paged, dtype, box.shape)
         paged.scatter(rows, box.layer, box.head, runs[piece.component], first_token)
 
     def gather_chunk(self, slot: memoryview, save: Save) -> None:

@@ -90,6 +90,13 @@ class FileSource(Source):
         self._is_random = False
         self._abilities = abilities
 
+    def is_cached(self) -> bool:
+        if not self._abilities.direct or self.size < _MIN_DIRECT_BYTES:
+            return True
+        page = self._abilities.rng.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
+        cached = self._read_cached(memoryview(bytearray(BLOCK_BYTES)), page) > 0
+        return cached or not self._abilities.direct
+
     def read_into(self, buffer: memoryview, offset: int) -> int:
         if self._fd < 0:
             raise StoreError("this record is closed")
