@@ -143,7 +143,11 @@ class DataPath:
                 seconds.append(timed(files.write).wall)
                 files.remove()
 
-            cases = [save, partial(write, one, plain), partial(write, several, parallel)]
+            cases: list[Callable[[int], None]] = [
+                save,
+                partial(write, one, plain),
+                partial(write, several, parallel),
+            ]
             # One round ahead, so that staging is backed by memory, as in an engine that runs.
             for number in range(self.rounds + 1):
                 for work in cases:
