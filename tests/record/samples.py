@@ -1,7 +1,7 @@
 """Records to test with: geometries, deterministic payloads, and a reader that checks everything."""
 
 from kvferry.record.check import MissReason, check_head, check_rows, parse_head
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, leaf_digests
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
 from kvferry.types import KVGroup
 
 NAMESPACE = bytes(range(32))
@@ -67,7 +67,7 @@ def read(schema, data, *, key=KEY, first_token=0):
     if reason is not None:
         return reason
     table = view[schema.header_bytes + DIGEST_BYTES : schema.head_bytes]
-    for rows in schema.all_rows():
+    for rows in (RowRange(i, 0, c.num_rows) for i, c in enumerate(schema.components)):
         start = schema.offset_of(rows)
         piece = view[start : start + schema.num_bytes_of(rows)]
         if not check_rows(schema.components[rows.component], piece, table[schema.leaf_slice(rows)]):

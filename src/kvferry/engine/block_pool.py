@@ -142,9 +142,6 @@ class BlockPool:
         self._hash_of.clear()
         self._block_of.clear()
 
-    def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
-
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError if the books do not balance; for tests.
 

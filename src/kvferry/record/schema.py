@@ -297,10 +297,6 @@ class RecordSchema:
         base = self.first_leaf[rows.component] * DIGEST_BYTES
         return slice(base + rows.start * per_row, base + rows.stop * per_row)
 
-    def all_rows(self) -> tuple[RowRange, ...]:
-        """The whole record, one range per component."""
-        return tuple(RowRange(i, 0, c.num_rows) for i, c in enumerate(self.components))
-
 
 def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]:
     """Start and stop of each leaf in a buffer that holds `num_rows` rows of `component`. No leaf

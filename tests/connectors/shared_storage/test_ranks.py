@@ -26,8 +26,11 @@ def groups(num_kv_heads: int = 4):
     return make_groups(num_layers=3, num_kv_heads=num_kv_heads)
 
 
-def store_prompt(make_host, url: str, *, world_size: int, num_kv_heads: int = 4, **options):
-    host = make_host(store=url, groups=groups(num_kv_heads), world_size=world_size, **options)
+def store_prompt(
+    make_host, url: str, *, world_size: int, num_kv_heads: int = 4, model=None, **options
+):
+    model = model or groups(num_kv_heads)
+    host = make_host(store=url, groups=model, world_size=world_size, **options)
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.prefill(request, budget=8)
@@ -108,17 +111,7 @@ def test_groups_that_replicate_differently_are_stored_whole(make_host, url: str)
         *make_groups(num_layers=2, num_kv_heads=2, block_size=4),
         *make_groups(num_layers=1, num_kv_heads=4, head_dim=8, block_size=8),
     )
-    host = make_host(store=url, groups=both, world_size=4)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
-    host.prefill(request, budget=8)
-    for _ in range(60):
-        request.all_token_ids.append(1)
-        host.prefill(request, budget=1)
-        host.settle(timeout=0.5)
-        if host.observer["put_stored"] == 5:
-            break
-    host.finish(request)
+    host = store_prompt(make_host, url, world_size=4, model=both)
     assert host.observer["put_stored"] == 5
     reader = make_host(store=url, groups=both, world_size=2)
     for part in reader.parts:

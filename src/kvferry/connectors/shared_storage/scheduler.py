@@ -305,7 +305,7 @@ class SharedStorageScheduler(SchedulerRole):
         elif not self._hears_workers and output.invalid_block_ids and self._num_ranks == 1:
             # All that such a host tells of a failed load. Of several ranks it does not tell which
             # failed how often: there, saving ends with the first failed load.
-            self._failures_known = (*(count + 1 for count in self._failures_known or (0,)),)
+            self._failures_known = (sum(self._failures_known) + 1,)
             self._saves.bar_others(())
 
     def _learn(self, report: RankReport) -> None:
