@@ -4,12 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check fmt clean
+# Release of vLLM that `make test-vllm` runs; each has an environment of its own.
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
+
+.PHONY: help demo test test-vllm check fmt clean
 
 help:
-	@echo "make demo   ask questions about a long document: cold, from the store, with a corrupted record"
-	@echo "make test   lint, types and all tests"
-	@echo "make check  lint and types only"
+	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
+	@echo "make test        lint, types and all tests"
+	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
+	@echo "make check       lint and types only"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -28,9 +34,16 @@ test: $(STAMP)
 	scripts/check
 	scripts/test
 
+$(VLLM_STAMP): pyproject.toml scripts/vllm-venv
+	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)
+	touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	scripts/test-vllm $(VLLM_VENV) $(VLLM)
+
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix-only --quiet src tests scripts examples
 	$(BIN)/ruff format --quiet src tests scripts examples
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-vllm* .demo

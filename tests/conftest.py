@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import pytest
 from hypothesis import settings
 
 # Before any test module imports the kits: their plain asserts then show both sides.
 pytest.register_assert_rewrite("kvferry.testing")
+
+# Triton decides as it is loaded, by whoever loads it first, whether kernels are interpreted. Where
+# vLLM is tested, it is vLLM's to decide.
+if not os.path.exists("/dev/nvidiactl") and importlib.util.find_spec("vllm") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, and no failure because a machine was busy.
 settings.register_profile("kvferry", deadline=None, derandomize=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ SIDEWAYS = {
     ("layout", "topology"),
     ("aggregation", "contract"),
     ("testing", "engine"),
+    ("adapters", "engine"),
     ("cli", "bench"),
     ("cli", "demo"),
 }
@@ -45,16 +47,28 @@ ONLY_FROM = {
         "store/staging.py",
         # `verify` reads what nobody asked for by key.
         "store/file/maintenance.py",
-        "store/file/maintenance.py",
         "connectors",
         "engine",
+        # Transformers has no step and no blocks for a connector's roles to work on.
+        "adapters/transformers",
         "testing",
         "bench",
         "cli",
         "demo",
     ],
+    # One reading of a model's config makes one identity.
+    "engine": ["adapters/transformers", "testing", "bench", "cli", "demo"],
     "keys": ["connectors", "engine", "testing", "adapters", "bench", "cli", "demo"],
-    "layout": ["connectors", "runner", "engine", "testing", "adapters", "bench"],
+    "layout": [
+        # The name of one function.
+        "contract/__init__.py",
+        "connectors",
+        "runner",
+        "engine",
+        "testing",
+        "adapters",
+        "bench",
+    ],
     # `cli` runs the conformance kit on what others bring; `bench` drives the simulated host, which
     # shows what our own hooks cost without an engine around them.
     "testing": ["cli", "bench"],
@@ -64,6 +78,9 @@ ONLY_FROM = {
 THIRD_PARTIES = {
     "torch": [
         "layout/ops.py",
+        "layout/device.py",
+        "layout/kernels.py",
+        "layout/streams.py",
         "layout/blocks.py",
         "layout/postprocess.py",
         "connectors",
@@ -75,7 +92,16 @@ THIRD_PARTIES = {
         "demo",
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
-    "numpy": ["layout/ops.py", "engine", "testing", "adapters", "bench", "demo"],
+    "triton": ["layout/kernels.py"],
+    "numpy": [
+        "layout/ops.py",
+        "layout/kernels.py",
+        "engine",
+        "testing",
+        "adapters",
+        "bench",
+        "demo",
+    ],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters/prometheus.py"],
@@ -90,13 +116,17 @@ LAZY = {
     "connectors/registry.py": {"kvferry.connectors.shared_storage"},
     # Names of V1 hosts, which need torch, on first use.
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
+    "layout/device.py": {"kvferry.layout.kernels"},
     "store/url.py": {"kvferry.store.file"},
     "engine": {"transformers"},
+    # The host itself, and the hub that it loads models with.
+    "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
+    "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
     "testing": {"transformers"},
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
     "demo": {"transformers", "matplotlib", "gguf", "pydoc_data"},
-    "bench": {"matplotlib", "torch"},
+    "bench": {"matplotlib", "torch", "vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
 }
@@ -265,6 +295,7 @@ def run_fresh(code: str) -> str:
         "import kvferry.keys, kvferry.record.check, kvferry.store.recordio",
         "import kvferry.contract.guard, kvferry.runner.lifecycle, kvferry.connectors.registry",
         "import kvferry.aggregation, kvferry.topology, kvferry.layout, kvferry.layout.host",
+        "import kvferry.layout.spec, kvferry.layout.plan",
     ],
 )
 def test_cheap_modules_load_no_torch(code):
@@ -280,26 +311,32 @@ def test_import_takes_at_most_100_ms():
     assert min(float(run_fresh(code)) for _ in range(5)) <= 0.1
 
 
-def test_every_public_name_is_there():
-    assert len(kvferry.__all__) == len(set(kvferry.__all__))
-    for name in kvferry.__all__:
-        assert getattr(kvferry, name) is not None
-        assert name in dir(kvferry)
+@pytest.mark.parametrize("name", ["kvferry", "kvferry.layout", "kvferry.runner"])
+def test_every_public_name_is_there(name):
+    package = importlib.import_module(name)
+    assert len(package.__all__) == len(set(package.__all__))
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+        assert public in dir(package)
     with pytest.raises(AttributeError, match="no attribute 'open_stor'"):
-        kvferry.open_stor  # noqa: B018  # the access is the test
+        package.open_stor  # noqa: B018  # the access is the test
 
 
-def test_type_checkers_and_python_see_the_same_names():
-    listed = {name for names in kvferry._MODULES.values() for name in names}
-    assert listed | {"__version__"} == set(kvferry.__all__)
-    tree = ast.parse(Path(kvferry.__file__).read_text("utf-8"))
+@pytest.mark.parametrize("name", ["kvferry", "kvferry.layout", "kvferry.runner"])
+def test_type_checkers_and_python_see_the_same_names(name):
+    package = importlib.import_module(name)
+    listed = {public for names in package._MODULES.values() for public in names}
+    assert listed | ({"__version__"} & set(package.__all__)) == set(package.__all__)
+    tree = ast.parse(Path(package.__file__).read_text("utf-8"))
     typed = {
         (node.module, alias.name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry.")
         for alias in node.names
     }
-    assert typed == {(module, name) for module, names in kvferry._MODULES.items() for name in names}
+    assert typed == {
+        (module, public) for module, names in package._MODULES.items() for public in names
+    }
 
 
 def test_every_error_is_public():

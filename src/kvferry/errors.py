@@ -42,3 +42,7 @@ class TransferError(KVError):
 
 class TransferTimeout(TransferError):
     """An operation did not finish before its deadline."""
+
+
+class RankError(KVError):
+    """A process of a tensor-parallel engine died, failed or does not answer."""

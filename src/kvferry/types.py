@@ -14,7 +14,10 @@ ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""
 
 BlockTable = tuple[Sequence[int], ...]
-"""Block ids of one request, one sequence per KV group, in token order. Id 0 may be a null block."""
+"""Block ids of one request, one sequence per block table of the host, in token order. Id 0 is the
+null block: it stands where a table keeps nothing, and is never read or written."""
+
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,10 @@ class StepView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
-    """Geometry of one KV cache group of the *whole* model, whatever a rank holds of it.
+    """Geometry of one KV group of the *whole* model, whatever a rank holds of it.
+
+    A group is of the model, not of a host: all layers of equal heads, content, dtype and window, in
+    layer order. How a host spreads them over block tables is said by `TablePart`.
 
     Attributes:
         num_layers: layers in this group, over all pipeline ranks.
@@ -104,8 +110,9 @@ class KVGroup:
         content_size: elements stored per token and head: K and V side by side (2 x head_dim), or
             the latent of MLA.
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
-        block_size: the engine's page of this group, in tokens.
-        window: sliding window in tokens, None for full attention.
+        block_size: the engine's page of this group, in tokens, where it says nothing else by
+            `TablePart`.
+        window: sliding window in tokens, the attending one included; None for full attention.
     """
 
     num_layers: int
@@ -135,3 +142,28 @@ class RankShard:
     rank: int
     world_size: int
     groups: tuple[GroupShard, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePart:
+    """Layers of one group whose blocks stand in one block table of the host.
+
+    Attributes:
+        table: index of the table in a `BlockTable`.
+        group: index of the group.
+        layers: which layers, counted within what this rank holds of the group; none where only
+            other ranks have layers of the group in this table.
+        layer_names: their names in the host, in the same order; None for every layer that the host
+            registers.
+        block_size: tokens per block of the table.
+        window: tokens that the table keeps, the next one to compute included: where all tokens of a
+            block lie before them, it has the null block. None: it keeps all, and all of it must be
+            right, since the host may offer any block to other requests.
+    """
+
+    table: int
+    group: int
+    layers: tuple[int, ...]
+    layer_names: tuple[str, ...] | None
+    block_size: int
+    window: int | None = None

@@ -249,12 +249,32 @@ def test_a2_layer_hooks_outside_of_a_step_do_nothing():
     assert role.calls[1:] == ["wait a", "save a"]
 
 
-def test_metadata_of_another_connector_is_refused():
+def test_steps_of_another_connector_do_nothing_and_say_so_once(caplog):
     class Other(KVConnectorMetadata):
         pass
 
-    with pytest.raises(ContractError, match="not a PlanMetadata"):
-        worker_facade()[0].bind_connector_metadata(Other())
+    facade, role = worker_facade()
+    for _ in range(2):
+        facade.bind_connector_metadata(Other())
+        assert facade.has_connector_metadata()
+        facade.start_load_kv(None)
+        facade.wait_for_layer_load("a")
+        facade.save_kv_layer("a", None, None)
+        facade.wait_for_save()
+        assert facade.get_finished({"r"}) == (None, None)
+        assert facade.get_block_ids_with_load_errors() == set()
+        assert facade.get_kv_connector_stats() is None
+        assert facade.build_connector_worker_meta() is None
+        facade.clear_connector_metadata()
+        assert not facade.has_connector_metadata()
+    assert role.calls == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "the host bound a Other, which the other half of this connector did not make: nothing is "
+        "loaded or saved in such steps"
+    ]
+    bind(facade)
+    facade.wait_for_save()
+    assert role.calls == ["begin_step", "save"]
 
 
 # --- scheduler side ----------------------------------------------------------------------------
@@ -371,6 +391,21 @@ def test_what_cannot_be_identified_is_not_cached(attributes):
     assert extra_keys_of(host_request(**attributes), lambda lora: None).cacheable is False
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError("no number")])
+def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
+    def refuse(lora):
+        raise error
+
+    assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
+
+
+def test_items_are_what_the_host_makes_of_their_names():
+    request = host_request(mm_features=[image("a", 2)])
+    keys = extra_keys_of(request, lambda lora: None, lambda name: f"read so:{name}")
+    assert keys.items[0].digest == "read so:a"
+    assert extra_keys_of(request, lambda lora: None, lambda name: None).cacheable is False
+
+
 def test_a5_the_table_of_an_async_load_is_whole_on_hosts_that_show_only_what_is_new():
     requests = HostRequests(lambda lora: None)
     assert requests.allocated("r", ([1, 2],), 8) == ([1, 2],)
@@ -401,3 +436,20 @@ def test_empty_reports_are_the_shared_one():
     bind(facade)
     facade.get_finished(set())
     assert facade._worker.output is EMPTY_OUTPUT
+
+
+def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():
+    role = DictScheduler({tuple(PROMPT[:4]): None})
+    asked = []
+    role.lookup = lambda request, _num: asked.append(request.request_id) or (4, False)
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
+    plain, with_logits = (
+        SimpleNamespace(
+            request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT,
+            num_prompt_tokens=len(PROMPT), skip_reading_prefix_cache=skip,
+        )
+        for name, skip in (("plain", False), ("logits", True))
+    )  # fmt: skip
+    assert facade.get_num_new_matched_tokens(plain, 0) == (4, False)
+    assert facade.get_num_new_matched_tokens(with_logits, 0) == (0, False)
+    assert asked == ["plain"]

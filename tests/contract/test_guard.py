@@ -229,6 +229,16 @@ def test_an_empty_plan_that_cannot_be_had_is_a_bare_one():
     assert guard.build_plan(NO_STEP).plan == Plan()
 
 
+@pytest.mark.parametrize("table", [([0, 8, 9, 10],), ([0, 8], [0, 9])], ids=["one", "several"])
+def test_a_lost_load_never_names_the_null_block(table):
+    """Requests share it: all of them would fail."""
+    guard = GuardedScheduler(Answers(lookup=(12, False), build_plan=ValueError()), block_size=4)
+    request = request_of(17)
+    assert guard.lookup(request, 0) == (12, False)
+    guard.update_after_alloc(request, table, 12)
+    assert guard.build_plan(NO_STEP).lost_block_ids == {8, 9}
+
+
 @pytest.mark.parametrize("failing", ["update_after_alloc", "build_plan"])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(failing, is_async):

@@ -67,6 +67,12 @@ def test_the_examples_run(place):
     hits = [int(number) for number in re.findall(r"(\d+) read from the store", out)]
     assert hits[0] == 0
     assert hits[1] >= 128
+    command = (str(examples / "transformers_generate.py"), "path/to/model", store.as_uri())
+    for run in range(2):
+        out = _python(*command, cwd=place)
+        hits = [int(number) for number in re.findall(r"(\d+) read from the store", out)]
+        # The engine above computed the document with the first question.
+        assert min(hits) >= 128, run
     record = next((store / "records").glob("*/*.safetensors"))
     out = _python(str(examples / "open_a_record.py"), str(record), cwd=place)
     assert "kv.0: F32 [3, 4, 128, 16]" in out
@@ -75,7 +81,11 @@ def test_the_examples_run(place):
 
 def test_every_example_is_short_and_tested():
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert names == {"reuse_across_processes.py", "open_a_record.py"}
+    assert names == {
+        "open_a_record.py",
+        "reuse_across_processes.py",
+        "transformers_generate.py",
+    }
     for name in names:
         assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
 

@@ -20,7 +20,15 @@ from kvferry.observe import Counters
 from tests.engine.memory_connector import Behaviour, LayerwiseWorker, memory_roles
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gpt_neox", "gemma3_text"]
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "gpt_neox",
+    "gemma3_text",
+    "deepseek_v3",
+    "deepseek_v2",
+]
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True, logprobs=2)
 LENGTHS = (1, 15, 16, 17, 37, 101)
 
@@ -49,7 +57,9 @@ def engine(path, **kwargs):
 
 def own_generation(path, prompts, count: int):
     """First logits and greedy tokens of the model's own, unpaged generation."""
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True, attn_implementation="eager"
+    )
     result = []
     for token_ids in prompts:
         ids, first = list(token_ids), None

@@ -12,7 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model import ModelConfig, load_tokenizer
+from kvferry.engine.kv_codec import KeyValueCodec, LatentCodec
+from kvferry.engine.model import PagedModel, load_tokenizer
+from kvferry.engine.model_config import ModelConfig
+from kvferry.engine.probe import Probe
+from kvferry.engine.scores import Scores
 from kvferry.engine.spec import engine_spec
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
@@ -33,6 +37,8 @@ def write_config(path, model_type: str, **values):
         ("vit", {}, "causal"),
         ("llama4_text", {"num_hidden_layers": 4}, "chunked_attention"),
         ("llava", {}, "more than text"),
+        ("gemma4_text", {}, "does not say what KV all layers have: 'head_dim'"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -49,22 +55,34 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_attention_with_extras_is_refused_when_it_is_seen(tmp_path):
-    make_tiny_model(tmp_path, "gemma2")
-    with pytest.raises(ConfigError, match="softcap"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+def test_attention_with_extras_is_refused_when_it_is_seen(model_dir):
+    geometry = ModelConfig(model_dir(num_hidden_layers=1), EngineConfig()).geometry
+    probe = Probe(KeyValueCodec())
+    kv = torch.zeros(1, 4, 3, 8)
+    rest = {"is_causal": True, "dropout": 0.1, "position_bias": torch.zeros(1)}
+    probe.attend(0, kv, kv, kv, scores=Scores(), window=None, rest=rest)
+    with pytest.raises(ConfigError, match="its attention uses position_bias, which"):
+        probe.check(geometry, model_dir())
+
+
+def test_a_model_that_loads_but_does_not_run_is_refused_in_one_line(tmp_path):
+    # Of two routed experts, the default of eight is to be chosen per token.
+    make_tiny_model(tmp_path, "deepseek_v3", num_experts_per_tok=8)
+    with pytest.raises(ConfigError, match="loads but does not run") as refusal:
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
+    assert "\n" not in str(refusal.value)
 
 
 def test_attention_that_looks_ahead_is_refused_when_it_is_seen(tmp_path):
     make_tiny_model(tmp_path, "bert")
     with pytest.raises(ConfigError, match="is_causal=False"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
 
 
 def test_keys_and_values_of_other_sizes_are_refused_when_they_are_seen(tmp_path):
-    make_tiny_model(tmp_path, "deepseek_v3")
-    with pytest.raises(ConfigError, match="key and value heads and sizes"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+    make_tiny_model(tmp_path, "youtu")
+    with pytest.raises(ConfigError, match=r"kv heads and what is kept .* \[\(8, 30\)\]"):
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "unheard-of"}', "{}"])
@@ -78,7 +96,7 @@ def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
 def test_missing_weights_and_broken_tokenizers_are_named(model_dir, tmp_path):
     shutil.copy(model_dir() / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="cannot load the weights"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
@@ -91,7 +109,7 @@ def test_a_missing_tensor_is_refused_and_not_made_up(model_dir, tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 of .*layers\.1\.mlp\.up_proj\.weight"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
 
 
 def test_without_transformers_the_line_to_install_it_is_given(model_dir, monkeypatch):
@@ -118,7 +136,8 @@ def test_the_spec_says_who_the_model_is(model_dir):
     (group,) = specs[0].groups
     assert (group.num_layers, group.num_kv_heads, group.content_size) == (3, 4, 16)
     assert (group.dtype, group.block_size, group.window) == ("float32", 8, None)
-    assert specs[0].layer_names == (("layers.0", "layers.1", "layers.2"),)
+    (part,) = specs[0].tables
+    assert part.layer_names == ("layers.0", "layers.1", "layers.2")
     assert specs[0].identity.weights != specs[1].identity.weights
     assert specs[0].identity.config == specs[1].identity.config
 
@@ -131,7 +150,7 @@ def test_damaged_weights_are_refused_in_one_line(model_dir, tmp_path, name, dama
     shutil.copy(model_dir() / "config.json", tmp_path)
     (tmp_path / name).write_bytes(damage((model_dir() / "model.safetensors").read_bytes()))
     with pytest.raises(ConfigError, match="cannot load the weights") as refusal:
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
     assert "\n" not in str(refusal.value)
 
 
@@ -142,11 +161,55 @@ def test_weights_of_another_shape_are_refused_by_name_and_without_a_report(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
     with pytest.raises(ConfigError, match=r"k_proj\.weight has shape \[32, 64\].*\[16, 64\]"):
-        ModelConfig(tmp_path, EngineConfig()).load("cpu")
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
     assert "REPORT" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("device", ["no-such-device", "cuda:77"])
 def test_a_device_that_is_not_there_is_refused(model_dir, device):
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
-        ModelConfig(model_dir(), EngineConfig()).load(device)
+        PagedModel(ModelConfig(model_dir(), EngineConfig()), device)
+
+
+def test_layers_of_one_window_are_a_group_and_all_are_in_one_table(model_dir):
+    engine = EngineConfig(block_size=8)
+    spec = engine_spec(ModelConfig(model_dir("gemma3_text"), engine), engine)
+    assert [(group.num_layers, group.window) for group in spec.groups] == [(2, 29), (2, None)]
+    assert [part.layer_names for part in spec.tables] == [
+        ("layers.0", "layers.2"),
+        ("layers.1", "layers.3"),
+    ]
+    # The engine keeps all tokens of every layer.
+    assert [(part.table, part.block_size, part.window) for part in spec.tables] == [
+        (0, 8, None),
+        (0, 8, None),
+    ]
+
+
+def test_a_latent_is_one_head_that_every_rank_holds(model_dir):
+    engine = EngineConfig(tensor_parallel_size=4)
+    model = ModelConfig(model_dir("deepseek_v3"), engine)
+    for rank in range(4):
+        spec = engine_spec(model, engine, rank)
+        (group,), (shard,) = spec.groups, spec.shard.groups
+        assert (group.num_kv_heads, group.content_size) == (1, 16 + 8)
+        assert (shard.heads, shard.writes) == ((0, 1), rank == 0)
+
+
+def test_a_latent_is_kept_with_rotated_pairs_side_by_side():
+    """The order of other engines; DeepSeek-V3 in Transformers has another."""
+    latent, apart = torch.zeros(1, 1, 1, 2), torch.tensor([[[[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]]]])
+    codec = LatentCodec({}, pairs_apart=True)
+    codec.update(latent, apart, 0)
+    assert codec.encode(0, latent, latent)[0, 0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    codec = LatentCodec({}, pairs_apart=False)
+    codec.update(latent, apart, 0)
+    assert codec.encode(0, latent, latent)[0, 0, 0].tolist() == [0, 0, 0, 2, 4, 1, 3, 5]
+
+
+def test_layers_with_other_windows_than_the_config_says_are_refused(model_dir, tmp_path):
+    shutil.copytree(model_dir(), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 12}))
+    with pytest.raises(ConfigError, match="windows of all tokens, by the config of 12"):
+        PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")

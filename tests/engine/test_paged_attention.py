@@ -8,10 +8,19 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.engine import paged_attention as pa
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model import ModelConfig
+from kvferry.engine.model import PagedModel
+from kvferry.engine.model_config import ModelConfig
 from kvferry.errors import ConfigError
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gpt_neox", "gemma3_text"]
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "gpt_neox",
+    "gemma3_text",
+    "deepseek_v3",
+    "deepseek_v2",
+]
 BLOCK_SIZE = 7
 
 
@@ -35,9 +44,9 @@ def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) ->
         (
             geometry.num_layers,
             num_blocks + 5,
-            geometry.num_kv_heads,
+            model.num_kv_heads,
             BLOCK_SIZE,
-            2 * geometry.head_dim,
+            geometry.content_size,
         ),
         float("nan"),
     )
@@ -53,6 +62,7 @@ def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) ->
             [pa.Span(0, size, start, table)],
             (table[positions // BLOCK_SIZE], positions % BLOCK_SIZE),
             buffer,
+            model.codec,
             **kwargs,
         )
         parts.append(
@@ -66,7 +76,7 @@ def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) ->
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_over_scattered_blocks_agree_with_the_model(model_dir, arch):
     path = model_dir(arch)
-    model = ModelConfig(path, EngineConfig()).load("cpu")
+    model = PagedModel(ModelConfig(path, EngineConfig()), "cpu")
     token_ids = random_tokens(101)
     expected = own_logits(path, token_ids)
     assert expected.std() > 0.05, "a flat model would agree with anything"
@@ -77,7 +87,7 @@ def test_chunks_over_scattered_blocks_agree_with_the_model(model_dir, arch):
 
 def test_tiles_agree_with_one_piece(model_dir):
     path = model_dir("mistral")
-    model = ModelConfig(path, EngineConfig()).load("cpu")
+    model = PagedModel(ModelConfig(path, EngineConfig()), "cpu")
     token_ids = random_tokens(101)
     whole = paged_logits(model, token_ids, [30, 71])
     tiled = paged_logits(model, token_ids, [30, 71], max_mask_elements=1000)
@@ -85,6 +95,6 @@ def test_tiles_agree_with_one_piece(model_dir):
 
 
 def test_attention_outside_the_engine_says_so(model_dir):
-    model = ModelConfig(model_dir(), EngineConfig()).load("cpu")
+    model = PagedModel(ModelConfig(model_dir(), EngineConfig()), "cpu")
     with pytest.raises(ConfigError, match="without its context"):
         model._model(input_ids=torch.tensor([[3, 4]]), use_cache=False)

@@ -19,6 +19,9 @@ class EverythingStore(MemoryStore):
     def probe(self, keys):
         self.calls.append(("probe", keys))
 
+    def note_stored(self, key):
+        pass
+
     def wait_indexed(self, timeout):
         self.calls.append(("wait_indexed", timeout))
         return True

@@ -281,7 +281,8 @@ class DataPath:
 
     def load_in_hand(self, worker: SharedStorageWorker) -> None:
         self.ticket += 1
-        worker.begin_step(SharedStoragePlan(prefetches=(Prefetch(self.ticket, self.chunks),)))
+        prefetch = Prefetch(self.ticket, self.chunks, 0, self.kv.num_tokens)
+        worker.begin_step(SharedStoragePlan(prefetches=(prefetch,)))
         while not any(news.done for report in reports(worker) for news in report.prefetched):
             time.sleep(0.0005)
         worker.end_step()

@@ -23,8 +23,10 @@ Row = Mapping[str, str | int | float | None]
 
 BENCHMARKS: Mapping[str, str] = {
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
+    "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "step": "time inside our hooks on a decode step without hits",
+    "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
 """Name to what it measures."""
 
@@ -38,16 +40,21 @@ class BenchOptions:
         quick: small sizes, to see that it runs; the figures mean little.
         threads: threads a benchmark may use for I/O and copies.
         seed: of all random content.
+        rounds: how often everything is measured, where a benchmark lets one choose; None: as often
+            as it thinks right.
     """
 
     directory: Path
     quick: bool = False
     threads: int = 2
     seed: int = 0
+    rounds: int | None = None
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ConfigError(f"threads is {self.threads}; it must be 1 or more")
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"rounds is {self.rounds}; it must be 1 or more")
 
 
 def load(name: str) -> Callable[[BenchOptions], Sequence[Row]]:

@@ -73,12 +73,13 @@ def file_system(directory: Path) -> str | None:
 
 
 def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:
-    """The rows as a table; the machine stands below it."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    """The rows as a table; below it the machine, and what rows have as `note`."""
+    columns = list(dict.fromkeys(column for row in rows for column in row if column != "note"))
+    notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
     result = Table(
         title=name,
         title_justify="left",
-        caption=", ".join(str(fact) for fact in _caption(facts)),
+        caption="\n".join([", ".join(str(fact) for fact in _caption(facts)), *notes]),
         caption_justify="left",
     )
     for column in columns:

@@ -192,10 +192,9 @@ class FacadeHost:
         worker.get_block_ids_with_load_errors()
         worker.get_kv_connector_stats()
         worker.get_kv_connector_kv_cache_events()
-        worker.build_connector_worker_meta()
+        results.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        if not results.is_empty():
-            scheduler.update_connector_output(results)
+        scheduler.update_connector_output(results)
         scheduler.get_kv_connector_stats()
         scheduler.take_events()
 

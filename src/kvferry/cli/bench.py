@@ -31,6 +31,9 @@ def bench(
     ] = False,
     threads: Annotated[int, typer.Option("--threads", help="For I/O and copies.")] = 2,
     seed: Annotated[int, typer.Option("--seed", help="Of all random content.")] = 0,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", help="How often vllm measures everything.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Measure one part of kvferry beside the machine's own limits."""
@@ -42,7 +45,7 @@ def bench(
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
         options = registry.BenchOptions(
-            directory=Path(scratch), quick=quick, threads=threads, seed=seed
+            directory=Path(scratch), quick=quick, threads=threads, seed=seed, rounds=rounds
         )
         facts = report.machine(options.directory)
         rows = run(options)

@@ -7,20 +7,21 @@ A connector of ours for such hosts is a subclass that builds its role and hands 
             scheduler, worker = build(vllm_config, role)
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
+A host that wants its own base class gets `OneRole` mixed into that, with the host's own types.
 Both roles run behind the guard (`kvferry.contract.guard`), and what the worker reports is held to
 the rules of `kvferry.contract.reports`, since these hosts drive the steps themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvferry.connectors.v1_halves import SchedulerHalf, WorkerHalf
 from kvferry.connectors.v1_host import HostRequests
-from kvferry.contract.abilities import SupportsLayerwise
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
-from kvferry.contract.reports import ReportRules
+from kvferry.contract.messages import MISS, WorkerMeta
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.v1 import (
     KVConnectorBase_V1,
@@ -35,7 +36,7 @@ from kvferry.contract.v1 import (
     V1Request,
     V1SchedulerOutput,
 )
-from kvferry.contract.v1_messages import CarriedMeta, CounterStats, PlanMetadata, to_v1_output
+from kvferry.contract.v1_messages import CarriedMeta, CounterStats
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
@@ -44,62 +45,102 @@ if TYPE_CHECKING:
     import torch
 
 
-class RolesAsV1(KVConnectorBase_V1):
-    """A scheduler role or a worker role as a V1 connector; never both in one instance.
+def _results(sending: set[str], recving: set[str], failed: set[str]) -> object:
+    return KVConnectorOutput(
+        finished_sending=sending, finished_recving=recving, failed_recving=failed
+    )
 
-    A subclass whose roles handle several KV groups adds `SupportsHMA` to its bases; the method it
-    asks for is here.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTypes:
+    """The classes of which a host wants what a connector returns.
+
+    Attributes:
+        make_stats: from counters and, on hosts that carry no worker metadata of its own, the
+            metadata that rides along.
+        make_results: from sending, recving and failed ids: the answer of `get_transfer_results`.
+        no_results: the answer of most steps, one for all of them, which nobody can write ids into;
+            None: a new one each time.
+        carries_worker_meta: whether the host asks for `build_connector_worker_meta`.
     """
 
-    def __init__(
+    make_stats: Callable[[dict[str, float], CarriedMeta | None], Any] = lambda counts, _meta: (
+        CounterStats(counts)
+    )
+    make_results: Callable[[set[str], set[str], set[str]], Any] = _results
+    no_results: Any = None
+    carries_worker_meta: bool = True
+
+
+class OneRole:
+    """What a connector of the one-class shape does, whatever its base class: holds a scheduler role
+    or a worker role, never both, and translates. `attach` comes first.
+
+    A subclass whose roles handle several KV groups adds the host's `SupportsHMA` to its bases; the
+    method it asks for is here.
+    """
+
+    host_types: ClassVar[HostTypes] = HostTypes()
+
+    _scheduler_half: SchedulerHalf | None = None
+    _worker_half: WorkerHalf | None = None
+    _connector_metadata: Any
+    """Base classes answer `has_connector_metadata` from it, which hosts ask around each layer."""
+
+    def attach(
         self,
-        vllm_config: V1Config,
-        role: KVConnectorRole,
-        kv_cache_config: object | None = None,
+        role_name: str,
+        scheduler: SchedulerRole | None,
+        worker: WorkerRole | None,
         *,
-        scheduler: SchedulerRole | None = None,
-        worker: WorkerRole | None = None,
-        observer: Observer | None = None,
+        block_size: int,
+        observer: Observer | None,
     ) -> None:
-        """Show one role to the host.
+        """Take the role that the host asked for.
 
         Args:
-            vllm_config: the host's configuration.
-            role: which half the host asks for.
-            kv_cache_config: the host's KV groups, or None.
-            scheduler: the role for `KVConnectorRole.SCHEDULER`, else None.
-            worker: the role for `KVConnectorRole.WORKER`, else None.
+            role_name: "SCHEDULER" or "WORKER".
+            scheduler: the role for the former, else None.
+            worker: the role for the latter, else None.
+            block_size: promises are multiples of it, in tokens.
             observer: receives counts of faults and violations.
 
         Raises:
             ConfigError: not exactly the role that was asked for.
         """
-        super().__init__(vllm_config, role, kv_cache_config)
         given = (scheduler is not None, worker is not None)
-        if given != (role is KVConnectorRole.SCHEDULER, role is KVConnectorRole.WORKER):
+        if given != (role_name == "SCHEDULER", role_name == "WORKER"):
             raise ConfigError(
-                f"the host asks for the {role.name} half; given: scheduler={scheduler!r}, "
+                f"the host asks for the {role_name} half; given: scheduler={scheduler!r}, "
                 f"worker={worker!r}. Build that half, and only that"
             )
-        self._scheduler_half = (
-            None
-            if scheduler is None
-            else _SchedulerHalf(self, scheduler, vllm_config.cache_config.block_size, observer)
-        )
-        self._worker_half = None if worker is None else _WorkerHalf(worker, observer)
+        if scheduler is not None:
+            self._scheduler_half = SchedulerHalf(
+                scheduler,
+                HostRequests(self._lora_identity, self._item_identity),
+                block_size,
+                observer,
+            )
+        if worker is not None:
+            self._worker_half = WorkerHalf(worker, observer)
 
     def _lora_identity(self, lora_request: object) -> str | None:
         """The identity of an adapter's content; None, as here: requests under it are not cached."""
         return None
 
-    @property
-    def _scheduler(self) -> _SchedulerHalf:
+    def _item_identity(self, identifier: str) -> str | None:
+        """The identity of a multimodal item from the host's name for it, here that name; None:
+        requests with it are not cached."""
+        return identifier
+
+    @cached_property
+    def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
         return self._scheduler_half
 
-    @property
-    def _worker(self) -> _WorkerHalf:
+    @cached_property
+    def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
         return self._worker_half
@@ -110,20 +151,17 @@ class RolesAsV1(KVConnectorBase_V1):
         self._worker.role.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        if not isinstance(connector_metadata, PlanMetadata):
-            raise ContractError(
-                f"the metadata is a {type(connector_metadata).__name__}, not a PlanMetadata: both "
-                "halves of the connector must be of one class"
-            )
-        self._worker.begin(connector_metadata)
+        is_idle = self._worker.begin(connector_metadata)
+        # Asked for it around each layer, hosts leave the hooks of that layer out if there is none.
+        self._connector_metadata = None if is_idle else connector_metadata
 
     def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
-        self._worker.role.start_load()
+        if self._worker.is_bound:
+            self._worker.role.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         layers = self._worker.layers
-        if layers is not None and self._connector_metadata is not None:
+        if layers is not None and self._worker.is_bound:
             layers.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
@@ -134,55 +172,72 @@ class RolesAsV1(KVConnectorBase_V1):
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
         layers = self._worker.layers
-        if layers is not None and self._connector_metadata is not None:
+        if layers is not None and self._worker.is_bound:
             layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
-        self._worker.save()
+        if self._worker.is_bound:
+            self._worker.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         output = self._worker.collect(finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        return to_v1_output(self._worker.collect(finished_req_ids))
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
+        if not self._worker.is_bound:
+            nothing = self.host_types.no_results
+            return self.host_types.make_results(set(), set(), set()) if nothing is None else nothing
+        output = self._worker.collect(finished_req_ids)
+        return self.host_types.make_results(
+            set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._worker.output.invalid_block_ids)
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._scheduler_half is None:
-            return to_v1_output(self._worker.output).kv_connector_stats
-        counts = self._scheduler_half.role.take_stats()
-        return CounterStats(dict(counts)) if counts else None
+    def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
+        meta: WorkerMeta | None = None
+        if self._scheduler_half is not None:
+            counts = self._scheduler_half.role.take_stats()
+        else:
+            output = self._worker.output
+            counts = output.stats
+            meta = None if self.host_types.carries_worker_meta else output.meta
+        if not counts and meta is None:
+            return None
+        carried = None if meta is None else CarriedMeta(meta)
+        return self.host_types.make_stats(dict(counts or {}), carried)
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
         events: object | None = self._worker.output.events
         return events
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return to_v1_output(self._worker.output).kv_connector_worker_meta
+        meta = self._worker.output.meta
+        return None if meta is None else CarriedMeta(meta)
 
     def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
-        self._worker.end()
+        self._connector_metadata = None
+        if self._worker.is_bound:
+            self._worker.end()
 
     # Scheduler side.
 
     def on_new_request(self, request: V1Request) -> None:
-        half = self._scheduler
+        half = self._scheduler.awake
         half.role.on_new_request(half.requests.view(request))
 
     def get_num_new_matched_tokens(
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        half = self._scheduler
-        return half.role.lookup(half.requests.view(request), num_computed_tokens)
+        half = self._scheduler.awake
+        view = half.requests.view(request)
+        return half.role.lookup(view, num_computed_tokens) if view.may_read else MISS
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        half = self._scheduler
+        half = self._scheduler.awake
         view = half.requests.view(request)
         table = half.requests.allocated(
             view.request_id, blocks.get_block_ids(), num_external_tokens
@@ -190,13 +245,10 @@ class RolesAsV1(KVConnectorBase_V1):
         half.role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
-        half = self._scheduler
-        plan = half.role.build_plan(half.requests.step(scheduler_output))
-        return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)
+        return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        half = self._scheduler
-        half.role.update_output(half.read_output(connector_output))
+        self._scheduler.learn(connector_output)
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]
@@ -212,7 +264,7 @@ class RolesAsV1(KVConnectorBase_V1):
     def _request_finished(
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        half = self._scheduler
+        half = self._scheduler.awake
         result = half.role.request_finished(half.requests.view(request), block_ids)
         half.requests.forget(request.request_id)
         return result.delay_free, None if result.params is None else dict(result.params)
@@ -228,7 +280,7 @@ class RolesAsV1(KVConnectorBase_V1):
         return False
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.role.reset()
+        return self._scheduler.awake.role.reset()
 
     def shutdown(self) -> None:
         if self._scheduler_half is not None:
@@ -236,93 +288,31 @@ class RolesAsV1(KVConnectorBase_V1):
         if self._worker_half is not None:
             self._worker_half.role.close()
 
+
+class RolesAsV1(OneRole, KVConnectorBase_V1):
+    """A scheduler role or a worker role as a V1 connector; never both in one instance."""
+
+    def __init__(
+        self,
+        vllm_config: V1Config,
+        role: KVConnectorRole,
+        kv_cache_config: object | None = None,
+        *,
+        scheduler: SchedulerRole | None = None,
+        worker: WorkerRole | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """Show one role to the host; arguments as `OneRole.attach`.
+
+        Raises:
+            ConfigError: not exactly the role that was asked for.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        size = vllm_config.cache_config.block_size
+        self.attach(role.name, scheduler, worker, block_size=size, observer=observer)
+
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         return CounterStats(dict(data or {}))
-
-
-_LATER_FIELDS = ("failed_recving", "kv_cache_events", "kv_connector_worker_meta")
-"""Fields of an output that hosts before 0.13 or 0.32 do not have."""
-
-
-class _SchedulerHalf:
-    """What an instance in the scheduler's process holds."""
-
-    def __init__(
-        self,
-        connector: RolesAsV1,
-        role: SchedulerRole,
-        block_size: int,
-        observer: Observer | None,
-    ) -> None:
-        self.role = GuardedScheduler(role, observer, block_size=block_size)
-        self.requests = HostRequests(connector._lora_identity)
-        self._later_fields: frozenset[str] | None = None
-
-    def read_output(self, output: KVConnectorOutput) -> WorkerOutput:
-        """The host's output as a value of ours. Which of the later fields this host has is seen at
-        the first one."""
-        if self._later_fields is None:
-            self._later_fields = frozenset(name for name in _LATER_FIELDS if hasattr(output, name))
-        later = {
-            name: getattr(output, name) if name in self._later_fields else None
-            for name in _LATER_FIELDS
-        }
-        carried = later["kv_connector_worker_meta"]
-        stats = output.kv_connector_stats
-        return WorkerOutput(
-            finished_sending=frozenset(output.finished_sending or ()),
-            finished_recving=frozenset(output.finished_recving or ()),
-            failed_recving=frozenset(later["failed_recving"] or ()),
-            invalid_block_ids=frozenset(output.invalid_block_ids or ()),
-            stats=None if stats is None else stats.data,
-            events=later["kv_cache_events"],
-            meta=carried.meta if isinstance(carried, CarriedMeta) else None,
-        )
-
-
-class _WorkerHalf:
-    """What an instance in a worker process holds: the role, and its report on the step.
-
-    These hosts ask for the parts of a report one by one; the role gives it once, and it stands
-    from the first question to the end of the step.
-    """
-
-    def __init__(self, role: WorkerRole, observer: Observer | None) -> None:
-        self.role = GuardedWorker(role, observer)
-        self.layers = self.role if isinstance(self.role, SupportsLayerwise) else None
-        self.output: WorkerOutput = EMPTY_OUTPUT
-        self._rules = ReportRules(observer or Observer())
-        self._metadata: PlanMetadata | None = None
-        self._saved = False
-
-    def begin(self, metadata: PlanMetadata) -> None:
-        self._metadata = metadata
-        self._saved = False
-        self.output = EMPTY_OUTPUT
-        self.role.begin_step(metadata.plan)
-        self._rules.begin(self.role.planned_recving(metadata.plan))
-
-    def save(self) -> None:
-        self._saved = True
-        self.role.save()
-
-    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        metadata = self._metadata
-        if metadata is None:
-            raise ContractError("results were asked for outside of a step: bind metadata first")
-        if not self._saved and not metadata.has_tokens:
-            # Hosts before 0.32 leave wait_for_save out of steps without tokens. (With tokens, a
-            # host that decodes speculatively may ask for results first and save later.)
-            self.save()
-        output = self.role.collect(finished_request_ids)
-        self.output = self._rules.admit(
-            output, finished_request_ids, lambda: self.role.planned_blocks(metadata.plan)
-        )
-        return self.output
-
-    def end(self) -> None:
-        self._metadata = None
-        self.role.end_step()

@@ -21,19 +21,29 @@ LoraIdentity = Callable[[Any], str | None]
 """From a host's LoRA request to an identity of the adapter's content; None: it has none, and
 requests under that adapter are neither read nor written."""
 
+ItemIdentity = Callable[[str], str | None]
+"""From a host's name of a multimodal item to an identity of its content; None likewise."""
+
 UNCACHEABLE = ExtraKeys(cacheable=False)
+
+
+def as_named(identifier: str) -> str | None:
+    """The `ItemIdentity` of a host that names items by their content."""
+    return identifier
 
 
 class HostRequestView:
     """A host's request as a `RequestView`; the token ids are the host's own, growing list."""
 
-    __slots__ = ("_request", "extra_keys", "num_prompt_tokens", "request_id")
+    __slots__ = ("_request", "extra_keys", "may_read", "num_prompt_tokens", "request_id")
 
     def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
         self._request = request
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self.extra_keys = extra_keys
+        # vLLM ignores the answer for requests that want the logits of every prompt token.
+        self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -95,8 +105,9 @@ class HostStep:
 class HostRequests:
     """The requests that a host speaks of, and the block table of each."""
 
-    def __init__(self, lora_identity: LoraIdentity) -> None:
+    def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named) -> None:
         self._lora_identity = lora_identity
+        self._item_identity = item_identity
         self._views: dict[str, HostRequestView | PromptView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._resumed: Callable[[Any], Collection[str]] | None = None
@@ -107,9 +118,12 @@ class HostRequests:
         view = self._views.get(request.request_id)
         if isinstance(view, HostRequestView) and view.is_of(request):
             return view
-        view = HostRequestView(request, extra_keys_of(request, self._lora_identity))
+        view = HostRequestView(request, self._extra_keys(request))
         self._views[request.request_id] = view
         return view
+
+    def _extra_keys(self, request: object) -> ExtraKeys:
+        return extra_keys_of(request, self._lora_identity, self._item_identity)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
@@ -126,13 +140,21 @@ class HostRequests:
         """
         table = [list(group) for group in block_ids]
         known = self._tables.get(request_id)
-        if known is not None and num_external_tokens == 0:
+        if known is not None and num_external_tokens == 0 and len(known) == len(table):
             table = [
                 new if new[: len(old)] == old else old + new
                 for old, new in zip(known, table, strict=True)
             ]
         self._tables[request_id] = table
         return tuple(table)
+
+    def is_quiet(self, output: V1SchedulerOutput) -> bool:
+        """Whether a step tells nothing new: no request begins, goes on with other blocks, is
+        preempted or has ended. Only after a step that could be read."""
+        if output.scheduled_new_reqs or output.finished_req_ids or self._preempted(output):
+            return False
+        added = output.scheduled_cached_reqs.new_block_ids
+        return added.count(None) == len(added)
 
     def step(self, output: V1SchedulerOutput) -> HostStep | UnreadableStep:
         """One scheduler output with full block tables. Call once per step, in order. Never raises:
@@ -183,9 +205,7 @@ class HostRequests:
         view = self._views.get(new.req_id)
         if view is None:
             prompt = new.prompt_token_ids or ()
-            view = PromptView(
-                new.req_id, prompt, len(prompt), extra_keys_of(new, self._lora_identity)
-            )
+            view = PromptView(new.req_id, prompt, len(prompt), self._extra_keys(new))
             self._views[new.req_id] = view
         return ScheduledView(view, tuple(table), new.num_computed_tokens, num_tokens)
 
@@ -202,7 +222,9 @@ class HostRequests:
         return table
 
 
-def extra_keys_of(request: object, lora_identity: LoraIdentity) -> ExtraKeys:
+def extra_keys_of(
+    request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named
+) -> ExtraKeys:
     """What decides a request's KV besides its tokens, as far as the host tells.
 
     What it tells in a way we cannot turn into an identity of *content* makes the request
@@ -216,8 +238,8 @@ def extra_keys_of(request: object, lora_identity: LoraIdentity) -> ExtraKeys:
     lora_request = getattr(request, "lora_request", None)
     try:
         lora = None if lora_request is None else lora_identity(lora_request)
-        items = _multimodal_items(request)
-    except (AttributeError, TypeError, OSError) as error:
+        items = _multimodal_items(request, item_identity)
+    except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
         logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
         return UNCACHEABLE
     if (lora_request is not None and lora is None) or items is None:
@@ -227,7 +249,9 @@ def extra_keys_of(request: object, lora_identity: LoraIdentity) -> ExtraKeys:
     return ExtraKeys(cache_salt=salt, lora=lora, items=items)
 
 
-def _multimodal_items(request: object) -> tuple[MultimodalItem, ...] | None:
+def _multimodal_items(
+    request: object, item_identity: ItemIdentity
+) -> tuple[MultimodalItem, ...] | None:
     """The request's multimodal inputs by offset; None if one has no identity or no place."""
     features = getattr(request, "mm_features", None)
     if features is not None:
@@ -238,12 +262,12 @@ def _multimodal_items(request: object) -> tuple[MultimodalItem, ...] | None:
         if len(hashes) != len(positions):
             return None
         pairs = list(zip(hashes, positions, strict=True))
-    if not all(digest for digest, _ in pairs):
-        return None
-    items = [
-        MultimodalItem(digest=str(digest), offset=place.offset, length=place.length)
-        for digest, place in pairs
-    ]
+    items = []
+    for name, place in pairs:
+        digest = item_identity(str(name)) if name else None
+        if digest is None:
+            return None
+        items.append(MultimodalItem(digest=digest, offset=place.offset, length=place.length))
     return tuple(sorted(items, key=lambda item: item.offset))
 
 

@@ -20,6 +20,22 @@ class SupportsLayerwise(Protocol):
 
 
 @runtime_checkable
+class SupportsIdle(Protocol):
+    """A role, of either kind, that knows when steps without news ask nothing of it: most steps of
+    an engine are such, and whoever drives the role may then leave it out of them."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether steps without news come to nothing, until some other hook of the role is called.
+
+        Scheduler role: a step that begins, resumes, preempts and ends no request and adds no block
+        would get the empty plan, and an output that reports nothing would teach it nothing.
+        Worker role: with the empty plan no hook would do anything, and `collect` would report
+        nothing. What is under way in the background and will be reported means False.
+        """
+
+
+@runtime_checkable
 class SupportsHandshake(Protocol):
     """A worker whose peers must know something of it before the first transfer."""
 

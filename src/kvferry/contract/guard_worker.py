@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.contract.abilities import SupportsHandshake, SupportsLayerwise
+from kvferry.contract.abilities import SupportsHandshake, SupportsIdle, SupportsLayerwise
 from kvferry.contract.faults import Faults, RepairedPlan
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
@@ -41,6 +41,7 @@ class GuardedWorker(WorkerRole):
     def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
         """Wrap `role`; `observer` receives the `hook_failed...` counts."""
         self._role = role
+        self._idler = role if isinstance(role, SupportsIdle) else None
         self._faults = Faults(role, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
@@ -194,6 +195,19 @@ class GuardedWorker(WorkerRole):
         self._lost_recving.clear()
         self._invalid.clear()
         return output
+
+    @property
+    def is_idle(self) -> bool:
+        """False for a role that cannot tell."""
+        if self._invalid or self._lost_recving or self._failed_recving:
+            return False
+        if self._freed or self._overdue:
+            return False
+        try:
+            return self._idler is not None and self._idler.is_idle
+        except Exception:
+            self._faults.fault("is_idle", "the role is called in every step")
+            return False
 
     def end_step(self) -> None:
         try:

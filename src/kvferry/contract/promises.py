@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvferry.contract.faults import Faults, RepairedPlan
 from kvferry.contract.messages import Plan, WorkerOutput
-from kvferry.types import BlockTable
+from kvferry.types import NULL_BLOCK, BlockTable
 
 OVERDUE_SECONDS = 300.0
 """An async load or a delayed free that is not reported for this long is reported by the guard, the
@@ -43,6 +43,18 @@ class Promises:
         self._suspect = False  # a plan could not be built: loads of later ones are checked
         self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether nothing is owed: no plan or report is needed for what was promised so far."""
+        return not (
+            self._planned
+            or self._lost
+            or self._loading
+            or self._freed
+            or self._suspect
+            or self._owed
+        )
+
     def is_barred(self, request_id: str) -> bool:
         """Whether a load of this request failed: a host that computes such a request from its start
         asks anew, and with the same answer goes round for ever."""
@@ -68,14 +80,14 @@ class Promises:
     ) -> frozenset[int]:
         """The blocks that hold tokens `[num_local, num_local + num_external)`.
 
-        With several groups block sizes differ, and the guard knows only their common multiple: all
-        blocks of the request are named then.
+        With several tables block sizes differ, and the guard knows only their common multiple: all
+        blocks of the request are named then. Never the null block, which requests share.
         """
         size = self._block_size
         if size is None or len(block_ids) != 1:
-            return frozenset(block for group in block_ids for block in group)
+            return frozenset(block for table in block_ids for block in table) - {NULL_BLOCK}
         first, last = num_local // size, -(-(num_local + num_external) // size)
-        return frozenset(block_ids[0][first:last])
+        return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
 
     def lose(self, request_id: str) -> None:
         """The role may not know of this request's load, if there is one in the coming plan."""

@@ -20,10 +20,18 @@ from kvferry.errors import ContractError
 
 @dataclass(frozen=True)
 class PlanMetadata(KVConnectorMetadata):
-    """A plan of ours on its way to the workers."""
+    """A plan of ours on its way to the workers.
+
+    Attributes:
+        plan: what they are to do.
+        has_tokens: whether the step computes anything.
+        is_quiet: the plan is the role's empty one, and the step ends no request: an idle worker
+            need not look at it.
+    """
 
     plan: Plan
     has_tokens: bool
+    is_quiet: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.request import Request
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
@@ -24,7 +25,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: ModelRunner | ParallelRunner,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,

@@ -19,15 +19,20 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.generation import Completion, Generation, TokenEvent, Tokenizer
-from kvferry.engine.model import ModelConfig, load_tokenizer
+from kvferry.engine.model import PagedModel, load_tokenizer
+from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.no_connector import NoScheduler, NoWorker
+from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.progress import GenerationProgress
+from kvferry.engine.rank_group import device_of_rank
+from kvferry.engine.rank_messages import ConnectorChoice
+from kvferry.engine.ranks import Ranks
 from kvferry.engine.request import FinishReason, Request
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampling import SamplingParams
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.spec import engine_spec, num_blocks_for
-from kvferry.errors import ConfigError, ContractError
+from kvferry.errors import ConfigError, ContractError, RankError
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
@@ -81,38 +86,62 @@ class LLM:
         engine = build_config(EngineConfig, config, where="engine")
         if roles is not None and store is not None:
             raise ConfigError("both store and roles are given; the engine has one connector")
+        if roles is not None and engine.tensor_parallel_size > 1:
+            raise ConfigError("roles serve one rank; give a store, or tensor_parallel_size=1")
         self._closed = False
         self._observer = observer or Observer()
         model = ModelConfig(Path(model_dir), engine)
         num_blocks = num_blocks_for(engine, model.geometry)
+        choice = None
         if roles is None:
+            choice = _connector_choice(store, connector, connector_options, model, engine)
             # Before the weights: a store's index fills while they are read.
-            roles = self._create_roles(store, connector, connector_options, model, engine)
+            roles = self._create_roles(choice)
         self._roles = Roles(
             GuardedScheduler(roles.scheduler, self._observer, block_size=engine.block_size),
             GuardedWorker(roles.worker, self._observer),
             roles.close_last,
             roles.wait_ready,
         )
+        self._ranks: Ranks | None = None
         try:
+            if engine.tensor_parallel_size > 1:
+                self._ranks = self._start_ranks(model, engine, num_blocks, choice)
             self._load(model, engine, num_blocks)
             # The index filled while weights were read; of a small model they are read sooner.
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
-            self._close_roles()
+            self._close_parts()
             raise
+
+    def _start_ranks(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        num_blocks: int,
+        choice: ConnectorChoice | None,
+    ) -> Ranks:
+        return Ranks(model.model_dir, engine, num_blocks, choice, self._observer)
 
     def _load(self, model: ModelConfig, engine: EngineConfig, num_blocks: int) -> None:
         if engine.num_threads is not None:
             torch.set_num_threads(engine.num_threads)
-        paged = model.load(engine.device)
-        runner = ModelRunner(
+        size = engine.tensor_parallel_size
+        device = engine.device if self._ranks is None else device_of_rank(engine.device, 0)
+        paged = PagedModel(model, device)
+        if self._ranks is not None:
+            paged.split(self._ranks.connect(paged.device))
+        runner: ModelRunner | ParallelRunner
+        runner = first = ModelRunner(
             paged,
             self._roles.worker,
+            engine,
             num_blocks=num_blocks,
-            block_size=engine.block_size,
             observer=self._observer,
         )
+        if self._ranks is not None:
+            self._ranks.expect_ready()
+            runner = ParallelRunner(first, self._ranks, size, observer=self._observer)
         scheduler = Scheduler(
             engine, BlockPool(num_blocks), self._roles.scheduler, observer=self._observer
         )
@@ -124,20 +153,10 @@ class LLM:
         self._request_numbers = count()
         self.tokenizer: Tokenizer | None = load_tokenizer(model.model_dir)
 
-    def _create_roles(
-        self,
-        store: str | None,
-        connector: str,
-        options: Mapping[str, Any] | None,
-        model: ModelConfig,
-        engine: EngineConfig,
-    ) -> Roles:
-        if store is None:
-            if options:
-                raise ConfigError("connector_options are given without a store")
+    def _create_roles(self, choice: ConnectorChoice | None) -> Roles:
+        if choice is None:
             return Roles(NoScheduler(), NoWorker())
-        spec = engine_spec(model, engine)
-        return create_roles(connector, spec, {"store": store, **(options or {})}, self._observer)
+        return create_roles(choice.name, choice.spec, choice.options, self._observer)
 
     # ---- generating
 
@@ -302,7 +321,7 @@ class LLM:
 
     def close(self) -> None:
         """End all requests, let the connector finish for at most `CLOSE_SECONDS`, close it.
-        Idempotent; leaves no thread."""
+        Idempotent; leaves no thread and no process."""
         if self._closed:
             return
         try:
@@ -310,12 +329,17 @@ class LLM:
                 self._drop(generation)
             if not self._core.drain(CLOSE_SECONDS):
                 logger.warning("the connector did not finish within %.0f s", CLOSE_SECONDS)
+        except RankError as error:
+            logger.warning("closing an engine that cannot run: %s", error)
         finally:
             self._closed = True
-            self._close_roles()
+            self._close_parts()
 
-    def _close_roles(self) -> None:
+    def _close_parts(self) -> None:
         try:
+            # The other ranks first: they would wait for sums of this one.
+            if self._ranks is not None:
+                self._ranks.close()
             self._roles.worker.close()
         finally:
             try:
@@ -337,6 +361,24 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _connector_choice(
+    store: str | None,
+    connector: str,
+    options: Mapping[str, Any] | None,
+    model: ModelConfig,
+    engine: EngineConfig,
+) -> ConnectorChoice | None:
+    if store is None:
+        if options:
+            raise ConfigError("connector_options are given without a store")
+        return None
+    return ConnectorChoice(
+        name=connector,
+        spec=engine_spec(model, engine),
+        options={"store": store, **(options or {})},
+    )
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -1,32 +1,29 @@
 """A Hugging Face causal LM that reads and writes paged KV."""
 
-# ruff: noqa: ANN401 - the configs and models of Transformers share no typed surface.
+# ruff: noqa: ANN401 - the models of Transformers share no typed surface.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from kvferry.engine.config import EngineConfig
+from kvferry.engine.kv_codec import KeyValueCodec, KVCodec, LatentCodec
+from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, first_line
 from kvferry.engine.paged_attention import ATTENTION_NAME, AttentionContext, register_attention
+from kvferry.engine.probe import Probe
+from kvferry.engine.rank_group import RankGroup
+from kvferry.engine.split import Heads, split_layers
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, effective_config
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Their angles depend on the longest sequence of a forward, so cached keys would go stale."""
-
-_KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+from kvferry.topology.shards import heads_of_rank
 
 _UNLOADABLE = (
     *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
@@ -34,185 +31,96 @@ _UNLOADABLE = (
 )
 """What Transformers lets through when weight files are damaged or belong to another config."""
 
+_UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
+"""What a model raises whose config contradicts itself."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
-_HARMLESS_ARGUMENTS = frozenset(
-    {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
-)
-"""What layers pass to attention that changes nothing here: inference, no Transformers cache."""
+_LOADING = threading.Lock()
+"""Held while Transformers loads: it patches torch and its own settings for the whole process, so
+that of two models loaded by two threads one can end up without its tied weights."""
 
+_PROBE_TOKENS = 5
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelGeometry:
-    """What the KV pool must know of a model.
-
-    Attributes:
-        context_length: tokens the model was built for.
-        dtype: of weights and KV: "float32", "bfloat16" or "float16".
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int
-    vocab_size: int
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        return tuple(f"layers.{index}" for index in range(self.num_layers))
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers."""
-        content = self.num_kv_heads * block_size * 2 * self.head_dim
-        return self.num_layers * content * self.torch_dtype.itemsize
-
-
-class ModelConfig:
-    """The config of a model directory, judged before any weight is read.
-
-    Raises:
-        ConfigError: not a model directory, or a model this engine cannot serve, and why.
-    """
-
-    def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
-        self.model_dir = model_dir
-        self._config = _read_config(model_dir)
-        self._refuse_unservable()
-        self.geometry = self._geometry(engine.dtype)
-
-    def effective_config(self) -> dict[str, JsonValue]:
-        """The part of the config that decides KV bytes, with the dtype the engine computes in."""
-        config = effective_config(self.model_dir)
-        config.pop("torch_dtype", None)
-        config["dtype"] = self.geometry.dtype
-        return config
-
-    def load(self, device: str) -> PagedModel:
-        """Read the weights."""
-        return PagedModel(self._model_class(), self._config, self.geometry, self.model_dir, device)
-
-    def _model_class(self) -> Any:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ConfigError(
-                f"{self.model_dir} holds a {self._config.model_type!r} model, which is not a "
-                "causal LM that Transformers knows"
-            )
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
-
-    def _refuse_unservable(self) -> None:
-        config = self._config
-        what = f"{self.model_dir} holds a {config.model_type!r} model"
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(f"{what}, an encoder-decoder; the engine serves decoders only")
-        if config.get_text_config() is not config:
-            raise ConfigError(f"{what}, which takes more than text; the engine serves text only")
-        model_class = self._model_class()
-        if getattr(model_class, "_is_stateful", False):
-            raise ConfigError(f"{what} with recurrent layers; the engine pages attention KV only")
-        if not getattr(model_class, "_supports_attention_backend", False):
-            raise ConfigError(
-                f"{what}, whose attention does not go through Transformers' attention interface"
-            )
-        parameters = inspect.signature(model_class.forward).parameters
-        if "logits_to_keep" not in parameters:
-            raise ConfigError(
-                f"{what}, whose forward cannot compute single logits (logits_to_keep)"
-            )
-        unknown = set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYER_TYPES)
-        if unknown:
-            raise ConfigError(
-                f"{what} with layers of type {', '.join(sorted(unknown))}; "
-                f"the engine serves {' and '.join(_KNOWN_LAYER_TYPES)}"
-            )
-        if getattr(config, "use_bidirectional_attention", None):
-            raise ConfigError(f"{what} with bidirectional attention; the engine's is causal")
-        for rope_type in _rope_types(config):
-            if rope_type in _LENGTH_DEPENDENT_ROPE:
-                raise ConfigError(
-                    f"{what} with {rope_type!r} rotary embeddings: its keys depend on how long "
-                    "other sequences of a batch are, so they cannot be kept"
-                )
-
-    def _geometry(self, dtype: str) -> ModelGeometry:
-        config = self._config
-        if dtype == "auto":
-            dtype = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ConfigError(f"{self.model_dir} is stored as {dtype}; pass dtype='float32'")
-        num_heads = config.num_attention_heads
-        context_length = getattr(config, "max_position_embeddings", None)
-        if not isinstance(context_length, int):
-            raise ConfigError(f"{self.model_dir}: its config names no max_position_embeddings")
-        return ModelGeometry(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-            context_length=context_length,
-            vocab_size=config.vocab_size,
-            dtype=dtype,
-        )
+_SPLIT_TOLERANCE = 0.05
+"""How far logits of a split model may be from those of the whole, against the largest of them. A
+wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
 
 
 class PagedModel:
-    """The loaded model, ready for flattened batches."""
+    """The loaded model, ready for flattened batches.
 
-    def __init__(
-        self,
-        model_class: Any,
-        config: Any,
-        geometry: ModelGeometry,
-        model_dir: Path,
-        device: str,
-    ) -> None:
-        """Load weights and check, on one token, that attention is what `geometry` says.
+    Attributes:
+        geometry: of the whole model.
+        num_kv_heads: kv heads that this rank computes.
+        codec: what of a token is kept as KV.
+        device: where weights are and KV must be.
+        eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        """Load weights and check, on a few tokens, that attention is what the config says.
 
         Raises:
             ConfigError: weights missing or unreadable, or attention the engine cannot page.
         """
         register_attention()
-        self.geometry = geometry
-        self.device = _usable_device(device)
-        with quiet_transformers():
-            try:
-                model, info = model_class.from_pretrained(
-                    model_dir,
-                    config=config,
-                    dtype=geometry.torch_dtype,
-                    attn_implementation=ATTENTION_NAME,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # refused below, by name
-                )
-            except _UNLOADABLE as error:
-                raise ConfigError(
-                    f"cannot load the weights in {model_dir}: {_first_line(error)}"
-                ) from error
-        # Transformers makes up what does not fit or is missing, and only logs it.
-        if info["mismatched_keys"]:
-            name, stored, configured = min(info["mismatched_keys"])
+        self.geometry = config.geometry
+        self.num_kv_heads = config.geometry.num_kv_heads
+        self.device = usable_device(device)
+        self._model_dir = config.model_dir
+        self._model = _load_weights(config).to(self.device).eval()
+        self._latents = _latent_codec(self._model, config)
+        self.codec: KVCodec = self._latents or KeyValueCodec()
+        self.eos_token_ids = _eos_token_ids(self._model)
+        try:
+            self._probe()
+        except _UNRUNNABLE as error:
             raise ConfigError(
-                f"{model_dir}: {name} has shape {list(stored)} in the weights and "
-                f"{list(configured)} by config.json; they are not of one model"
-            )
-        if info["missing_keys"]:
+                f"{config.model_dir} loads but does not run: {first_line(error)}"
+            ) from error
+
+    def split(self, group: RankGroup) -> None:
+        """Leave of every layer what this rank computes; from now on every forward meets those of
+        the other ranks. Checked against the whole model, which is gone afterwards.
+
+        Raises:
+            ConfigError: a model that the engine cannot split.
+            RankError: the other ranks do not answer.
+        """
+        geometry = self.geometry
+        whole = self._probe()
+        heads = Heads(geometry.num_query_heads, geometry.num_kv_heads)
+        num_split = split_layers(self._model, heads, group)
+        if num_split != geometry.num_layers:
             raise ConfigError(
-                f"{model_dir} lacks {len(info['missing_keys'])} of the model's tensors, "
-                f"{min(info['missing_keys'])} for one"
+                f"{self._model_dir}: {num_split} of {geometry.num_layers} attention layers are of "
+                "a kind that the engine can split; set tensor_parallel_size=1"
             )
-        self._model = model.to(self.device).eval()
-        self.eos_token_ids = _eos_token_ids(model)
-        probe = _Probe()
-        self.forward(
-            torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), probe, [0]
-        )
-        probe.check(geometry, model_dir)
+        first, stop = heads_of_rank(geometry.num_kv_heads, group.rank, group.size)
+        self.num_kv_heads = stop - first
+        try:
+            mine = self._probe()
+        except _UNRUNNABLE as error:
+            raise ConfigError(
+                f"{self._model_dir} does not run split over {group.size} ranks "
+                f"({first_line(error)}); set tensor_parallel_size=1"
+            ) from error
+        error_size = float((mine - whole).abs().max() / whole.abs().max().clamp(min=1.0))
+        if not error_size <= _SPLIT_TOLERANCE:
+            raise ConfigError(
+                f"{self._model_dir} computes other logits when split over {group.size} ranks "
+                f"(off by {error_size:.2g} of the largest); set tensor_parallel_size=1"
+            )
+
+    def _probe(self) -> torch.Tensor:
+        """Logits of a few tokens, with attention checked on the way."""
+        probe = Probe(self.codec)
+        token_ids = torch.arange(_PROBE_TOKENS) % self.geometry.vocab_size
+        rows = list(range(_PROBE_TOKENS))
+        logits = self.forward(token_ids, torch.arange(_PROBE_TOKENS), probe, rows)
+        probe.check(replace(self.geometry, num_kv_heads=self.num_kv_heads), self._model_dir)
+        return logits
 
     @torch.inference_mode()
     def forward(
@@ -236,6 +144,7 @@ class PagedModel:
         output = self._model(
             input_ids=token_ids[None].to(self.device),
             position_ids=positions[None].to(self.device),
+            past_key_values=self._latents,
             use_cache=False,
             logits_to_keep=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
             kvferry_context=context,
@@ -244,89 +153,64 @@ class PagedModel:
         return logits.float()
 
 
-class _Probe:
-    """An attention context that only looks. With one token, attention is its value."""
-
-    def __init__(self) -> None:
-        self._layers: list[int] = []
-        self._shapes: set[tuple[int, int, int, int]] = set()
-        self._unknown: set[str] = set()
-
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        window: int | None,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
-        """See `AttentionContext.attend`."""
-        del scaling, window
-        self._layers.append(layer_index)
-        self._shapes.add((key.shape[1], key.shape[3], value.shape[1], value.shape[3]))
-        if rest["is_causal"] is False:
-            self._unknown.add("keys behind the query (is_causal=False)")
-        self._unknown |= {
-            name
-            for name, argument in rest.items()
-            if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
-        }
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
-
-    def check(self, geometry: ModelGeometry, model_dir: Path) -> None:
-        """Refuse what was seen if it is not plain attention of the expected shape."""
-        if self._unknown:
-            raise ConfigError(
-                f"{model_dir}: its attention uses {', '.join(sorted(self._unknown))}, "
-                "which the engine does not implement"
-            )
-        if sorted(self._layers) != list(range(geometry.num_layers)):
-            raise ConfigError(
-                f"{model_dir}: attention ran in layers {self._layers}; the config says there are "
-                f"{geometry.num_layers}, each with its own KV"
-            )
-        expected = (geometry.num_kv_heads, geometry.head_dim) * 2
-        if self._shapes != {expected}:
-            raise ConfigError(
-                f"{model_dir}: key and value heads and sizes are {sorted(self._shapes)}; the "
-                f"engine pages one shape for all layers, {expected} by the config"
-            )
-
-
-def _read_config(model_dir: Path) -> Any:
-    if not model_dir.is_dir():
-        raise ConfigError(f"{model_dir} is not a directory; give one with config.json and weights")
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
+def _latent_codec(model: Any, config: ModelConfig) -> LatentCodec | None:
+    if not config.geometry.is_latent:
+        return None
+    layers = {
+        module.layer_idx: module for module in model.modules() if hasattr(module, "expand_kv")
+    }
+    if len(layers) != config.geometry.num_layers:
         raise ConfigError(
-            "the engine needs Transformers: pip install 'kvferry[transformers]'"
-        ) from error
-    try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            f"{config.model_dir} holds latent attention, which this Transformers expands before it "
+            "is kept; install 5.23 or newer"
+        )
+    return LatentCodec(layers, pairs_apart=LATENT_MODELS[config.transformers_config.model_type])
+
+
+def _load_weights(config: ModelConfig) -> Any:
+    model_dir = config.model_dir
+    with _LOADING, quiet_transformers():
+        try:
+            model, info = config.model_class().from_pretrained(
+                model_dir,
+                config=config.transformers_config,
+                dtype=config.geometry.torch_dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
+        except _UNLOADABLE as error:
+            raise ConfigError(
+                f"cannot load the weights in {model_dir}: {first_line(error)}"
+            ) from error
+    # Transformers makes up what does not fit or is missing, and only logs it.
+    if info["mismatched_keys"]:
+        name, stored, configured = min(info["mismatched_keys"])
         raise ConfigError(
-            f"{model_dir}/config.json cannot be used: {_first_line(error)}"
-        ) from error
+            f"{model_dir}: {name} has shape {list(stored)} in the weights and "
+            f"{list(configured)} by config.json; they are not of one model"
+        )
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"{model_dir} lacks {len(info['missing_keys'])} of the model's tensors, "
+            f"{min(info['missing_keys'])} for one"
+        )
+    return model
 
 
-def _usable_device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
-
-
-def _first_line(error: Exception) -> str:
-    """Errors of Transformers explain at length; ours are one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load_tokenizer(model_dir: Path) -> Any | None:
@@ -343,19 +227,8 @@ def load_tokenizer(model_dir: Path) -> Any | None:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"cannot load the tokenizer in {model_dir}: {_first_line(error)}"
+            f"cannot load the tokenizer in {model_dir}: {first_line(error)}"
         ) from error
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    # One dict of parameters, or one per layer type; "rope_scaling" before Transformers 5.
-    for name in ("rope_parameters", "rope_scaling"):
-        parameters = getattr(config, name, None)
-        if not isinstance(parameters, Mapping):
-            continue
-        for entry in (parameters, *parameters.values()):
-            if isinstance(entry, Mapping):
-                yield str(entry.get("rope_type", entry.get("type", "default")))
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.contract.abilities import SupportsLayerwise
+from kvferry.engine.kv_codec import KVCodec
+from kvferry.engine.scores import Scores, attention
 from kvferry.errors import ConfigError
 
 ATTENTION_NAME = "kvferry_paged"
@@ -32,7 +33,7 @@ class AttentionContext(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float | None,
+        scores: Scores,
         window: int | None,
         rest: dict[str, object],
     ) -> torch.Tensor:
@@ -41,14 +42,14 @@ class AttentionContext(Protocol):
         Args:
             layer_index: the layer's own number.
             query: `[1, num_heads, num_tokens, head_dim]`.
-            key: `[1, num_kv_heads, num_tokens, head_dim]`.
-            value: like `key`.
-            scaling: factor on the scores; None for `head_dim ** -0.5`.
+            key: `[1, num_key_heads, num_tokens, head_dim]`.
+            value: `[1, num_key_heads, num_tokens, value_dim]`.
+            scores: how weights are made of scores.
             window: how many keys a query sees, itself included; None for all.
             rest: every other argument the layer passed.
 
         Returns:
-            `[1, num_tokens, num_heads, head_dim]`.
+            `[1, num_tokens, num_heads, value_dim]`.
         """
 
 
@@ -64,13 +65,22 @@ class Span(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """Which keys the queries of a call see, and how scores are scaled."""
+    """Which keys the queries of a call see, and what is made of their scores."""
 
     first_query: int
     """Position of the first query."""
     first_key: int
     """Position of the first key."""
-    scaling: float | None
+    scores: Scores
+    window: int | None
+
+
+class _Gathered(NamedTuple):
+    """What a span's queries see: tokens from `first_key` on, `[1, heads, tokens, size]` each."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    first_key: int
     window: int | None
 
 
@@ -109,6 +119,7 @@ class PagedStep:
         spans: Sequence[Span],
         slots: tuple[torch.Tensor, torch.Tensor],
         buffer: GatherBuffer,
+        codec: KVCodec,
         layerwise: SupportsLayerwise | None = None,
         *,
         max_mask_elements: int = MAX_MASK_ELEMENTS,
@@ -116,11 +127,12 @@ class PagedStep:
         """Prepare a forward.
 
         Args:
-            kv_caches: name and KV of each layer, `[num_blocks, num_kv_heads, block_size, 2 *
-                head_dim]`, K before V in the last axis.
+            kv_caches: name and KV of each layer, `[num_blocks, num_kv_heads, block_size,
+                content]`, in any order in memory.
             spans: the requests, in the order of the flattened tokens.
             slots: block id and offset in the block of every flattened token, int64.
             buffer: memory to gather into.
+            codec: what the content is.
             layerwise: the connector's layer hooks.
             max_mask_elements: size of the masks that are made, and of those kept.
         """
@@ -128,6 +140,7 @@ class PagedStep:
         self._spans = spans
         self._slots = slots
         self._buffer = buffer
+        self._codec = codec
         self._layerwise = layerwise
         self._max_mask_elements = max_mask_elements
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
@@ -139,7 +152,7 @@ class PagedStep:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float | None,
+        scores: Scores,
         window: int | None,
         rest: dict[str, object],
     ) -> torch.Tensor:
@@ -149,67 +162,63 @@ class PagedStep:
         if self._layerwise is not None:
             self._layerwise.wait_for_layer_load(name)
         block_ids, offsets = self._slots
-        kv_cache[block_ids, :, offsets] = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        rows = self._codec.encode(layer_index, key, value)
+        kv_cache[block_ids, :, offsets] = rows[0].transpose(0, 1)
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         for span in self._spans:
             part = query[:, :, span.start : span.stop]
             if span.num_computed_tokens == 0:
                 new = slice(span.start, span.stop)
-                reach = _Reach(0, 0, scaling, window)
+                reach = _Reach(0, 0, scores, window)
                 attended = self._attend_tiled(part, key[:, :, new], value[:, :, new], reach)
             else:
-                attended = self._attend_gathered(part, kv_cache, span, scaling, window)
+                attended = self._attend_gathered(
+                    part, self._gather(layer_index, span, window, query.shape[-1]), span, scores
+                )
             output[:, span.start : span.stop] = attended.transpose(1, 2)
         if self._layerwise is not None:
             self._layerwise.save_layer(name, kv_cache, self._spans)
         return output
 
-    def _attend_gathered(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        span: Span,
-        scaling: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Attention of a decode step or a later chunk: keys come out of the blocks."""
-        block_size, head_dim = kv_cache.shape[2], query.shape[-1]
-        first_query = span.num_computed_tokens
-        num_tokens = first_query + span.stop - span.start
-        first_key = 0 if window is None else max(0, first_query - window + 1)
+    def _gather(self, layer_index: int, span: Span, window: int | None, key_size: int) -> _Gathered:
+        """What the queries of a decode step or a later chunk see, out of the blocks."""
+        kv_cache = self._kv_caches[layer_index][1]
+        block_size = kv_cache.shape[2]
+        num_tokens = span.num_computed_tokens + span.stop - span.start
+        first_key = 0 if window is None else max(0, span.num_computed_tokens - window + 1)
         first_block = first_key // block_size
         blocks = span.block_table[first_block : -(-num_tokens // block_size)]
         gathered = self._buffer.gather(kv_cache, blocks)
         base = first_block * block_size
-        gathered = gathered[None, :, first_key - base : num_tokens - base]
-        key, value = gathered[..., :head_dim], gathered[..., head_dim:]
-        if span.stop - span.start > 1:
-            reach = _Reach(first_query, first_key, scaling, window)
-            return self._attend_tiled(query, key, value, reach)
+        rows = gathered[None, :, first_key - base : num_tokens - base]
+        key, value = self._codec.decode(layer_index, rows, key_size)
+        return _Gathered(key, value, first_key, window)
+
+    def _attend_gathered(
+        self, query: torch.Tensor, seen: _Gathered, span: Span, scores: Scores
+    ) -> torch.Tensor:
+        if span.stop - span.start > 1 or not scores.is_plain:
+            reach = _Reach(span.num_computed_tokens, seen.first_key, scores, seen.window)
+            return self._attend_tiled(query, seen.key, seen.value, reach)
         # One query sees every key: the heads that share a kv head stand in for its query axis.
-        grouped = query.reshape(1, kv_cache.shape[1], -1, head_dim)
-        return scaled_dot_product_attention(grouped, key, value, scale=scaling).reshape(query.shape)
+        grouped = query.reshape(1, seen.key.shape[1], -1, query.shape[-1])
+        attended = attention(grouped, seen.key, seen.value, scores)
+        return attended.reshape(*query.shape[:3], -1)
 
     def _attend_tiled(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: _Reach
     ) -> torch.Tensor:
         """Causal attention of a run of queries over a run of keys."""
         num_queries, num_keys = query.shape[2], key.shape[2]
-        offset, window, scale = reach.first_query - reach.first_key, reach.window, reach.scaling
-        if offset == 0 and (window is None or num_keys <= window):
-            return scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
-            )
+        offset, window = reach.first_query - reach.first_key, reach.window
+        if offset == 0 and (window is None or num_keys <= window) and reach.scores.is_plain:
+            return attention(query, key, value, reach.scores, is_causal=True)
         tile = max(1, self._max_mask_elements // num_keys)
         parts = []
         for start in range(0, num_queries, tile):
             part = query[:, :, start : start + tile]
             mask = self._mask(offset + start, part.shape[2], num_keys, window, part)
-            parts.append(
-                scaled_dot_product_attention(
-                    part, key, value, attn_mask=mask, scale=scale, enable_gqa=True
-                )
-            )
+            parts.append(attention(part, key, value, reach.scores, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _mask(
@@ -248,6 +257,8 @@ def paged_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     kvferry_context: AttentionContext | None = None,
     **rest: object,
 ) -> tuple[torch.Tensor, None]:
@@ -270,7 +281,7 @@ def paged_attention(
         query,
         key,
         value,
-        scaling=scaling,
+        scores=Scores(scaling, softcap, s_aux),
         window=sliding_window,
         rest={**rest, "attention_mask": attention_mask},
     )

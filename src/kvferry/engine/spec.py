@@ -4,36 +4,54 @@ from __future__ import annotations
 
 from kvferry.connectors.registry import EngineSpec
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model import ModelConfig, ModelGeometry
+from kvferry.engine.model_config import ModelConfig, ModelGeometry
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, weights_digest
-from kvferry.types import GroupShard, KVGroup, RankShard
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup, TablePart
 
 DEFAULT_KV_BYTES = 1 << 30
 
 
-def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
-    """What a connector must know of an engine that runs `model` with these options.
+def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> EngineSpec:
+    """What a connector must know of a rank of an engine that runs `model` with these options.
 
-    One group for all layers, without a window: the engine keeps the KV of every token in every
-    layer, whatever part of it a layer looks at.
+    Layers of one window are a group. All are in one block table without a window: the engine keeps
+    the KV of every token in every layer, whatever part of it a layer looks at.
+
+    Raises:
+        TopologyError: kv heads that cannot be divided among the ranks.
     """
     geometry = model.geometry
-    group = KVGroup(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        content_size=2 * geometry.head_dim,
-        dtype=geometry.dtype,
-        block_size=engine.block_size,
-    )
-    whole = GroupShard(layers=(0, geometry.num_layers), heads=(0, geometry.num_kv_heads))
+    groups, parts = [], []
+    for index, window in enumerate(dict.fromkeys(geometry.windows)):
+        layers = [layer for layer, each in enumerate(geometry.windows) if each == window]
+        groups.append(
+            KVGroup(
+                num_layers=len(layers),
+                num_kv_heads=geometry.num_kv_heads,
+                content_size=geometry.content_size,
+                dtype=geometry.dtype,
+                block_size=engine.block_size,
+                window=window,
+            )
+        )
+        parts.append(
+            TablePart(
+                table=0,
+                group=index,
+                layers=tuple(range(len(layers))),
+                layer_names=tuple(geometry.layer_names[layer] for layer in layers),
+                block_size=engine.block_size,
+            )
+        )
     return EngineSpec(
         identity=ModelIdentity(
             weights=weights_digest(model.model_dir), config=model.effective_config()
         ),
-        groups=(group,),
-        shard=RankShard(rank=0, world_size=1, groups=(whole,)),
-        layer_names=(geometry.layer_names,),
+        groups=tuple(groups),
+        shard=tensor_parallel_shard(groups, rank, engine.tensor_parallel_size),
+        tables=tuple(parts),
     )
 
 

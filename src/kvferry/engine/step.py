@@ -1,8 +1,10 @@
-"""What one schedule decided: which requests get how many tokens, and the connector's plan."""
+"""What one schedule decided: which requests get how many tokens, and the connector's plan; and the
+part of it that a forward needs, for ranks in other processes too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.contract.messages import Plan
 from kvferry.engine.request import Request
@@ -53,3 +55,31 @@ class Step:
     @property
     def has_tokens(self) -> bool:
         return bool(self.scheduled)
+
+    def batch(self) -> Batch:
+        """A copy of what the forward needs."""
+        return tuple(
+            BatchEntry(
+                entry.request.all_token_ids[
+                    entry.num_computed_tokens : entry.num_computed_tokens
+                    + entry.num_scheduled_tokens
+                ],
+                entry.num_computed_tokens,
+                list(entry.request.block_ids),
+                entry.wants_logits,
+            )
+            for entry in self.scheduled
+        )
+
+
+class BatchEntry(NamedTuple):
+    """One request's part of a forward."""
+
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    wants_logits: bool
+
+
+Batch = tuple[BatchEntry, ...]
+"""In the order of `Step.scheduled`."""

@@ -53,7 +53,8 @@ def weights_digest(
     same digest. Sub-directories are not read. Memory stays below 17 MiB whatever the sizes.
 
     Args:
-        model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not.
+        model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not; or
+            a single such file.
         cache_dir: where digests of unchanged files are kept; by default `kvferry/weights` in the
             user's cache directory. A cache that cannot be written, is not private to this user or
             is damaged is passed over: it costs time, never correctness.
@@ -104,6 +105,8 @@ def effective_config(model_dir: Path) -> dict[str, JsonValue]:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
+    if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES):
+        return [model_dir]
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a model directory: no such directory")
     files = [

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         kv_postprocess_blksize_on_receive,
         kv_postprocess_layout_on_receive,
     )
+    from kvferry.layout.steps import yield_req_data
 
 __all__ = [
     "copy_kv_blocks",
@@ -25,6 +26,7 @@ __all__ = [
     "kv_postprocess_blksize_and_layout_on_receive",
     "kv_postprocess_blksize_on_receive",
     "kv_postprocess_layout_on_receive",
+    "yield_req_data",
 ]
 
 _MODULES = {
@@ -35,6 +37,7 @@ _MODULES = {
         "kv_postprocess_blksize_on_receive",
         "kv_postprocess_layout_on_receive",
     ),
+    "kvferry.layout.steps": ("yield_req_data",),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout.ops import LAYOUTS
+from kvferry.layout.spec import parse
 
 _SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HOST_SIDE = {"h2d": "source", "d2h": "destination"}
@@ -36,8 +36,8 @@ def copy_kv_blocks(
         src_block_ids: may be empty: then nothing is done.
         dst_block_ids: as many, each once.
         direction: "h2d" from the host to a device, "d2h" back.
-        layout: one of `LAYOUTS`, for both sides. None: the block axis is the second one of
-            `[2, num_blocks, ...]` tensors with five axes, and otherwise the first.
+        layout: a name that `layout.spec.parse` knows, for both sides. None: the block axis is the
+            second one of `[2, num_blocks, ...]` tensors with five axes, and otherwise the first.
 
     Raises:
         LayoutError: anything about the arguments does not fit; nothing was copied.
@@ -107,13 +107,12 @@ def _pair(
 
 def _block_axis(name: str, tensor: torch.Tensor, layout: str | None) -> int:
     if layout is not None:
-        if layout not in LAYOUTS:
-            raise LayoutError(f"unknown KV layout {layout!r}; known: {', '.join(LAYOUTS)}")
-        if tensor.dim() != len(layout):
+        axes = parse(layout).of_tensor(tensor.dim()).axes
+        if tensor.dim() != len(axes):
             raise LayoutError(
-                f"layer {name!r}: layout {layout} has {len(layout)} axes, the tensor {tensor.dim()}"
+                f"layer {name!r}: layout {layout} has {len(axes)} axes, the tensor {tensor.dim()}"
             )
-        return layout.index("B")
+        return axes.index("B")
     if tensor.dim() < 2:
         raise LayoutError(f"layer {name!r}: a tensor with {tensor.dim()} axes has no blocks")
     if tensor.dim() != 5 or tensor.shape[0] != 2:

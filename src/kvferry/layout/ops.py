@@ -1,98 +1,75 @@
-"""Copy tokens between paged KV tensors and canonical record rows.
+"""Copy tokens between paged KV tensors and canonical record rows: the executor of `plan`.
 
-The only module of its level that imports torch. Tensors arrive in a host's layout, named, never
-guessed; they are turned once into strided views `[block, head, token, content]`, so that one loop
-serves all layouts. On CPU the copies run through numpy, which releases the GIL and starts no
-thread team of its own; on a device through torch.
+Tensors arrive in a host's layout, named and checked, never guessed. On CPU the copies run through
+numpy, which releases the GIL and starts no thread team of its own: a plan's moves become arrays
+whose element is a whole contiguous span. On a device they run in `layout.device`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.layout.device import device_copies
+from kvferry.layout.plan import BlockRun, Box, Segment, block_runs, moves, segments
+from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
-LAYOUTS = ("BHNC", "2BNHD", "B2NHD", "BND")
-"""Accepted layouts: B blocks, N tokens of a block, H kv heads, D head dim, C = K then V content."""
+__all__ = ["LAYOUTS", "BlockRun", "Copies", "MakeCopies", "NumpyCopies", "PagedKV", "as_rows"]
 
-_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-class Part(NamedTuple):
-    """A run of the content axis in one layer tensor."""
-
-    view: torch.Tensor
-    """`[num_blocks, num_kv_heads, block_size, size]`, any strides."""
-    start: int
-    """Where this part begins on the record's content axis."""
+_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class BlockRun(NamedTuple):
-    """Tokens `[start, stop)` of a request that lie in whole blocks, or in a part of one block."""
+class Copies(Protocol):
+    """Runs copies between the blocks of one cache and rows; arguments were checked."""
 
-    blocks: slice | np.ndarray[tuple[int], np.dtype[np.intp]]
-    """Their ids: a slice if they are consecutive."""
-    num_blocks: int
-    first_slot: int
-    num_slots: int
-    """Slots used of each block; less than the block size only if `num_blocks` is 1."""
-    start: int
-    stop: int
-
-    def singles(self) -> Iterator[BlockRun]:
-        """The same tokens by runs that are slices: reading through an index array would copy
-        twice."""
-        if isinstance(self.blocks, slice):
-            yield self
-            return
-        start = self.start
-        for block in self.blocks.tolist():
-            stop = start + self.num_slots
-            yield BlockRun(slice(block, block + 1), 1, 0, self.num_slots, start, stop)
-            start = stop
+    def scatter(
+        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> None: ...
+    def gather(
+        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> None: ...
 
 
-def parts_of(tensor: torch.Tensor, layout: str) -> tuple[Part, ...]:
-    """Views of one layer's tensor by content part.
+@runtime_checkable
+class HashingCopies(Protocol):
+    """Copies on a device that can also compute the XXH3-128 of leaves there."""
 
-    Args:
-        tensor: KV of one layer.
-        layout: one of `LAYOUTS`.
+    def hashes(self, row_bytes: int, leaf_bytes: int) -> bool: ...
+    def digests(self, rows: Any, leaf_bytes: int) -> bytes: ...
+    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes]: ...
+    def gather_with_digests(
+        self,
+        rows: Any,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+        *,
+        leaf_bytes: int,
+    ) -> bytes: ...
 
-    Raises:
-        LayoutError: unknown layout, or a tensor with another number of axes.
-    """
-    if layout not in LAYOUTS:
-        raise LayoutError(f"unknown KV layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    if tensor.dim() != len(layout):
-        raise LayoutError(f"layout {layout} has {len(layout)} axes, the tensor {tensor.dim()}")
-    if layout == "BHNC":
-        return (Part(tensor, 0),)
-    if layout == "BND":
-        return (Part(tensor.unsqueeze(1), 0),)
-    kv_axis = layout.index("2")
-    if tensor.shape[kv_axis] != 2:
-        raise LayoutError(f"layout {layout}: axis {kv_axis} must be 2, not {tensor.shape[kv_axis]}")
-    key, value = (tensor.select(kv_axis, i).permute(0, 2, 1, 3) for i in (0, 1))
-    return (Part(key, 0), Part(value, tensor.shape[-1]))
+
+MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
+"""From the parts of a cache, and their memory by address, as bytes."""
 
 
 class PagedKV:
     """The paged KV of one group on one rank.
 
     Args:
-        tensors: one tensor per layer this rank holds, in layer order.
+        tensors: one tensor per layer this rank holds, in layer order, or one with all layers.
         group: geometry of the whole group.
         shard: the layers and heads this rank holds.
-        layout: one of `LAYOUTS`.
+        layout: a name that `kvferry.layout.spec.parse` knows.
         null_block: id that stands for "no block" and is never read or written; None if the host
             has none.
+        copies: makes what runs the copies; None for the fastest on the tensors' device.
 
     Raises:
         LayoutError: tensors that are not what group, shard and layout say.
@@ -106,28 +83,30 @@ class PagedKV:
         layout: str,
         *,
         null_block: int | None = 0,
+        copies: MakeCopies | None = None,
     ) -> None:
-        num_layers = shard.layers[1] - shard.layers[0]
-        if len(tensors) != num_layers or not tensors:
-            raise LayoutError(f"{len(tensors)} KV tensors for a shard of {num_layers} layers")
-        layers = [parts_of(tensor, layout) for tensor in tensors]
-        self.num_blocks = layers[0][0].view.shape[0]
-        self.block_size = group.block_size
+        layers = layer_parts([_strided(tensor) for tensor in tensors], group, shard, layout)
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise LayoutError(f"KV tensors on {len(devices)} devices: {sorted(map(str, devices))}")
+        self.num_blocks, self.num_heads, self.block_size, _ = layers[0][0].shape
+        self.num_layers = len(layers)
+        self.content_size = group.content_size
         self.null_block = null_block
-        num_heads = shard.heads[1] - shard.heads[0]
-        for parts in layers:
-            _check_parts(parts, group, num_heads, self.num_blocks)
-        self.is_cpu = tensors[0].device.type == "cpu"
-        # Per content part: one array [layer, block, head, token, size] where the layers are evenly
-        # spaced in one storage, else one array [block, head, token, size] per layer.
-        self._parts = [
-            (
-                parts[0].start,
-                parts[0].start + parts[0].view.shape[-1],
-                _stack([part.view for part in parts]),
-            )
-            for parts in zip(*layers, strict=True)
-        ]
+        self.device = tensors[0].device
+        self.item_bytes = tensors[0].element_size()
+        parts = segments(layers, self.item_bytes)
+        storages = {tensor.untyped_storage().data_ptr(): _bytes_of(tensor) for tensor in tensors}
+        make = copies or (NumpyCopies if self.is_cpu else device_copies)
+        self._copies = make(parts, storages)
+        self.is_numpy = make is NumpyCopies
+        """Whether rows are NumPy arrays; else tensors."""
+        self._hashing = self._copies if isinstance(self._copies, HashingCopies) else None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the KV is in the host's memory."""
+        return self.device.type == "cpu"
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises LayoutError for an id that is not a block of this cache."""
@@ -135,34 +114,19 @@ class PagedKV:
             bad = next(b for b in block_ids if not 0 <= b < self.num_blocks)
             raise LayoutError(f"block id {bad} is outside [0, {self.num_blocks})")
 
-    def runs(self, block_ids: Sequence[int], start: int, stop: int) -> Iterator[BlockRun]:
+    def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
         """Split tokens `[start, stop)` of a request into maximal runs of blocks.
 
         Args:
             block_ids: the blocks that hold the range, no more, in token order.
             start: first token.
             stop: end of the range.
+
+        Raises:
+            LayoutError: an id that is not a block of this cache, or fewer blocks than tokens need.
         """
-        size = self.block_size
-        first_index = start // size
-        while start < stop:
-            index, slot = divmod(start, size)
-            index -= first_index
-            block = block_ids[index]
-            end = min(stop, start - slot + size)
-            count = 1
-            if block == self.null_block:
-                start = end
-                continue
-            if slot == 0 and end - start == size:
-                # As many whole blocks as there are: one copy for all of them, one release of the
-                # GIL instead of one per block.
-                while end + size <= stop and block_ids[index + count] != self.null_block:
-                    count += 1
-                    end += size
-            blocks = _index(block_ids[index : index + count])
-            yield BlockRun(blocks, count, slot, (end - start) // count, start, end)
-            start = end
+        self.check_blocks(block_ids)
+        return block_runs(block_ids, start, stop, self.block_size, self.null_block)
 
     def scatter(
         self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
@@ -173,115 +137,231 @@ class PagedKV:
             rows: `[layers, heads, tokens, content]` array from `as_rows`.
             layer: first layer of `rows`, counted within this rank's shard.
             head: first head of `rows`, likewise.
-            runs: where the tokens go.
+            runs: where the tokens go, from `runs`.
             first_token: token position of index 0 of the token axis of `rows`.
+
+        Raises:
+            LayoutError: rows that do not fit this cache or its runs; nothing was written.
         """
-        for index, low, high, array in self._targets(layer, rows.shape[0]):
-            source = rows if index is None else rows[index]
-            for run in runs:
-                tokens = _tokens(source[..., low:high], run, first_token)
-                array[_at(run, head, rows.shape[1])] = tokens
+        self._check(rows, layer, head, runs, first_token)
+        self._copies.scatter(rows, layer, head, runs, first_token)
 
     def gather(
         self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """Copy blocks into record rows; arguments as `scatter`."""
-        for index, low, high, array in self._targets(layer, rows.shape[0]):
-            source = rows if index is None else rows[index]
-            for run in chain.from_iterable(run.singles() for run in runs):
-                target = _tokens(source[..., low:high], run, first_token)
-                target[...] = array[_at(run, head, rows.shape[1])]
+        """Copy blocks into record rows; arguments and errors as `scatter`."""
+        self._check(rows, layer, head, runs, first_token)
+        self._copies.gather(rows, layer, head, runs, first_token)
 
-    def _targets(self, layer: int, num_layers: int) -> Iterator[tuple[int | None, int, int, Any]]:
-        for low, high, arrays in self._parts:
-            if isinstance(arrays, list):
-                for index in range(num_layers):
-                    yield index, low, high, arrays[layer + index]
-            else:
-                yield None, low, high, arrays[layer : layer + num_layers]
+    def gather_with_digests(
+        self,
+        rows: Any,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+        *,
+        leaf_bytes: int,
+    ) -> bytes | None:
+        """`gather`, with the checksums computed on the way where the device can.
+
+        Args:
+            rows: as for `gather`.
+            layer: as for `gather`.
+            head: as for `gather`.
+            runs: as for `gather`; every token of the rows is in them.
+            first_token: as for `gather`.
+            leaf_bytes: a row is hashed in leaves of this size, the last one shorter.
+
+        Returns:
+            XXH3-128 of each leaf in the order of the rows, 16 bytes each, high word first; None if
+            the rows were gathered and the caller is to hash them.
+
+        Raises:
+            LayoutError: as `gather`, and for tokens without a block.
+        """
+        self._check(rows, layer, head, runs, first_token)
+        covered = sum(run.stop - run.start for run in runs)
+        if covered != rows.shape[2]:
+            raise LayoutError(f"{rows.shape[2]} tokens to hash, and {covered} of them in blocks")
+        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
+            self._copies.gather(rows, layer, head, runs, first_token)
+            return None
+        return self._hashing.gather_with_digests(
+            rows, layer, head, runs, first_token, leaf_bytes=leaf_bytes
+        )
+
+    def digests(self, rows: Any, leaf_bytes: int) -> bytes | None:
+        """Checksums of rows, computed on the device; arguments and result as
+        `gather_with_digests`.
+
+        Rows that were moved to the device before (`rows.to(paged.device)`) are verified and then
+        scattered without crossing twice.
+        """
+        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
+            return None
+        return self._hashing.digests(rows, leaf_bytes)
+
+    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
+        """`digests` of rows on the device, submitted to the current stream and not waited for.
+
+        Returns:
+            What gives them once the stream got there; None if the caller is to hash the rows.
+        """
+        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
+            return None
+        return self._hashing.digests_later(rows, leaf_bytes)
+
+    @staticmethod
+    def _row_bytes(rows: Any) -> int:
+        return int(rows.shape[2] * rows.shape[3] * rows.itemsize)
+
+    def _check(
+        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> None:
+        num_layers, num_heads, num_tokens, content = rows.shape
+        if not (rows.is_contiguous() if torch.is_tensor(rows) else rows.flags.c_contiguous):
+            raise LayoutError("rows are not contiguous: copy whole pieces of a record")
+        if content != self.content_size or rows.itemsize != self.item_bytes:
+            raise LayoutError(
+                f"rows have {content} elements of {rows.itemsize} bytes per token and head, the "
+                f"cache {self.content_size} of {self.item_bytes}"
+            )
+        if not 0 <= layer <= layer + num_layers <= self.num_layers:
+            raise LayoutError(
+                f"layers {layer} to {layer + num_layers} of a shard of {self.num_layers}"
+            )
+        if not 0 <= head <= head + num_heads <= self.num_heads:
+            raise LayoutError(f"heads {head} to {head + num_heads} of a shard of {self.num_heads}")
+        if runs and not first_token <= runs[0].start <= runs[-1].stop <= first_token + num_tokens:
+            raise LayoutError(
+                f"tokens {runs[0].start} to {runs[-1].stop} are not in rows of tokens "
+                f"{first_token} to {first_token + num_tokens}"
+            )
+        for run in runs:
+            self.check_blocks(run.blocks)
 
 
 def as_rows(
-    buffer: memoryview, paged: PagedKV, dtype: str, shape: tuple[int, int, int, int]
+    buffer: memoryview | torch.Tensor, paged: PagedKV, dtype: str, shape: tuple[int, int, int, int]
 ) -> Any:
     """View `buffer` as `[layers, heads, tokens, content]` in the form `PagedKV` copies.
 
     Args:
-        buffer: writable, C order, exactly as long as `shape` says.
+        buffer: writable, C order, exactly as long as `shape` says; or a tensor of integers that has
+            the shape already.
         paged: the cache the rows come from or go to.
         dtype: torch name of the element type.
         shape: of the result.
     """
-    element = getattr(torch, dtype)
-    if paged.is_cpu:
-        kind = _SAME_SIZE_INT[element.itemsize]
+    kind = _SAME_SIZE_INT[getattr(torch, dtype).itemsize]
+    if isinstance(buffer, torch.Tensor):
+        return buffer.numpy() if paged.is_numpy else buffer
+    if paged.is_numpy:
         return np.frombuffer(buffer, dtype=str(kind).removeprefix("torch.")).reshape(shape)
-    return torch.frombuffer(buffer, dtype=element).view(shape)
+    return torch.frombuffer(buffer, dtype=kind).view(shape)
 
 
-def _check_parts(parts: tuple[Part, ...], group: KVGroup, num_heads: int, num_blocks: int) -> None:
-    content = sum(part.view.shape[-1] for part in parts)
-    if content != group.content_size:
-        raise LayoutError(f"content size is {group.content_size}, the tensor holds {content}")
-    for part in parts:
-        expected = (num_blocks, num_heads, group.block_size)
-        if tuple(part.view.shape[:3]) != expected:
-            raise LayoutError(
-                f"expected [blocks, heads, block_size] = {expected}, "
-                f"the tensor has {tuple(part.view.shape[:3])}"
+class _Spans(NamedTuple):
+    """A move as numpy runs it."""
+
+    blocks: np.ndarray[Any, Any]
+    """`[num_blocks, *shape]` of spans in the cache."""
+    shape: tuple[int, ...]
+    row_offset: int
+    row_strides: tuple[int, ...]
+    row_token: int
+
+    def of_rows(self, rows: Any, start: int, num_blocks: int) -> np.ndarray[Any, Any]:
+        """`[num_blocks, *shape]` of spans in rows, from token `start` of these on."""
+        offset = self.row_offset + start * self.row_token
+        shape = (num_blocks, *self.shape)
+        return np.ndarray(shape, self.blocks.dtype, rows, offset, self.row_strides)
+
+
+class NumpyCopies:
+    """Copies in the host's memory. Thread-safe.
+
+    Args:
+        parts: of the cache.
+        storages: by address, as bytes.
+    """
+
+    def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
+        self._segments = parts
+        self._storages = {address: tensor.numpy() for address, tensor in storages.items()}
+        # Keys are the boxes that a geometry has: pieces of a record, times slots of partial blocks.
+        self._spans = lru_cache(maxsize=4096)(self._compute_spans)
+
+    def scatter(
+        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> None:
+        """See `PagedKV.scatter`."""
+        for run in runs:
+            index = _index(run.blocks)
+            for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
+                source = spans.of_rows(rows, run.start - first_token, run.num_blocks)
+                spans.blocks[index] = source
+
+    def gather(
+        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> None:
+        """See `PagedKV.gather`."""
+        for run in runs:
+            for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
+                target = spans.of_rows(rows, run.start - first_token, run.num_blocks)
+                if isinstance(run.blocks, range):
+                    target[...] = spans.blocks[_index(run.blocks)]
+                    continue
+                # One by one: reading through an index array would copy twice.
+                for position, block in enumerate(run.blocks):
+                    target[position : position + 1] = spans.blocks[block : block + 1]
+
+    def _compute_spans(self, box: Box) -> tuple[_Spans, ...]:
+        return tuple(
+            _Spans(
+                np.ndarray(
+                    (segment.num_blocks, *move.shape),
+                    _span_type(move.span),
+                    self._storages[move.storage],
+                    move.kv_offset,
+                    move.kv_strides,
+                ),
+                move.shape,
+                move.row_offset,
+                move.row_strides,
+                move.row_token,
             )
-        if str(part.view.dtype).removeprefix("torch.") != group.dtype:
-            raise LayoutError(f"KV dtype is {group.dtype}, the tensor has {part.view.dtype}")
+            for segment in self._segments
+            for move in moves(segment, box)
+        )
 
 
-def _stack(views: list[torch.Tensor]) -> Any:
-    """One array over all layers if they are evenly spaced in one storage, else a list."""
-    first = views[0]
-    if first.device.type == "cpu":
-        kind = _SAME_SIZE_INT[first.element_size()]
-        views = [view.view(kind) for view in views]
-        first = views[0]
-    step = views[1].storage_offset() - first.storage_offset() if len(views) > 1 else 0
-    base = first.untyped_storage().data_ptr()
-    even = step >= 0 and all(
-        view.untyped_storage().data_ptr() == base
-        and view.stride() == first.stride()
-        and view.storage_offset() == first.storage_offset() + index * step
-        for index, view in enumerate(views)
-    )
-    if even:
-        stacked = first.as_strided((len(views), *first.shape), (step, *first.stride()))
-        return stacked.numpy() if stacked.device.type == "cpu" else stacked
-    return [view.numpy() if view.device.type == "cpu" else view for view in views]
+def _span_type(num_bytes: int) -> np.dtype[Any]:
+    # Single elements, as of transposed keys: numpy copies integers faster than spans of their size.
+    return np.dtype(f"u{num_bytes}" if num_bytes in (1, 2, 4, 8) else (np.void, num_bytes))
 
 
-def _index(blocks: Sequence[int]) -> slice | np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """A slice if the ids are consecutive, else an index array."""
-    first, count = blocks[0], len(blocks)
-    if all(block == first + offset for offset, block in enumerate(blocks)):
-        return slice(first, first + count)
+def _index(blocks: range | tuple[int, ...]) -> Any:
+    """What picks these blocks from a first axis."""
+    if isinstance(blocks, range):
+        return slice(blocks.start, blocks.stop)
     return np.array(blocks, dtype=np.intp)
 
 
-def _at(run: BlockRun, head: int, num_heads: int) -> tuple[Any, ...]:
-    """Where `[..., block, head, slot, size]` of a run lies in the arrays of a part."""
-    slots = slice(run.first_slot, run.first_slot + run.num_slots)
-    return (..., run.blocks, slice(head, head + num_heads), slots, slice(None))
-
-
-def _tokens(rows: Any, run: BlockRun, first_token: int) -> Any:
-    """The same tokens of `[..., head, token, size]` rows, as `[..., block, head, slot, size]`.
-
-    Splitting an axis of a strided view never copies, so assignments go to the caller's memory.
-    """
-    tokens = rows[..., run.start - first_token : run.stop - first_token, :]
-    if run.num_blocks == 1:
-        return tokens[..., None, :, :, :]
-    shape = (*tokens.shape[:-2], run.num_blocks, run.num_slots, tokens.shape[-1])
-    if isinstance(tokens, torch.Tensor):
-        return torch.unflatten(tokens, -2, shape[-3:-1]).movedim(-3, -4)
-    strides = tokens.strides
-    split = np.lib.stride_tricks.as_strided(
-        tokens, shape, (*strides[:-2], strides[-2] * run.num_slots, *strides[-2:])
+def _strided(tensor: torch.Tensor) -> Strided:
+    return Strided(
+        shape=tuple(tensor.shape),
+        strides=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+        storage=tensor.untyped_storage().data_ptr(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
     )
-    return np.moveaxis(split, -3, -4)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory as one axis of bytes."""
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return whole

@@ -1,0 +1,30 @@
+"""Drives a connector's worker through the steps of a model runner, and allocates KV memory.
+
+The names below are those of vLLM's model-runner mixin. They load on first use: driving a step needs
+no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.runner.kv_allocation import allocate_uniform_kv_caches, use_uniform_kv_cache
+    from kvferry.runner.mixin import KVConnectorModelRunnerMixin
+
+__all__ = ["KVConnectorModelRunnerMixin", "allocate_uniform_kv_caches", "use_uniform_kv_cache"]
+
+_MODULES = {
+    "kvferry.runner.kv_allocation": ("allocate_uniform_kv_caches", "use_uniform_kv_cache"),
+    "kvferry.runner.mixin": ("KVConnectorModelRunnerMixin",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(module), name)
+            globals()[name] = value  # the next use does not come here
+            return value
+    raise AttributeError(f"module 'kvferry.runner' has no attribute {name!r}")

@@ -168,6 +168,10 @@ class SupportsProbe(Protocol):
         """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so
         that a later `contains` knows. Memory only, drops requests when too many wait."""
 
+    def note_stored(self, key: ChunkKey) -> None:
+        """Somebody who knows says that `key` was stored, through another store object of the same
+        URL: `contains` says so from now on. Memory only."""
+
     def wait_indexed(self, timeout: float) -> bool:
         """Block up to `timeout` seconds until the first fill of the index is complete."""
 

@@ -2,7 +2,7 @@
 
 I/O lands here and only here, so an operation that outlives its deadline writes to a slot that
 nobody else uses: a slot goes back to the pool when its operation ended, not when its caller gave
-up.
+up. The operation may be a device's: then nobody waits, and the next one to need a slot looks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from typing import Protocol
 
 from kvferry.errors import ConfigError
 from kvferry.record.schema import ALIGN
+
+
+class Reached(Protocol):
+    """A moment that others wait for, such as a mark in a device's stream."""
+
+    def poll(self) -> bool:
+        """Whether it has come. Does not block."""
 
 
 class Staging:
@@ -35,15 +43,19 @@ class Staging:
                 f"bytes; set it to at least {2 * self.slot_bytes}"
             )
         self._lock = threading.Lock()
-        # Reserved now, backed by memory when first touched.
+        # Reserved now, backed by memory when first touched. Private, since Linux gives large pages
+        # to such memory only: touching it for the first time is then five times cheaper.
         try:
-            self._region = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+            self._region = mmap.mmap(
+                -1, self.num_slots * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"staging_bytes={total_bytes} is more than this machine lets a process reserve; "
                 "set it lower"
             ) from error
         self._returned: list[int] = []
+        self._draining: list[tuple[int, Reached]] = []
         self._num_fresh = self.num_slots  # never used so far: the last ones of the region
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
@@ -52,7 +64,14 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        return len(self._returned) + self._num_fresh
+        with self._lock:
+            self._settle()
+            return len(self._returned) + self._num_fresh
+
+    @property
+    def memory(self) -> memoryview:
+        """All slots, page-aligned."""
+        return self._view
 
     @property
     def total_bytes(self) -> int:
@@ -61,6 +80,7 @@ class Staging:
     def acquire(self, *, keep_free: int = 0) -> int | None:
         """Take a slot, or None if `keep_free` or fewer are left. Never blocks on I/O."""
         with self._lock:
+            self._settle()
             if len(self._returned) + self._num_fresh <= keep_free:
                 return None
             if self._returned:
@@ -68,10 +88,29 @@ class Staging:
             self._num_fresh -= 1
             return self.num_slots - self._num_fresh - 1
 
-    def release(self, slot: int) -> None:
-        """Give a slot back. The last one freed is the next one used: it is warm in the cache."""
+    def release(self, slot: int, *, after: Reached | None = None) -> None:
+        """Give a slot back. The last one freed is the next one used: it is warm in the cache.
+
+        Args:
+            slot: that was acquired.
+            after: it stays taken until then.
+        """
         with self._lock:
-            self._returned.append(slot)
+            if after is None or after.poll():
+                self._returned.append(slot)
+            else:
+                self._draining.append((slot, after))
+
+    def _settle(self) -> None:
+        """Take back what devices are through with."""
+        if self._draining:
+            waiting = []
+            for slot, after in self._draining:
+                if after.poll():
+                    self._returned.append(slot)
+                else:
+                    waiting.append((slot, after))
+            self._draining = waiting
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""

@@ -36,6 +36,9 @@ class ProbeDelegate:
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         self.inner.probe(keys)
 
+    def note_stored(self, key: ChunkKey) -> None:
+        self.inner.note_stored(key)
+
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)
 

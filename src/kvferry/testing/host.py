@@ -1,27 +1,34 @@
 """A host engine without a model: schedules, allocates and "computes" KV that can be checked.
 
 The KV of a token is a pure function of all tokens up to it, so a wrong, stale or misplaced byte
-anywhere is seen. Ranks of a tensor-parallel host are simulated in one process: each has its own
-worker role and tensors, and their outputs are folded as an executor would.
+anywhere is seen, in whatever block tables (`host_tables`) it lies. Ranks of a tensor-parallel host
+are simulated in one process: each has its own worker role and tensors, and their outputs are folded
+as an executor would.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-import torch
-
 from kvferry.aggregation import WorkerOutputFold
 from kvferry.connectors.registry import EngineSpec
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters, Observer
-from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.store.base import Store
+from kvferry.testing.host_tables import (
+    HostPool,
+    HostRank,
+    HostTable,
+    layer_names,
+    parts_of_tables,
+    table_per_group,
+)
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
 
@@ -68,72 +75,14 @@ def make_groups(
     )
 
 
-def layer_names(groups: Sequence[KVGroup]) -> tuple[tuple[str, ...], ...]:
-    """`group.layer` names."""
-    return tuple(
-        tuple(f"{index}.{layer}" for layer in range(group.num_layers))
-        for index, group in enumerate(groups)
-    )
-
-
-class HostRank:
-    """One rank's tensors, `[B, H, N, C]` per layer, and what it writes into them."""
-
-    def __init__(self, spec: EngineSpec, worker: WorkerRole, num_blocks: int) -> None:
-        self._spec = spec
-        self.worker = worker
-        self.lifecycle = StepLifecycle(worker, strict=True)
-        self.caches: dict[str, torch.Tensor] = {}
-        self._layer_names = layer_names(spec.groups)
-        for group, shard, names in zip(
-            spec.groups, spec.shard.groups, self._layer_names, strict=True
-        ):
-            heads = shard.heads[1] - shard.heads[0]
-            shape = (len(names), num_blocks, heads, group.block_size, group.content_size)
-            pool = torch.full(shape, float("nan"), dtype=torch.float32)
-            self.caches.update(zip(names, pool, strict=True))
-        worker.register_kv_caches(self.caches)
-
-    def expected(self, group: int, layer: int, prefix_seed: int) -> torch.Tensor:
-        """`[heads of this rank, content]` KV of the token that ends a prefix."""
-        shard = self._spec.shard.groups[group]
-        heads = torch.arange(*shard.heads).unsqueeze(1)
-        content = torch.arange(self._spec.groups[group].content_size)
-        value = prefix_seed * 31 + group * 7919 + layer * 1009 + heads * 97 + content * 7
-        return (value % 65_521).to(torch.float32)
-
-    def _slots(
-        self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
-        for group, names in enumerate(self._layer_names):
-            size = self._spec.groups[group].block_size
-            for layer, name in enumerate(names):
-                for token in range(start, stop):
-                    block = request.block_ids[group][token // size]
-                    slot = self.caches[name][block, :, token % size]
-                    found.append((slot, self.expected(group, layer, seeds[token])))
-        return found
-
-    def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
-        """Write the KV of tokens `[start, stop)`."""
-        for slot, value in self._slots(request, seeds, start, stop):
-            slot.copy_(value)
-
-    def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
-        """How many token slots of `[0, stop)`, over layers, hold anything but the right KV."""
-        pairs = self._slots(request, seeds, 0, stop)
-        return sum(not torch.equal(slot, value) for slot, value in pairs)
-
-
 class SimulatedHost:
     """Runs requests through a connector, one at a time or interleaved by the caller.
 
     Args:
         scheduler: the connector's scheduler role.
         ranks: one worker each, in rank order.
-        spec: of rank 0.
-        num_blocks: blocks per group; block 0 is never used.
+        num_blocks: blocks of all tables together; block 0 is never used.
+        tables: block tables; None for one per group of the spec.
     """
 
     def __init__(
@@ -142,12 +91,16 @@ class SimulatedHost:
         ranks: Sequence[tuple[EngineSpec, WorkerRole]],
         *,
         num_blocks: int = 64,
+        tables: Sequence[HostTable] | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.ranks = [HostRank(spec, worker, num_blocks) for spec, worker in ranks]
+        self._tables = tuple(tables or table_per_group(ranks[0][0].groups))
+        self.ranks = [HostRank(spec, worker, self._tables, num_blocks) for spec, worker in ranks]
         self._fold = WorkerOutputFold(len(ranks))
-        self._groups = ranks[0][0].groups
-        self._free = [list(range(num_blocks - 1, 0, -1)) for _ in self._groups]
+        self._pool = HostPool(self._tables, num_blocks)
+        self._running: dict[str, HostRequest] = {}
+        self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))
+        """What hits must be a multiple of."""
         self._finished: set[str] = set()
         self.invalid_block_ids: set[int] = set()
         self.num_steps = 0
@@ -206,7 +159,8 @@ class SimulatedHost:
         self._check_answer(hit, num_local_tokens, tokens)
         request.num_computed_tokens = num_local_tokens + hit
         request.num_external_tokens = hit
-        self._allocate(request, tokens)
+        self._grow(request, tokens + 64)
+        self._running[request.request_id] = request
         for rank in self.ranks:
             rank.compute(request, prefix_seeds(request), 0, num_local_tokens)
         self.scheduler.update_after_alloc(request, request.block_ids, hit)
@@ -214,23 +168,35 @@ class SimulatedHost:
 
     def _check_answer(self, hit: int, num_local_tokens: int, num_tokens: int) -> None:
         """Contract A4, as a host that dies of it would."""
-        size = max(group.block_size for group in self._groups)
         too_long = num_local_tokens + hit >= num_tokens
-        if hit and (hit < 0 or too_long or hit % size):
+        if hit and (hit < 0 or too_long or hit % self.block_size):
             raise AssertionError(
                 f"illegal hit {hit} beyond {num_local_tokens} of {num_tokens} tokens"
             )
 
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
-        """Compute until every known token has KV, then check all of it."""
+        """Compute until every known token has KV, then check all of it that is kept."""
         while request.num_computed_tokens < len(request.all_token_ids):
             remaining = len(request.all_token_ids) - request.num_computed_tokens
             self.step([request], tokens=min(budget, remaining))
+        self.check(request)
+
+    def check(self, request: HostRequest) -> None:
+        """All KV that the next token attends to has a block, and all that has one is right: a host
+        may offer any block to other requests.
+
+        Raises:
+            AssertionError: if not.
+        """
+        missing = self._pool.num_missing(request)
+        if missing:
+            raise AssertionError(f"{request.request_id}: {missing} attended tokens have no block")
         seeds = prefix_seeds(request)
         for rank in self.ranks:
-            wrong = rank.wrong_tokens(request, seeds, len(request.all_token_ids))
+            wrong = rank.wrong_tokens(request, seeds, request.num_computed_tokens)
             if wrong:
                 raise AssertionError(f"{request.request_id}: {wrong} token slots hold wrong KV")
+            rank.check_null_block()
 
     def preempt(self, request: HostRequest) -> None:
         """Take the blocks away at once, as a host does; the next step tells the connector."""
@@ -246,11 +212,11 @@ class SimulatedHost:
         self._release(request)
 
     def settle(self, timeout: float = 10.0) -> None:
-        """Step without tokens until nothing new is reported for a while (saves have ended)."""
+        """Step without tokens until saves have ended and nothing new is reported for a while."""
         deadline = time.monotonic() + timeout
         quiet = 0
         while quiet < 4 and time.monotonic() < deadline:
-            quiet = quiet + 1 if self.step([]) else 0
+            quiet = quiet + 1 if self.step([]) and not self.scheduler.has_pending_work() else 0
             time.sleep(0.002)
 
     def close(self) -> None:
@@ -272,6 +238,9 @@ class SimulatedHost:
         self.num_steps += 1
         for request in scheduled:
             request.num_scheduled_tokens = tokens
+            self._grow(request, request.num_computed_tokens + tokens)
+            if self._pool.num_missing(request):
+                raise AssertionError(f"{request.request_id} attends to tokens without a block")
         finished, self._finished = self._finished, set()
         view = HostStep(list(scheduled), preempted or set(), finished)
         plan = self.scheduler.build_plan(view)
@@ -291,30 +260,25 @@ class SimulatedHost:
         return output.is_empty()
 
     def _recompute_invalid(self, request: HostRequest, invalid: frozenset[int]) -> None:
-        for group, table in zip(self._groups, request.block_ids, strict=True):
-            for index, block in enumerate(table):
+        if invalid and len(self._tables) > 1:
+            raise AssertionError("a host with several tables dies of failed block ids")
+        for table, blocks in zip(self._tables, request.block_ids, strict=True):
+            for index, block in enumerate(blocks):
                 if block in invalid:
-                    first_bad = index * group.block_size
+                    first_bad = index * table.block_size
                     request.num_computed_tokens = min(request.num_computed_tokens, first_bad)
 
-    def _allocate(self, request: HostRequest, num_tokens: int) -> None:
-        room = num_tokens + 64
-        request.block_ids = tuple(
-            [free.pop() for _ in range(-(-room // group.block_size))]
-            for group, free in zip(self._groups, self._free, strict=True)
-        )
+    def _grow(self, request: HostRequest, num_tokens: int) -> None:
+        self._poison(self._pool.grow(request, num_tokens))
 
     def _release(self, request: HostRequest) -> None:
-        """Blocks go back filled with garbage: whoever still reads or writes them is seen."""
-        if not request.block_ids:
-            return
-        names = layer_names(self._groups)
-        for group, (table, free) in enumerate(zip(request.block_ids, self._free, strict=True)):
-            for rank in self.ranks:
-                for name in names[group]:
-                    rank.caches[name][table] = float("nan")
-            free.extend(table)
-        request.block_ids = ()
+        self._running.pop(request.request_id, None)
+        self._poison(self._pool.release(request))
+        self._pool.check_integrity(self._running.values())
+
+    def _poison(self, blocks: list[int]) -> None:
+        for rank in self.ranks:
+            rank.poison(blocks)
 
 
 def prefix_seeds(request: HostRequest) -> list[int]:
@@ -333,6 +297,7 @@ def make_shared_storage_host(
     *,
     groups: tuple[KVGroup, ...] | None = None,
     world_size: int = 1,
+    tables: Sequence[HostTable] | None = None,
     num_blocks: int = 64,
     weights: bytes = b"w" * 32,
     observer: Observer | None = None,
@@ -351,6 +316,7 @@ def make_shared_storage_host(
             shard=tensor_parallel_shard(groups, rank, world_size),
             layer_names=layer_names(groups),
             carries_worker_meta=carries_worker_meta,
+            tables=None if tables is None else parts_of_tables(groups, tables),
         )
         for rank in range(world_size)
     ]
@@ -362,5 +328,6 @@ def make_shared_storage_host(
         parts[0].scheduler(),
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
+        tables=tables,
     )
     return host, parts

@@ -22,6 +22,17 @@ _SMALL = {
     "pad_token_id": 0,
 }
 
+_LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+}
+
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_SMALL, "num_key_value_heads": 4},
     # Norms on q and k, and a head_dim that is not hidden_size / num_attention_heads.
@@ -39,23 +50,48 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 29,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    # Three that the engine refuses: no causal mask, capped scores, values unlike keys in size.
-    "bert": {**_SMALL},
-    "gemma2": {**_SMALL, "num_key_value_heads": 2, "head_dim": 8},
+    # Two that run on one rank only: norms over all query heads, one projection for q, k and v.
+    "olmo2": {**_SMALL, "num_key_value_heads": 4},
+    "phi3": {**_SMALL, "num_key_value_heads": 4},
+    # Latent attention, with a low-rank query and without.
     "deepseek_v3": {
         **_SMALL,
-        "num_key_value_heads": 8,
+        **_LATENT,
+        "q_lora_rank": 16,
         "n_routed_experts": 2,
         "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
     },
+    "deepseek_v2": {
+        **_SMALL,
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 2,
+        "n_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    # Capped scores; full and sliding layers in turn.
+    "gemma2": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 29,
+        "attn_logit_softcapping": 3.0,
+    },
+    # A key without a value for every head; experts; full and sliding layers in turn.
+    "gpt_oss": {
+        **_SMALL,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 29,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    # Two that the engine refuses: no causal mask, values unlike keys in size.
+    "bert": {**_SMALL},
+    "youtu": {**_SMALL, **_LATENT, "q_lora_rank": 16},
 }
 
 
@@ -69,7 +105,8 @@ def make_tiny_model(
 
     Args:
         path: directory; made if absent.
-        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, bert, gemma2, deepseek_v3.
+        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, olmo2, phi3, deepseek_v3,
+            deepseek_v2, gemma2, gpt_oss, bert, youtu.
         seed: of the weights.
         overrides: config values, for example `num_hidden_layers=2`.
 

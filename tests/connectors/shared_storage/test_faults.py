@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.connectors.shared_storage.rank_rows import RankRows
 from kvferry.connectors.shared_storage.scheduler import SAVES_SECONDS
+from kvferry.contract.guard import GuardedScheduler, RepairedPlan
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import (
@@ -27,6 +28,7 @@ from kvferry.testing.faults import (
     zero,
 )
 from kvferry.testing.host import HostStep
+from kvferry.types import ExtraKeys
 
 PROMPT = list(range(41))
 BOTH_PROMISES = pytest.mark.parametrize("promise", ["in_hand", "index"])
@@ -120,7 +122,8 @@ def test_a_store_that_cannot_write_stops_nothing(make_host):
     host.run("a", PROMPT)
     host.settle()
     assert host.run("b", PROMPT).num_external_tokens == 0
-    assert host.observer["put_failed"] >= 5
+    assert host.observer["put_failed"] == host.observer["save_failed"] >= 5
+    assert host.observer["saved_bytes"] == 0
 
 
 @BOTH_PROMISES
@@ -201,6 +204,20 @@ def test_an_abort_between_allocation_and_plan_gives_the_staging_back(make_host):
     assert host.run("next", PROMPT).num_external_tokens == 40
 
 
+@pytest.mark.parametrize("cacheable", [True, False])
+def test_tokens_that_nobody_promised_are_reported_as_failed(make_host, cacheable: bool):
+    """A host that counts on them would compute on blocks that nobody fills."""
+    host = make_host()
+    request = host.add("reader", PROMPT)
+    if not cacheable:
+        request.extra_keys = ExtraKeys(cacheable=False)
+    guarded = GuardedScheduler(host.scheduler, block_size=4)
+    guarded.update_after_alloc(request, ((5, 6, 7),), 8)
+    plan = guarded.build_plan(HostStep())
+    assert isinstance(plan, RepairedPlan)
+    assert plan.lost_block_ids == {5, 6}
+
+
 def test_nothing_computed_on_a_failed_load_is_saved(make_host):
     """Index mode: the step that finds the load broken also completes a later chunk."""
     prompt = list(range(60))
@@ -267,7 +284,7 @@ def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
     request = host.add("reader", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     clock = host.scheduler._clock
-    host.scheduler._clock = lambda: clock() + 100.0
+    host.scheduler._lookups._clock = lambda: clock() + 100.0
     while (ticket := host.scheduler._tickets.get(1)) is not None and not ticket.complete:
         host.step([])
     assert ticket is not None
@@ -380,7 +397,7 @@ def test_a_hit_does_not_wait_for_staging_for_ever(make_host):
     assert host.scheduler.lookup(holder, 0).num_tokens is None  # and is never admitted
     assert host.scheduler.lookup(waiting, 0).num_tokens is None
     clock = host.scheduler._clock
-    host.scheduler._clock = lambda: clock() + 6.0
+    host.scheduler._lookups._clock = lambda: clock() + 6.0
     assert host.scheduler.lookup(waiting, 0).num_tokens is None  # a prefetch of what has room
     host.step([])
     host.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.keys import ChunkKeys
 from kvferry.testing.host import make_groups, make_shared_storage_host
 
 SIZES = [
@@ -62,6 +63,36 @@ def test_only_what_the_engine_lacks_is_loaded(make_host):
     request = host.run("has 20 locally", prompt, num_local_tokens=20)
     assert request.num_external_tokens == 16
     assert host.observer["loaded_tokens"] - loaded == 16
+
+
+@pytest.mark.parametrize("kept", [0, 8, 12])
+def test_a_host_that_evicts_while_a_hit_is_fetched_gets_all_of_it(make_host, kept: int):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    request = host.add("waits", prompt)
+    assert host.scheduler.lookup(request, 20).num_tokens is None
+    host.settle()
+    assert host.admit(request, num_local_tokens=kept) == 36 - kept
+    host.prefill(request)
+    assert not host.invalid_block_ids
+
+
+def test_tokens_evicted_while_a_hit_is_fetched_and_not_stored_are_no_hit(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    request = host.add("waits", prompt)
+    assert host.scheduler.lookup(request, 20).num_tokens is None
+    host.settle()
+    keys = ChunkKeys(host.parts[0].schema.namespace, 8)
+    keys.extend(prompt)
+    host.parts[0].store.delete(keys.keys[1])
+    assert host.admit(request, num_local_tokens=4) == 4
+    host.prefill(request)
+    assert not host.invalid_block_ids
 
 
 def test_a_local_hit_longer_than_the_store_is_no_negative_hit(make_host):

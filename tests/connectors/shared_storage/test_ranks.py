@@ -17,6 +17,8 @@ from kvferry.connectors.shared_storage.messages import (
 )
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
+from kvferry.store.base import PutResult
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import HostStep, make_groups
 
 PROMPT = list(range(41))
@@ -177,22 +179,91 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
     assert host.scheduler._failures_known[0] < 7
 
 
+def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
+    """Its chunks are taken out in the only step it has, before their records have names."""
+    host = make_host(store=url, groups=groups(), world_size=2)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
+        host.settle()
+    assert host.observer["put_stored"] == 5
+    assert host.observer["saved_bytes"] > 0
+    free = [part.staging.num_free == part.staging.num_slots for part in host.parts]
+    assert free == [True, True]
+
+
+def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
+    """Even before the plan that asks the ranks for its chunk is made."""
+    host = make_host(store=url, groups=groups(), world_size=2)
+    shared = host.scheduler._shared_writes
+    shared._pool = Prompt(shared._pool)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
+        host.settle(timeout=0.5)
+    assert host.observer["put_stored"] == 5
+
+
+class Prompt:
+    """A pool whose jobs are done when `submit` returns."""
+
+    def __init__(self, pool) -> None:
+        self._pool = pool
+
+    def submit(self, run):
+        job = self._pool.submit(run)
+        assert job.wait(10)
+        return job
+
+    def close(self, timeout: float) -> bool:
+        return self._pool.close(timeout)
+
+
+def test_what_was_taken_out_for_a_refused_record_is_let_go(make_host, url: str):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    host.scheduler._shared_writes._store = Refusing(host.parts[0].store)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:
+        host.settle()
+    host.settle()
+    assert host.observer["save_failed"] == 5
+    assert not host.scheduler._saves.under_way
+    for part in host.parts:
+        assert part.staging.num_free == part.staging.num_slots
+
+
+class Refusing(WrapperStore):
+    """Has no room for any record."""
+
+    def begin(self, key: bytes, num_bytes: int) -> PutResult:
+        return PutResult.NO_SPACE
+
+
+def test_what_was_taken_out_before_a_reset_is_let_go(make_host, url: str):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=len(PROMPT))
+    assert host.scheduler.reset()
+    host.settle()
+    for part in host.parts:
+        assert part.staging.num_free == part.staging.num_slots
+    host.finish(request)
+
+
 def test_a_part_that_had_no_staging_is_asked_for_again_whoever_reports_last(make_host, url: str):
     host = make_host(store=url, groups=groups(), world_size=2)
     request = host.add("writer", PROMPT)
     host.admit(request)
-    host.prefill(request)
-    deadline = time.monotonic() + 10
-    plan = None
-    while not (plan and plan.saves) and time.monotonic() < deadline:
-        request.all_token_ids.append(1)
-        request.num_scheduled_tokens = 1
-        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    request.num_scheduled_tokens = len(PROMPT)
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     key = plan.saves[0].chunk.key
     for rank, saved in enumerate((Saved(key, False, retry=True), Saved(key, True))):
         meta = SharedStorageMeta(reports=(RankReport(rank=rank, saved=(saved,)),))
         host.scheduler.update_output(WorkerOutput(meta=meta))
     again: list[bytes] = []
+    deadline = time.monotonic() + 10
     while key not in again and time.monotonic() < deadline:
         plan = host.scheduler.build_plan(HostStep([request], set(), set()))
         again += [save.chunk.key for save in plan.saves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,53 @@ def test_bad_options_are_refused_at_construction(model_dir, extra, message: str)
     extra = {"store": "memory://x", **extra}
     with pytest.raises(ConfigError, match=message):
         SharedStorageConnector(make_config(model_dir, **extra), KVConnectorRole.SCHEDULER)
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """As a host calls it."""
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Of layers whose window the host does not use to drop blocks."""
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        pytest.param([FullAttentionSpec(), FullAttentionSpec()], "has 2", id="several groups"),
+        pytest.param([SlidingWindowSpec(sliding_window=64)], "one of 64 tokens", id="window"),
+        pytest.param([FullAttentionSpec(sliding_window=64)], None, id="all tokens kept"),
+    ],
+)
+def test_hosts_with_several_tables_or_windows_are_refused(model_dir, specs, message):
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    host = SimpleNamespace(kv_cache_groups=groups)
+    config = make_config(model_dir, store="memory://x")
+    if message is None:
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER, host).shutdown()
+        return
+    with pytest.raises(ConfigError, match=message):
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER, host)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        pytest.param({"sliding_window": 64}, True, id="window"),
+        pytest.param({"sliding_window": 64, "use_sliding_window": False}, False, id="not used"),
+        pytest.param({"sliding_window": None}, False, id="none"),
+    ],
+)
+def test_a_window_of_which_the_host_says_nothing_is_refused(tmp_path, fields, refused: bool):
+    directory = make_tiny_model(tmp_path / "model")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    config = make_config(directory, store="memory://x")
+    if not refused:
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER).shutdown()
+        return
+    with pytest.raises(ConfigError, match="sliding_window=64"):
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
 
 
 def test_pipeline_parallelism_is_refused(model_dir):

@@ -70,10 +70,12 @@ def one_action(store: FileStore, rng: random.Random, max_value: int) -> None:
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
+    """Random actions until the time is up or there is a file ``stop`` beside the store."""
     rng = random.Random(seed)
     end = time.monotonic() + seconds
+    stop = Path(root).with_name("stop")
     with FileStore(Path(root), max_bytes=max_bytes) as store:
-        while time.monotonic() < end:
+        while time.monotonic() < end and not stop.exists():
             one_action(store, rng, max_value)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from kvferry.config import build_config, parse_size, parse_store_url
-from kvferry.connectors.registry import EngineSpec, Roles
+from kvferry.connectors.registry import EngineSpec, RankWorker, Roles
 from kvferry.connectors.shared_storage.config import SharedStorageConfig
+from kvferry.connectors.shared_storage.rank_device import DeviceSetup
 from kvferry.connectors.shared_storage.rank_rows import RankRows
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
 from kvferry.connectors.shared_storage.sessions import SharedWrites
+from kvferry.connectors.shared_storage.tables import Tables
 from kvferry.connectors.shared_storage.worker import SharedStorageWorker
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store, SupportsProbe, SupportsShardedWrite
+from kvferry.store.late import LateStore
 from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
+
+logger = logging.getLogger(__name__)
 
 
 class Parts:
@@ -31,6 +37,7 @@ class Parts:
         options: fields of `SharedStorageConfig`.
         observer: receives counts.
         store: instead of the one the options name; then closed here as if it had been opened here.
+        where: what the options belong to, the start of messages about them.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
@@ -43,14 +50,16 @@ class Parts:
         observer: Observer,
         *,
         store: Store | None = None,
+        where: str = "shared_storage options",
     ) -> None:
         self.spec = spec
         self.observer = observer
-        self.config = build_config(SharedStorageConfig, options, where="shared_storage options")
+        self.config = build_config(SharedStorageConfig, options, where=where)
         identity = spec.identity
         if self.config.weights_version is not None:
             identity = replace(identity, weights_version=self.config.weights_version)
         self._identity = identity
+        self._check_promise()
         self.schema = RecordSchema.for_groups(
             namespace=self._namespace(identity.weights_version),
             chunk_tokens=self.config.chunk_tokens,
@@ -60,17 +69,60 @@ class Parts:
             # Before it is opened: a store opened with such a quota would evict down to it.
             max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
             self._check_quota(None if max_bytes is None else parse_size(max_bytes))
-        self.store = store or open_store(
-            self.config.store, observer=observer, multi_process=spec.shard.world_size > 1
-        )
+        self.store = store or self._open_store()
         try:
             self._check_quota(self.store.stat().max_bytes)
-            self.staging = Staging(
-                self.config.staging_bytes, RankRows(spec, self.schema).slot_bytes
-            )
+            self._rows = RankRows(spec, self.schema)
+            self.staging = Staging(self.config.staging_bytes, self._rows.slot_bytes)
         except ConfigError:
             self.store.close()
             raise
+
+    def _open_store(self) -> Store:
+        """The store, or its stand-in while it takes long to open.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        url, spec = self.config.store, self.spec
+        multi_process = spec.multi_process or spec.shard.world_size > 1
+        late = LateStore(
+            url,
+            lambda: open_store(url, observer=self.observer, multi_process=multi_process),
+            self.config.start_timeout_seconds,
+        )
+        return late.opened or late
+
+    @property
+    def namespace(self) -> bytes:
+        return self.schema.namespace
+
+    @property
+    def record_bytes(self) -> int:
+        return self.schema.record_bytes
+
+    @property
+    def block_multiple(self) -> int:
+        return Tables(self.spec).block_size
+
+    def wait_ready(self, timeout: float) -> bool:
+        return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
+
+    def close(self) -> None:
+        """Close the store, after the role. Idempotent."""
+        self.store.close()
+
+    def _check_promise(self) -> None:
+        if self.config.promise == "in_hand" and self.spec.carries_worker_meta:
+            return
+        if not Tables(self.spec).can_fail_by_block:
+            parts = self.spec.table_parts
+            windows = [part.window for part in parts if part.window is not None]
+            raise ConfigError(
+                f"promise='index' serves one block table without a window, not "
+                f"{len({part.table for part in parts})} with windows {windows}: use "
+                "promise='in_hand', on a host that carries messages from workers (vLLM 0.32)"
+            )
 
     def _check_quota(self, limit: int | None) -> None:
         if limit is not None and limit < self.schema.record_bytes:
@@ -91,7 +143,18 @@ class Parts:
         """Weights changed under us and nobody named them: nothing stored before is theirs."""
         return self._namespace(f"epoch-{secrets.token_hex(16)}")
 
+    def _warn_of_windows(self) -> None:
+        """Chunks that no window holds whole are stored only where one step computes them."""
+        windows = [part.window for part in self.spec.table_parts if part.window is not None]
+        if self.spec.saves and windows and min(windows) < self.config.chunk_tokens:
+            logger.warning(
+                "chunk_tokens=%d is more than the smallest attention window, %d: chunks that two "
+                "steps compute are not stored; set it to at most %d",
+                *(self.config.chunk_tokens, min(windows), min(windows)),
+            )
+
     def scheduler(self) -> SharedStorageScheduler:
+        self._warn_of_windows()
         shared_writes = None
         if self.spec.shard.world_size > 1:
             if not isinstance(self.store, SupportsShardedWrite):
@@ -113,9 +176,10 @@ class Parts:
             shared_writes=shared_writes,
         )
 
-    def worker(self) -> SharedStorageWorker:
+    def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
         return SharedStorageWorker(
-            self.spec, self.config, self.schema, self.store, self.staging, self.observer
+            *(self._rows, self.config, self.store, self.staging, self.observer),
+            setup or DeviceSetup(),
         )
 
 
@@ -130,3 +194,13 @@ def create(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> 
     if isinstance(store, SupportsProbe):
         return Roles(parts.scheduler(), parts.worker(), store.close, store.wait_indexed)
     return Roles(parts.scheduler(), parts.worker(), store.close)
+
+
+def create_worker(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> RankWorker:
+    """The worker role of one rank, in a process of its own.
+
+    Raises:
+        ConfigError: see `Parts`.
+    """
+    parts = Parts(spec, options, observer)
+    return RankWorker(parts.worker(), parts.store.close)

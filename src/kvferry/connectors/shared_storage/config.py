@@ -22,6 +22,8 @@ class SharedStorageConfig:
             the index knows and reports failed loads as block ids, for hosts that carry no messages
             from workers to the scheduler.
         load_timeout_seconds: after this, what has not arrived is recomputed.
+        start_timeout_seconds: how long an engine's start waits for the store to open; after that it
+            serves without it until it has.
         io_threads: threads for loads, and as many for saves.
         tenant: keeps what is stored apart from every other tenant's.
         weights_version: name of the weights, for engines whose weights change in place.
@@ -33,6 +35,7 @@ class SharedStorageConfig:
     staging_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
     promise: Literal["in_hand", "index"] = "in_hand"
     load_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 10.0
     io_threads: int = 2
     tenant: str = ""
     weights_version: str | None = None
@@ -42,9 +45,8 @@ class SharedStorageConfig:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
         if not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
-        if self.load_timeout_seconds <= 0:
-            raise ConfigError(
-                f"load_timeout_seconds must be positive, not {self.load_timeout_seconds}"
-            )
+        for name in ("load_timeout_seconds", "start_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if self.promise not in ("in_hand", "index"):
             raise ConfigError(f"promise must be 'in_hand' or 'index', not {self.promise!r}")

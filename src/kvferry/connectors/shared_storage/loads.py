@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import ChunkRef, Load, Prefetch, Prefetched
-from kvferry.errors import LayoutError
+from kvferry.connectors.shared_storage.rank_device import (
+    DEVICE_SECONDS,
+    REACHED,
+    ChunkCopy,
+    RankDevice,
+)
+from kvferry.errors import LayoutError, TransferError
+from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RowRange
 from kvferry.store.io_pool import IOPool, Job
@@ -36,21 +43,24 @@ class _Slot:
     """A staging slot shared by an operation and whoever asked for it: free when both are through,
     so that a read that outlives its deadline writes to memory that nobody else has."""
 
-    __slots__ = ("_holders", "_lock", "_staging", "index")
+    __slots__ = ("_after", "_holders", "_lock", "_staging", "index")
 
     def __init__(self, staging: Staging, index: int) -> None:
         self._staging = staging
         self._lock = threading.Lock()
         self._holders = 2
+        self._after = REACHED
         self.index = index
 
-    def drop(self) -> None:
-        """One of the two holders is through."""
+    def drop(self, after: Mark = REACHED) -> None:
+        """One of the two holders is through, or will be after a mark."""
         with self._lock:
             self._holders -= 1
+            if after is not REACHED:
+                self._after = after
             last = self._holders == 0
         if last:
-            self._staging.release(self.index)
+            self._staging.release(self.index, after=self._after)
 
     @property
     def view(self) -> memoryview:
@@ -85,10 +95,12 @@ class _Fetch:
 
 class _DirectMemory:
     """Where a direct load reads to: small scratch that stays in the cache for a record in memory, a
-    staging slot for the whole of one on a medium, if there is one free. Runs in: I/O thread."""
+    staging slot for the whole of one on a medium or for a device, if there is one free.
+    Runs in: I/O thread."""
 
-    def __init__(self, rows: RankRows, staging: Staging) -> None:
+    def __init__(self, rows: RankRows, device: RankDevice, staging: Staging) -> None:
         self._rows = rows
+        self._device = device
         self._staging = staging
         self._scratch = rows.scratch()
         self._slot: int | None = None
@@ -98,7 +110,7 @@ class _DirectMemory:
         return self._rows.head_of(self._scratch)
 
     def parts(self, cached: bool) -> Sequence[RowRange]:
-        if not cached:
+        if not cached or self._device.overlaps:
             self._slot = self._staging.acquire()
         return self._rows.pieces if self._slot is None else self._rows.large_pieces
 
@@ -107,10 +119,20 @@ class _DirectMemory:
             return self._rows.scratch_piece(self._scratch, piece)
         return self._rows.piece_of(self._staging.view(self._slot), piece)
 
+    def delivered(self, mark: Mark) -> None:
+        """A piece is on its way to the blocks, its memory read until `mark`.
+
+        Raises:
+            TransferError: the device did not come to it.
+        """
+        # In a slot each piece has its own place; scratch is where the next one goes.
+        if self._slot is None and not mark.wait(DEVICE_SECONDS):
+            raise TransferError(f"a piece was not copied in {DEVICE_SECONDS} s")
+
     def close(self) -> None:
         """Give the slot back: the read has ended, so nothing of it can land there any more."""
         if self._slot is not None:
-            self._staging.release(self._slot)
+            self._staging.release(self._slot, after=self._device.done())
             self._slot = None
 
 
@@ -119,6 +141,7 @@ class Loads:
 
     Args:
         rows: what this rank moves.
+        device: copies it.
         store: where from.
         staging: memory for chunks in hand.
         num_threads: reads at once.
@@ -130,6 +153,7 @@ class Loads:
     def __init__(
         self,
         rows: RankRows,
+        device: RankDevice,
         store: Store,
         staging: Staging,
         *,
@@ -139,6 +163,7 @@ class Loads:
         observer: Observer,
     ) -> None:
         self._rows = rows
+        self._device = device
         self._store = store
         self._staging = staging
         self._timeout = timeout_seconds
@@ -165,12 +190,13 @@ class Loads:
 
     def _prefetch_job(self, fetch: _Fetch, chunk: ChunkRef, slot: _Slot) -> _Run:
         rows, view = self._rows, slot.view
+        wanted = rows.pieces_of(rows.groups_of(fetch.op, chunk.first_token))
         read = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
             head=rows.head_of(view),
             buffer_for=lambda piece: rows.piece_of(view, piece),
-            parts=lambda _cached: rows.pieces,
+            parts=lambda _cached: wanted,
         )
 
         schema = rows.schema
@@ -189,12 +215,13 @@ class Loads:
         for fetch in self._fetches.values():
             if fetch.done:
                 continue
+            # First: what ends while the good ones are counted is counted by the next call.
+            fetch.done = all(job.poll() for job in fetch.jobs)
             good = 0
             for job in fetch.jobs:
                 if not _succeeded(job):
                     break
                 good += 1
-            fetch.done = all(job.poll() for job in fetch.jobs)
             if fetch.done:
                 broken = tuple(
                     chunk.key
@@ -210,32 +237,45 @@ class Loads:
                 fetch.told = good
                 self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
 
-    def release(self, ticket: int) -> None:
-        """Drop a prefetch. A slot whose read still runs is freed when the read ends."""
+    @property
+    def under_way(self) -> bool:
+        """Whether a prefetch is kept, in hand or not."""
+        return bool(self._fetches)
+
+    def release(self, ticket: int, after: Mark = REACHED) -> None:
+        """Drop a prefetch. A slot whose read still runs is freed when the read ends, and none
+        before `after`."""
         fetch = self._fetches.pop(ticket, None)
         if fetch is None:
             return
         for slot, job in zip(fetch.slots, fetch.jobs, strict=True):
             job.cancel()
-            slot.drop()
+            slot.drop(after)
 
     def from_staging(self, load: Load, ticket: int) -> None:
-        """Copy a prefetched hit into the blocks and let its staging go."""
+        """Copy a prefetched hit into the blocks and let its staging go. On a device, what the
+        engine submits from here on comes after the copies."""
         fetch = self._fetches.get(ticket)
         started = time.perf_counter()
+        before = self._device.mark()
         try:
             for chunk in load.chunks:
                 slot = None if fetch is None else fetch.in_hand(chunk.key)
-                if slot is None:
+                if fetch is None or slot is None:
                     self._fail(load, chunk)
                     continue
                 try:
-                    self._rows.scatter_chunk(slot.view, load, chunk.first_token)
-                except LayoutError as error:
+                    groups = self._rows.groups_of(fetch.op, chunk.first_token)
+                    runs = self._rows.staged_runs(load, chunk.first_token, groups)
+                    copy = ChunkCopy(slot.view, runs, chunk.first_token)
+                    self._device.bring_in(copy, after=before)
+                except (LayoutError, TransferError) as error:
                     logger.error("load of %s refused: %s", load.request_id, error)
                     self._fail(load, chunk)
         finally:
-            self.release(ticket)
+            # Also if one failed: the engine computes its blocks anew, after what was on its way.
+            self._device.hold()
+            self.release(ticket, self._device.done())
         self._observer.observe("load_copy", time.perf_counter() - started)
         self._observer.count("loaded_tokens", load.stop - load.start)
 
@@ -250,9 +290,10 @@ class Loads:
         waits = now >= self._stalled_until
         deadline = now + (self._timeout if waits else 0.0)
         under_way: list[tuple[Load, ChunkRef, Job[MissReason | None]]] = []
+        before = self._device.mark()
         try:
             for load in loads:
-                for chunk, run in self._direct_jobs(load):
+                for chunk, run in self._direct_jobs(load, before):
                     under_way.append((load, chunk, self._pool.submit(run)))
             for load, chunk, job in under_way:
                 if not job.wait(max(0.0, deadline - time.monotonic())):
@@ -265,31 +306,32 @@ class Loads:
         finally:
             for _load, _chunk, job in under_way:
                 job.cancel()
+            self._device.hold()
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
 
-    def _direct_jobs(self, load: Load) -> list[tuple[ChunkRef, _Run]]:
+    def _direct_jobs(self, load: Load, before: Mark) -> list[tuple[ChunkRef, _Run]]:
         """One per chunk; none, and all of them failed, if its blocks are not all of this cache."""
         try:
-            return [(chunk, self._direct_job(load, chunk)) for chunk in load.chunks]
+            return [(chunk, self._direct_job(load, chunk, before)) for chunk in load.chunks]
         except LayoutError as error:
             logger.error("load of %s refused: %s", load.request_id, error)
             for chunk in load.chunks:
                 self._fail(load, chunk)
             return []
 
-    def _direct_job(self, load: Load, chunk: ChunkRef) -> _Run:
+    def _direct_job(self, load: Load, chunk: ChunkRef, before: Mark) -> _Run:
         schema = self._rows.schema
         runs = self._rows.runs_of(load, chunk.first_token)
 
         def run(job: Job[MissReason | None]) -> MissReason | None:
-            memory = _DirectMemory(self._rows, self._staging)
+            memory = _DirectMemory(self._rows, self._device, self._staging)
 
             def deliver(piece: RowRange) -> bool:
                 if not job.claim():
                     return False
                 try:
-                    part = memory.buffer_for(piece)
-                    self._rows.scatter_piece(part, piece, runs, chunk.first_token)
+                    part = ChunkCopy(memory.buffer_for(piece), runs, chunk.first_token)
+                    memory.delivered(self._device.bring_in_piece(piece, part, after=before))
                 finally:
                     job.release()
                 return True

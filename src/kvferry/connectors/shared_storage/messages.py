@@ -16,7 +16,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
-    """The part of one group's block table that an operation needs."""
+    """The part of one block table that an operation needs; no null block among it."""
 
     skipped: int
     """Blocks of the request before `ids[0]`."""
@@ -24,17 +24,20 @@ class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefetch(msgspec.Struct, frozen=True, array_like=True):
-    """Bring these chunks into staging and verify them. Chunks are consecutive."""
+    """Bring into staging, and verify, what a hit of tokens `[start, stop)` needs of these chunks.
+    Chunks are consecutive."""
 
     ticket: int
     chunks: tuple[ChunkRef, ...]
+    start: int
+    stop: int
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Fill tokens `[start, stop)` of a request from `chunks`, which cover them.
+    """Fill tokens `[start, stop)` of a request from `chunks`, which cover what is needed of them.
 
     `ticket` names the prefetch that holds the chunks in staging; None if nothing was prefetched
-    and the worker reads the store now. `blocks` has one slice per group.
+    and the worker reads the store now. `blocks` has one slice per table: all that is to be filled.
     """
 
     request_id: str
@@ -48,13 +51,21 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Take one whole chunk out of the blocks and store it.
 
-    `blocks` has one slice per group. `session` names the record that several ranks write together;
-    None if one rank writes it alone.
+    `blocks` has one slice per table. `shared`: several ranks write one record together; the chunk
+    is taken out now, because its blocks may be gone in the next step, and written when a later plan
+    names the record (`Session`).
     """
 
     chunk: ChunkRef
     blocks: tuple[BlockSlice, ...]
-    session: str | None = None
+    shared: bool = False
+
+
+class Session(msgspec.Struct, frozen=True, array_like=True):
+    """The record that the ranks write a chunk to which they took out; None: to none."""
+
+    key: bytes
+    name: str | None
 
 
 class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
@@ -63,6 +74,8 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     prefetches: tuple[Prefetch, ...] = ()
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    sessions: tuple[Session, ...] = ()
+    """For saves of earlier plans."""
     releases: tuple[int, ...] = ()
     """Tickets whose staging is no longer wanted."""
     failures_known: tuple[int, ...] = ()

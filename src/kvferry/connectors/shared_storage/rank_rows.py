@@ -12,29 +12,33 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from kvferry.connectors.shared_storage.rank_tables import Box, RankTables, Runs
+from kvferry.connectors.shared_storage.tables import Table, Tables
 from kvferry.errors import LayoutError
-from kvferry.layout.ops import BlockRun, PagedKV, as_rows
-from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.layout.ops import MakeCopies
+from kvferry.record.schema import LEAF_BYTES, RecordSchema, RowRange, leaf_digests
 from kvferry.store.recordio import pieces
 
 if TYPE_CHECKING:
-    import torch
-
     from kvferry.connectors.registry import EngineSpec
-    from kvferry.connectors.shared_storage.messages import BlockSlice, Load, Save
+    from kvferry.connectors.shared_storage.messages import Load, Prefetch, Save
 
 
-class _Box(NamedTuple):
-    """Where a piece lies: in the slot, and in this rank's layers and heads."""
+class _Piece(NamedTuple):
+    """Where a piece lies in the slot, and in this rank's layers and heads."""
 
     offset: int
     num_bytes: int
-    layer: int
-    head: int
-    shape: tuple[int, int, int, int]
+    box: Box
+
+
+GroupDigests = Mapping[int, Callable[[], bytes]]
+"""By group, what gives the leaf digests of all its rows."""
 
 
 class RankRows:
@@ -45,8 +49,10 @@ class RankRows:
 
     def __init__(self, spec: EngineSpec, schema: RecordSchema) -> None:
         self._spec = spec
+        self.rank = spec.shard.rank
         self.schema = schema
-        self._paged: tuple[PagedKV, ...] = ()
+        self._needs = Tables(spec)
+        self._tables = RankTables(spec, self._needs.tables)
         self._group_spans: list[tuple[int, int]] = []
         self.ranges: tuple[RowRange, ...] = ()
         offset = schema.head_bytes
@@ -60,14 +66,15 @@ class RankRows:
         self.ranges = tuple(ranges)
         self.slot_bytes = offset
         self.pieces = tuple(pieces(schema, self.ranges))
-        self._boxes = dict(zip(self.pieces, self._layout_pieces(self.pieces), strict=True))
-        self._scratch_bytes = max(box.num_bytes for box in self._boxes.values())
+        self._places = dict(zip(self.pieces, self._layout_pieces(self.pieces), strict=True))
+        self._scratch_bytes = max((piece.num_bytes for piece in self._places.values()), default=0)
         self.large_pieces = tuple(pieces(schema, self.ranges, schema.record_bytes))
         large = zip(self.large_pieces, self._layout_pieces(self.large_pieces), strict=True)
-        self._boxes.update(large)
+        self._places.update(large)
+        self._pieces_of = {self._needs.all_groups: self.pieces}
         self._local = threading.local()
 
-    def _layout_pieces(self, parts: Sequence[RowRange]) -> Iterator[_Box]:
+    def _layout_pieces(self, parts: Sequence[RowRange]) -> Iterator[_Piece]:
         offset = self.schema.head_bytes
         for rows in parts:
             component = self.schema.components[rows.component]
@@ -78,30 +85,41 @@ class RankRows:
             num_layers, num_heads = (count // heads, heads) if count >= heads else (1, count)
             num_bytes = self.schema.num_bytes_of(rows)
             shape = (num_layers, num_heads, component.shape[2], component.shape[3])
-            yield _Box(offset, num_bytes, layer - shard.layers[0], head - shard.heads[0], shape)
+            box = Box(layer - shard.layers[0], head - shard.heads[0], shape)
+            yield _Piece(offset, num_bytes, box)
             offset += num_bytes
 
     def switch_namespace(self, namespace: bytes) -> None:
         """Read and write records of another namespace from now on; sizes stay as they are."""
         self.schema = self.schema.with_namespace(namespace)
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Bind the engine's tensors.
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], copies: MakeCopies | None = None
+    ) -> None:
+        """Bind the engine's tensors; see `RankTables.register`.
 
         Raises:
-            LayoutError: a layer is missing or a tensor is not what the spec says.
+            LayoutError: likewise.
         """
-        paged = []
-        layer_names = self._spec.layer_names or (tuple(kv_caches),)
-        for group, shard, names in zip(
-            self._spec.groups, self._spec.shard.groups, layer_names, strict=True
-        ):
-            missing = [name for name in names if name not in kv_caches]
-            if missing:
-                raise LayoutError(f"no KV tensor for layer {missing[0]!r}")
-            tensors = [kv_caches[name] for name in names]
-            paged.append(PagedKV(tensors, group, shard, self._spec.kv_layout))
-        self._paged = tuple(paged)
+        self._tables.register(kv_caches, copies)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's tensors are."""
+        return self._tables.device
+
+    def groups_of(self, fetch: Prefetch, first_token: int) -> frozenset[int]:
+        """The groups that a prefetch brings of one of its chunks."""
+        chunk_stop = first_token + self.schema.chunk_tokens
+        return self._needs.groups_of(chunk_stop, fetch.start, fetch.stop)
+
+    def pieces_of(self, groups: frozenset[int]) -> tuple[RowRange, ...]:
+        """The pieces of some groups only."""
+        found = self._pieces_of.get(groups)
+        if found is None:
+            found = tuple(piece for piece in self.pieces if piece.component in groups)
+            self._pieces_of[groups] = found
+        return found
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -119,13 +137,13 @@ class RankRows:
 
     def piece_of(self, slot: memoryview, piece: RowRange) -> memoryview:
         """Where a piece lies in a slot."""
-        box = self._boxes[piece]
-        return slot[box.offset : box.offset + box.num_bytes]
+        where = self._places[piece]
+        return slot[where.offset : where.offset + where.num_bytes]
 
     def scratch_piece(self, scratch: memoryview, piece: RowRange) -> memoryview:
         """Where any piece lies in scratch: right behind the head."""
         start = self.schema.head_bytes
-        return scratch[start : start + self._boxes[piece].num_bytes]
+        return scratch[start : start + self._places[piece].num_bytes]
 
     def image_of(self, slot: memoryview) -> memoryview:
         """The head and rows of a slot, without the padding at its end."""
@@ -146,108 +164,148 @@ class RankRows:
                 yield self.schema.offset_of(rows), slot[start:stop]
             start = stop
 
-    def digests(self, slot: memoryview) -> bytes:
-        """Leaf digests of the `written` ranges, in their order."""
-        return b"".join(
-            leaf_digests(component, slot[start:stop])
-            for component, (start, stop), shard in zip(
-                self.schema.components, self._group_spans, self._spec.shard.groups, strict=True
-            )
-            if shard.writes
-        )
+    def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
+        """Leaf digests of the `written` ranges, in their order.
+
+        Args:
+            slot: the chunk; hashed here where nobody has.
+            known: what a device has hashed.
+        """
+        parts = []
+        spans = zip(self.schema.components, self._group_spans, strict=True)
+        for group, (component, (start, stop)) in enumerate(spans):
+            if not self._spec.shard.groups[group].writes:
+                continue
+            found = known.get(group)
+            parts.append(leaf_digests(component, slot[start:stop]) if found is None else found())
+        return b"".join(parts)
 
     # -- copies ---------------------------------------------------------------------------------
 
-    def runs_of(self, load: Load, first_token: int) -> tuple[list[BlockRun], ...]:
-        """Per group, where the tokens of one chunk go that a load wants.
+    def runs_of(self, load: Load, first_token: int) -> Runs:
+        """Where the tokens of one chunk go that a load wants.
 
         Raises:
-            LayoutError: a block id outside the cache, or a table too short.
+            LayoutError: a block id outside the cache, a null block, or a table too short.
         """
-        start = max(load.start, first_token)
         stop = min(load.stop, first_token + self.schema.chunk_tokens)
-        return self._runs(load.blocks, start, stop)
+
+        def first_of(table: Table) -> int:
+            return max(first_token, table.fill_start(load.start, load.stop))
+
+        return self._tables.runs(load.blocks, first_of, stop)
 
     def blocks_of(self, load: Load, first_token: int) -> set[int]:
-        """Ids of the blocks, of all groups, that hold tokens of one chunk of a load."""
+        """Ids of the blocks, of all tables, that hold tokens of one chunk of a load."""
         start = max(load.start, first_token)
         stop = min(load.stop, first_token + self.schema.chunk_tokens)
-        found: set[int] = set()
-        for group, table in zip(self._spec.groups, load.blocks, strict=True):
-            size = group.block_size
-            low, high = start // size - table.skipped, -(-stop // size) - table.skipped
-            found.update(table.ids[low:high])
-        return found
+        return self._tables.blocks(load.blocks, start, stop)
 
-    def scatter_chunk(self, slot: memoryview, load: Load, first_token: int) -> None:
-        """Copy what a load wants of a staged chunk into the blocks.
+    def staged_runs(self, load: Load, first_token: int, groups: frozenset[int]) -> Runs:
+        """`runs_of` for a chunk in a slot.
+
+        Args:
+            load: what goes where.
+            first_token: of the chunk.
+            groups: those that the slot holds.
 
         Raises:
-            LayoutError: before anything is written.
+            LayoutError: as `runs_of`; also if a table needs what the slot lacks.
         """
         runs = self.runs_of(load, first_token)
-        for paged, rows, group_runs in zip(self._paged, self._group_rows(slot), runs, strict=True):
-            paged.scatter(rows, 0, 0, group_runs, first_token)
+        wanted = self._tables.groups_with(runs)
+        if not wanted <= groups:
+            raise LayoutError(
+                f"the window of a hit that ends at {load.stop} needs KV groups "
+                f"{sorted(wanted - groups)} of the chunk at {first_token}, which were not fetched"
+            )
+        return runs
 
-    def scatter_piece(
-        self,
-        part: memoryview,
-        piece: RowRange,
-        runs: tuple[list[BlockRun], ...],
-        first_token: int,
-    ) -> None:
-        """Copy the bytes of one piece into the blocks."""
-        box = self._boxes[piece]
-        paged = self._paged[piece.component]
-        dtype = self._spec.groups[piece.component].dtype
-        rows = as_rows(part, paged, dtype, box.shape)
-        paged.scatter(rows, box.layer, box.head, runs[piece.component], first_token)
-
-    def gather_chunk(self, slot: memoryview, save: Save) -> None:
-        """Copy a whole chunk out of the blocks into a slot.
+    def saved_runs(self, save: Save) -> Runs:
+        """Where the tokens of a chunk lie that is to be taken out.
 
         Raises:
             LayoutError: a block id outside the cache, a table too short, or a token of the chunk
                 that has no block.
         """
         first = save.chunk.first_token
-        tokens = self.schema.chunk_tokens
-        runs = self._runs(save.blocks, first, first + tokens)
-        for group_runs in runs:
-            if sum(run.stop - run.start for run in group_runs) != tokens:
-                raise LayoutError(f"chunk at token {first} has tokens without a block")
-        for paged, rows, group_runs in zip(self._paged, self._group_rows(slot), runs, strict=True):
-            paged.gather(rows, 0, 0, group_runs, first)
+        stop = first + self.schema.chunk_tokens
+        return self._tables.runs(save.blocks, lambda _table: first, stop)
 
-    def _runs(
-        self, tables: tuple[BlockSlice, ...], start: int, stop: int
-    ) -> tuple[list[BlockRun], ...]:
-        result = []
-        for paged, table in zip(self._paged, tables, strict=True):
-            size = paged.block_size
-            low, high = start // size - table.skipped, -(-stop // size) - table.skipped
-            if low < 0 or high > len(table.ids):
-                raise LayoutError(
-                    f"tokens {start} to {stop} lie in blocks {low + table.skipped} to "
-                    f"{high + table.skipped}; the table has {table.skipped} to "
-                    f"{table.skipped + len(table.ids)}"
-                )
-            used = table.ids[low:high]
-            paged.check_blocks(used)
-            result.append(list(paged.runs(used, start, stop)))
-        return tuple(result)
+    def scatter_chunk(self, slot: memoryview, runs: Runs, first_token: int) -> None:
+        """Copy tokens of a staged chunk into the blocks."""
+        for group in self._tables.groups_with(runs):
+            box, rows = self._whole(slot, group)
+            self._tables.scatter(group, box, rows, runs, first_token)
 
-    def _group_rows(self, slot: memoryview) -> Iterator[Any]:
-        tokens = self.schema.chunk_tokens
-        for index, (start, stop) in enumerate(self._group_spans):
-            shard, group = self._spec.shard.groups[index], self._spec.groups[index]
-            shape = (
-                shard.layers[1] - shard.layers[0],
-                shard.heads[1] - shard.heads[0],
-                tokens,
-                group.content_size,
-            )
-            yield as_rows(slot[start:stop], self._paged[index], group.dtype, shape)
+    def scatter_piece(
+        self, part: memoryview, piece: RowRange, runs: Runs, first_token: int
+    ) -> None:
+        """Copy the bytes of one piece into the blocks."""
+        self._tables.scatter(piece.component, self._places[piece].box, part, runs, first_token)
+
+    def gather_chunk(self, slot: memoryview, runs: Runs, first_token: int) -> None:
+        """Copy a whole chunk out of the blocks into a slot."""
+        for group in self._tables.groups_with(runs):
+            box, rows = self._whole(slot, group)
+            self._tables.gather(group, box, rows, runs, first_token)
+
+    # -- copies by way of device memory: they only submit to the current stream -------------------
+
+    def scatter_chunk_on_device(self, slot: memoryview, runs: Runs, first_token: int) -> None:
+        """`scatter_chunk`; `slot` is read until the stream has passed."""
+        for group in self._tables.groups_with(runs):
+            box, rows = self._whole(slot, group)
+            self._tables.scatter(group, box, self._moved(group, box, rows), runs, first_token)
+
+    def scatter_piece_on_device(
+        self, part: memoryview, piece: RowRange, runs: Runs, first_token: int
+    ) -> None:
+        """`scatter_piece`; `part` is read until the stream has passed."""
+        box, group = self._places[piece].box, piece.component
+        self._tables.scatter(group, box, self._moved(group, box, part), runs, first_token)
+
+    def gather_on_device(self, runs: Runs, first_token: int) -> dict[int, torch.Tensor]:
+        """The rows of a whole chunk in new memory of the device, by group."""
+        gathered = {}
+        for group in self._tables.groups_with(runs):
+            box, _ = self._whole(memoryview(b""), group)
+            gathered[group] = self._tables.new_rows(group, box.shape)
+            self._tables.gather(group, box, gathered[group], runs, first_token)
+        return gathered
+
+    def hash_on_device(self, gathered: Mapping[int, torch.Tensor]) -> GroupDigests:
+        """What will give the digests of gathered rows, of the groups that the device can hash."""
+        found = {}
+        for group, rows in gathered.items():
+            later = self._tables.digests_later(group, rows, LEAF_BYTES)
+            if later is not None and self._spec.shard.groups[group].writes:
+                found[group] = later
+        return found
+
+    def move_to_slot(self, gathered: Mapping[int, torch.Tensor], slot: memoryview) -> None:
+        """Copy gathered rows to a slot, complete once the stream has passed."""
+        for group, rows in gathered.items():
+            _, target = self._whole(slot, group)
+            _bytes_in(target).copy_(rows.view(-1).view(torch.uint8), non_blocking=True)
+
+    def _moved(self, group: int, box: Box, part: memoryview) -> torch.Tensor:
+        """Rows of the host in new memory of the device."""
+        rows = self._tables.new_rows(group, box.shape)
+        rows.view(-1).view(torch.uint8).copy_(_bytes_in(part), non_blocking=True)
+        return rows
+
+    def _whole(self, slot: memoryview, group: int) -> tuple[Box, memoryview]:
+        """All rows of a group in a slot."""
+        shard = self._spec.shard.groups[group]
+        layers, heads = (stop - start for start, stop in (shard.layers, shard.heads))
+        shape = (layers, heads, self.schema.chunk_tokens, self._spec.groups[group].content_size)
+        start, stop = self._group_spans[group]
+        return Box(0, 0, shape), slot[start:stop]
+
+
+def _bytes_in(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _rows_of(

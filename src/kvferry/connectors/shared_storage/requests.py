@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.connectors.shared_storage.messages import BlockSlice
 from kvferry.keys import ChunkKeys
-from kvferry.types import BlockTable
 
 BROKEN_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored anew."""
@@ -62,13 +60,3 @@ class BrokenKeys:
 
     def clear(self) -> None:
         self._until.clear()
-
-
-def block_slices(
-    block_sizes: tuple[int, ...], block_ids: BlockTable, start: int, stop: int
-) -> tuple[BlockSlice, ...]:
-    """The part of each group's block table that holds tokens `[start, stop)`."""
-    return tuple(
-        BlockSlice(start // size, tuple(table[start // size : -(-stop // size)]))
-        for size, table in zip(block_sizes, block_ids, strict=True)
-    )

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.connectors.shared_storage.messages import ChunkRef, Save, Saved
-from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState, block_slices
+from kvferry.connectors.shared_storage.messages import ChunkRef, Save, Saved, Session
+from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState
+from kvferry.connectors.shared_storage.tables import Tables
 from kvferry.types import BlockTable, ChunkKey, ScheduledRequest, StepView
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.sessions import SharedWrites
+    from kvferry.observe import Observer
     from kvferry.store.base import Store
-
-
-class _Later(enum.Enum):
-    """A save that has to wait for the place it is written to."""
-
-    WAIT = enum.auto()
 
 
 class SavePlanner:
@@ -28,8 +23,9 @@ class SavePlanner:
         store: asked what is known to be stored.
         requests: all live requests, by id.
         broken: chunks to store again although the store may seem to have them.
+        observer: receives counts.
         chunk_tokens: tokens per chunk.
-        block_sizes: of each KV group.
+        tables: block tables of the host.
         save_generated: also save chunks that end in generated tokens.
         shared_writes: where several ranks write one record, else None.
     """
@@ -39,17 +35,19 @@ class SavePlanner:
         store: Store,
         requests: Mapping[str, RequestState],
         broken: BrokenKeys,
+        observer: Observer,
         *,
         chunk_tokens: int,
-        block_sizes: tuple[int, ...],
+        tables: Tables,
         save_generated: bool,
         shared_writes: SharedWrites | None,
     ) -> None:
         self._store = store
         self._requests = requests
         self._broken = broken
+        self._observer = observer
         self._chunk = chunk_tokens
-        self._block_sizes = block_sizes
+        self._tables = tables
         self._save_generated = save_generated
         self._shared_writes = shared_writes
         self._saving: set[bytes] = set()
@@ -83,6 +81,11 @@ class SavePlanner:
         """True until every save that was planned is reported."""
         return bool(self._saving)
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether the coming steps of some request have to be looked at."""
+        return bool(self._unsaved)
+
     def clear(self) -> None:
         self._unsaved.clear()
         self._saving.clear()
@@ -115,30 +118,34 @@ class SavePlanner:
         while state.next_save < whole:
             index = state.next_save
             save = self._save_of(ChunkRef(keys[index], index * self._chunk), item.block_ids)
-            if save is _Later.WAIT:
-                return
-            if isinstance(save, Save):
+            if save is not None:
                 saves.append(save)
             state.next_save += 1
 
-    def _save_of(self, chunk: ChunkRef, block_ids: BlockTable) -> Save | _Later | None:
-        """The save of one chunk; None if somebody has it or it was refused."""
+    def _save_of(self, chunk: ChunkRef, block_ids: BlockTable) -> Save | None:
+        """The save of one chunk; None if somebody has it, or a table has dropped a part of it."""
         key = ChunkKey(chunk.key)
         if key in self._saving or (self._store.contains(key) and key not in self._broken):
             return None
-        session: str | None = None
-        if self._shared_writes is not None:
-            opened = self._shared_writes.session(key, chunk.first_token)
-            if not opened.ready:
-                return _Later.WAIT
-            if opened.name is None:
-                return None
-            session = opened.name
+        first = chunk.first_token
+        blocks = self._tables.chunk_slices(block_ids, first, first + self._chunk)
+        if blocks is None:
+            self._observer.count("save_out_of_window")
+            return None
+        shared = self._shared_writes is not None
+        if self._shared_writes is not None and not self._shared_writes.begin(key, first):
+            return None
         if self._hears_workers:
             self._saving.add(key)
-        first = chunk.first_token
-        blocks = block_slices(self._block_sizes, block_ids, first, first + self._chunk)
-        return Save(chunk, blocks, session)
+        return Save(chunk, blocks, shared)
+
+    def sessions(self) -> Sequence[Session]:
+        """Where the ranks write what they took out for earlier plans."""
+        if self._shared_writes is None:
+            return ()
+        named = self._shared_writes.named()
+        self._saving.difference_update(each.key for each in named if each.name is None)
+        return named
 
     def learn(self, rank: int, saved: Saved) -> None:
         """A rank reported the end of a save."""

@@ -12,14 +12,14 @@ computes; of what it computes, whole chunks that the store does not know are sav
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
+from kvferry.connectors.shared_storage.announce import Announcer
+from kvferry.connectors.shared_storage.lookups import Lookups
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
-    ChunkRef,
     Load,
     Prefetch,
     RankReport,
@@ -27,11 +27,11 @@ from kvferry.connectors.shared_storage.messages import (
     SharedStoragePlan,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
-from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState, block_slices
+from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState
 from kvferry.connectors.shared_storage.save_planner import SavePlanner
+from kvferry.connectors.shared_storage.tables import Tables
 from kvferry.connectors.shared_storage.tickets import Tickets
 from kvferry.contract.messages import (
-    ASK_AGAIN,
     FREE_NOW,
     MISS,
     FinishResult,
@@ -40,6 +40,7 @@ from kvferry.contract.messages import (
     WorkerOutput,
 )
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
@@ -96,25 +97,39 @@ class SharedStorageScheduler(SchedulerRole):
         self._new_namespace = new_namespace
         self._announce_namespace = False
         self._store = store
+        self._may_load, self._may_save = spec.loads, spec.saves
+        self._announcer = Announcer(store, config.chunk_tokens) if spec.publishes else None
+        self._events: list[Any] = []
         self._probe = store.probe if isinstance(store, SupportsProbe) else None
+        self._note_stored = store.note_stored if isinstance(store, SupportsProbe) else None
         self._observer = observer
         self._shared_writes = shared_writes
         self._clock = clock
         self._chunk = config.chunk_tokens
-        self._block_sizes = tuple(group.block_size for group in spec.groups)
-        self._block = math.lcm(*self._block_sizes)
-        self._in_hand = config.promise == "in_hand" and spec.carries_worker_meta
+        self._tables = Tables(spec)
         self._policy = LoadPolicy(config.load_timeout_seconds)
         self._num_ranks = spec.shard.world_size
         self._tickets = Tickets(self._num_ranks, num_load_slots, clock)
         self._requests: dict[str, RequestState] = {}
         self._broken = BrokenKeys(clock)
+        self._lookups = Lookups(
+            store,
+            self._broken,
+            self._tickets,
+            self._policy,
+            observer,
+            chunk_tokens=config.chunk_tokens,
+            tables=self._tables,
+            in_hand=config.promise == "in_hand" and spec.carries_worker_meta,
+            clock=clock,
+        )
         self._saves = SavePlanner(
             store,
             self._requests,
             self._broken,
+            observer,
             chunk_tokens=config.chunk_tokens,
-            block_sizes=self._block_sizes,
+            tables=self._tables,
             save_generated=config.save_generated,
             shared_writes=shared_writes,
         )
@@ -131,123 +146,59 @@ class SharedStorageScheduler(SchedulerRole):
 
     def expect_no_reports(self) -> None:
         """The host turned out to carry no messages from workers: promise what the index knows from
-        now on, as with `promise="index"`. What waits for a prefetch is a miss at its deadline."""
+        now on, as with `promise="index"`, or nothing where a host could not recover from a failed
+        load. What waits for a prefetch is a miss at its deadline."""
         self._hears_workers = False
         self._saves.expect_no_reports()
-        if self._in_hand:
-            self._in_hand = False
+        if not self._lookups.in_hand:
+            return
+        self._lookups.in_hand = False
+        if self._tables.can_fail_by_block:
             logger.warning(
                 "this host carries no messages from workers to the scheduler: hits are promised "
                 "from the index from now on; set promise='index'"
             )
+        else:
+            logger.warning(
+                "this host carries no messages from workers to the scheduler, and several block "
+                "tables or windows need them: nothing is loaded from now on"
+            )
 
     def on_new_request(self, request: RequestView) -> None:
-        if self._probe is not None and request.extra_keys.cacheable:
+        if self._probe is not None and request.extra_keys.cacheable and self._may_load:
             self._probe(self._track(request).keys.keys)
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        if not request.extra_keys.cacheable:
+        if not (request.extra_keys.cacheable and self._may_load):
             return MISS
         state = self._track(request)
-        num_tokens = len(request.all_token_ids)
-        if state.ticket is not None:
-            return self._answer_ticket(state, num_tokens, num_local_tokens)
-        if state.gave_up:
-            return MISS
-        first = num_local_tokens // self._chunk
-        keys = state.keys.keys
-        last = self._known_until(keys, first)
-        stop = self._usable(last, num_tokens)
-        if stop <= num_local_tokens:
-            return MISS
-        if not self._in_hand:
-            return self._promise(state, num_local_tokens, stop)
-        if not self._policy.worth_loading(stop - num_local_tokens):
-            self._observer.count("hits_recomputed")
-            state.gave_up = True
-            return MISS
-        # Only what the hit uses: rounding to whole blocks can make the last chunk useless.
-        last = -(-stop // self._chunk)
-        chunks = tuple(ChunkRef(keys[i], i * self._chunk) for i in range(first, last))
-        wait = self._policy.wait_seconds(stop - num_local_tokens)
-        if self._tickets.is_crowded(len(chunks)):
-            # Others will have copied their hits out in a moment.
-            now = self._clock()
-            if state.queued_until is None:
-                state.queued_until = now + wait
-            if now < state.queued_until:
-                return ASK_AGAIN
-        state.ticket = self._tickets.open(chunks, wait)
-        if state.ticket is None:
-            self._observer.count("hits_without_staging")
-            state.gave_up = True
-            return MISS
-        return ASK_AGAIN
-
-    def _answer_ticket(
-        self, state: RequestState, num_tokens: int, num_local_tokens: int
-    ) -> LookupResult:
-        """Answer from a prefetch: ask again until it ended, then promise what is in hand."""
-        ticket = self._tickets.get(state.ticket)
-        if ticket is None:
-            state.ticket = None
-            return MISS
-        if not ticket.complete and self._clock() < ticket.deadline:
-            return ASK_AGAIN
-        if not ticket.complete:
-            state.gave_up = True
-            self._observer.count("miss_deadline")
-            self._policy.saw_slow_load(
-                len(ticket.chunks) * self._chunk, self._clock() - ticket.opened
-            )
-        covered = ticket.first_token <= num_local_tokens
-        have = (ticket.first_token // self._chunk + ticket.num_in_hand) if covered else 0
-        stop = self._usable(have, num_tokens)
-        if stop <= num_local_tokens:
-            self._release(state)
-            return MISS
-        return self._promise(state, num_local_tokens, stop)
-
-    def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
-        state.promised = (start, stop)
-        return LookupResult(stop - start, False)
-
-    def _known_until(self, keys: list[ChunkKey], first: int) -> int:
-        """Number of the first chunk from `first` on that is not known to be stored."""
-        contains = self._store.contains
-        for index in range(first, len(keys)):
-            if not contains(keys[index]) or keys[index] in self._broken:
-                return index
-        return len(keys)
-
-    def _usable(self, num_chunks: int, num_tokens: int) -> int:
-        """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
-        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // self._block * self._block
+        return self._lookups.answer(state, len(request.all_token_ids), num_local_tokens)
 
     # -- allocation and plan --------------------------------------------------------------------
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
-        if not request.extra_keys.cacheable:
+        if not request.extra_keys.cacheable and num_external_tokens <= 0:
             return
         state = self._track(request)
         state.gave_up = False
         state.queued_until = None
         self._saves.admitted(request.request_id, state)
         promised, state.promised = state.promised, None
-        if num_external_tokens <= 0 or promised is None:
+        if num_external_tokens > 0 and promised is None:
+            # The engine counts on tokens that nobody will bring: the guard reports them as failed.
+            raise ContractError(
+                f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
+            )
+        if promised is None or num_external_tokens <= 0:
             self._observer.count("requests_missed")
-            self._release(state)
+            self._lookups.release(state)
             return
         start = promised[0]
         stop = min(promised[1], start + num_external_tokens)
-        keys = state.keys.keys
-        chunks = tuple(
-            ChunkRef(keys[i], i * self._chunk)
-            for i in range(start // self._chunk, -(-stop // self._chunk))
-        )
-        blocks = block_slices(self._block_sizes, block_ids, start, stop)
+        chunks = self._lookups.chunks_of(state.keys.keys, start, stop)
+        blocks = self._tables.load_slices(block_ids, start, stop)
         self._loads.append(Load(request.request_id, state.ticket, chunks, start, stop, blocks))
         if state.ticket is not None:
             # The load itself releases the staging on the workers.
@@ -266,24 +217,42 @@ class SharedStorageScheduler(SchedulerRole):
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_loads(request_id)
-        saves = self._saves.plan(step)
+        # First: a file that is created at once must not be named in the plan that asks the ranks to
+        # take its chunk out. They write before the forward and take out after it.
+        sessions = self._saves.sessions()
+        saves = self._saves.plan(step) if self._may_save else ()
+        if saves and self._announcer is not None:
+            self._announcer.planned(saves, step, self._requests)
         if saves:
             self._await_saves_until = self._clock() + SAVES_SECONDS
         self._note_step(step)
         prefetches, releases = self._tickets.drain()
-        if not (saves or prefetches or releases or self._loads or self._announce_namespace):
+        news = saves or sessions or prefetches or releases
+        if not (news or self._loads or self._announce_namespace):
             return EMPTY_PLAN
         loads, self._loads = tuple(self._loads), []
         namespace = self._namespace if self._announce_namespace else None
         self._announce_namespace = False
         return SharedStoragePlan(
-            prefetches=tuple(Prefetch(t.number, t.chunks) for t in prefetches),
+            prefetches=tuple(Prefetch(t.number, t.chunks, *t.hit) for t in prefetches),
             loads=loads,
             saves=tuple(saves),
+            sessions=tuple(sessions),
             releases=tuple(releases),
             failures_known=self._failures_known,
             namespace=namespace,
         )
+
+    @property
+    def is_idle(self) -> bool:
+        """See `kvferry.contract.abilities.SupportsIdle`."""
+        if self._loads or self._announce_namespace or self._step_started is not None:
+            return False
+        if self._tickets.has_news or self._tickets.any_open:
+            return False
+        if self._shared_writes is not None and not self._hears_workers:
+            return False
+        return not (self._saves.under_way or (self._may_save and self._saves.has_unsaved))
 
     def _note_step(self, step: StepView) -> None:
         self._step_started = None
@@ -313,7 +282,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._broken.add(news.broken)
             ticket = self._tickets.report(report.rank, news)
             if ticket is not None and ticket.complete:
-                self._policy.saw_load(ticket.num_in_hand * self._chunk, ticket.seconds)
+                self._policy.saw_load(ticket.tokens_in_hand, ticket.seconds)
         if report.broken:
             self._broken.add(report.broken)
             self._saves.offer_again(report.broken)
@@ -323,6 +292,10 @@ class SharedStorageScheduler(SchedulerRole):
             at = report.rank
             self._failures_known = (*known[:at], report.failures, *known[at + 1 :])
         for saved in report.saved:
+            if saved.stored and self._note_stored is not None and self._shared_writes is None:
+                self._note_stored(ChunkKey(saved.key))
+            if not saved.stored and self._announcer is not None:
+                self._announcer.failed(saved.key)
             self._saves.learn(report.rank, saved)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -331,11 +304,17 @@ class SharedStorageScheduler(SchedulerRole):
         state = self._requests.pop(request.request_id, None)
         self._saves.forget(request.request_id)
         if state is not None:
-            self._release(state)
+            self._lookups.release(state)
             # The root of a prefix was stored first and would be evicted first; now it goes last.
             self._store.touch(state.keys.keys)
         self._forget_loads(request.request_id)
         return FREE_NOW
+
+    def take_events(self) -> Iterable[Any]:
+        if self._announcer is None:
+            return ()
+        events, self._events = self._events + self._announcer.take(), []
+        return events
 
     def has_pending_work(self) -> bool:
         return self._tickets.has_news or (
@@ -350,8 +329,10 @@ class SharedStorageScheduler(SchedulerRole):
         if self._shared_writes is not None:
             self._shared_writes.switch_namespace(self._namespace)
         for request_id, state in self._requests.items():
-            self._release(state)
+            self._lookups.release(state)
             self._forget_loads(request_id)
+        if self._announcer is not None:
+            self._events += self._announcer.forget_all()
         self._requests.clear()
         self._saves.clear()
         self._broken.clear()
@@ -375,8 +356,3 @@ class SharedStorageScheduler(SchedulerRole):
             self._loads.remove(load)
             if load.ticket is not None:
                 self._tickets.release(load.ticket)
-
-    def _release(self, state: RequestState) -> None:
-        if state.ticket is not None:
-            self._tickets.close(state.ticket, told=False)
-            state.ticket = None

@@ -1,8 +1,9 @@
 """Records that several ranks write together: begun and committed by the scheduler's process.
 
-Every rank writes its rows into one hidden file and returns their leaf digests; when all have, the
-head is written and the record becomes visible. The I/O runs on one background thread; the scheduler
-thread only looks at what is ready.
+Every rank takes its part of a chunk out of the blocks while the hidden file is created, writes it
+when a plan names that file, and returns its leaf digests; when all have, the head is written and
+the record becomes visible. The I/O runs on one background thread; the scheduler thread only looks
+at what is ready.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.connectors.shared_storage.messages import Saved
+from kvferry.connectors.shared_storage.messages import Saved, Session
 from kvferry.observe import Observer
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema
 from kvferry.store.base import PutResult, SupportsShardedWrite
@@ -22,14 +23,6 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-
-
-class Opened(NamedTuple):
-    """Whether a session can be handed to the ranks."""
-
-    ready: bool
-    name: str | None
-    """None if ready: refused, nothing to write."""
 
 
 class Settled(NamedTuple):
@@ -69,23 +62,34 @@ class SharedWrites:
         self._world_size = world_size
         self._observer = observer
         self._sessions: dict[bytes, _Session] = {}
+        self._unnamed: dict[bytes, _Session] = {}
+        self._dropped: list[Session] = []
         self._pool = IOPool(1, "kvferry-commit")
 
-    def session(self, key: ChunkKey, first_token: int) -> Opened:
-        """The session of a chunk; begun at the first call, ready at a later one. Never blocks."""
-        session = self._sessions.get(key)
-        if session is None:
-            size = self._schema.record_bytes
-            begun = self._pool.submit(lambda _job: self._store.begin(key, size))
-            self._sessions[key] = session = _Session(key, first_token, begun)
-        if not session.begun.poll():
-            return Opened(False, None)
-        name = session.begun.result
-        if isinstance(name, PutResult) or name is None:
-            del self._sessions[key]
-            self._observer.count(f"put_{name or PutResult.FAILED}")
-            return Opened(True, None)
-        return Opened(True, name)
+    def begin(self, key: ChunkKey, first_token: int) -> bool:
+        """Start to create the file of a record; False if that record is under way. Never blocks."""
+        if key in self._sessions:
+            return False
+        size = self._schema.record_bytes
+        begun = self._pool.submit(lambda _job: self._store.begin(key, size))
+        self._sessions[key] = self._unnamed[key] = _Session(key, first_token, begun)
+        return True
+
+    def named(self) -> list[Session]:
+        """What the next plan tells the ranks: files that were created, or refused, since the last
+        call. A record refused is over; no report of it is waited for."""
+        news, self._dropped = self._dropped, []
+        for key, session in list(self._unnamed.items()):
+            if not session.begun.poll():
+                continue
+            del self._unnamed[key]
+            name = session.begun.result
+            if not isinstance(name, str):
+                self._sessions.pop(key, None)
+                self._count(name or PutResult.FAILED)
+                name = None
+            news.append(Session(key, name))
+        return news
 
     def report(self, rank: int, saved: Saved) -> Settled | None:
         """A rank is through with its part; None until all are and the record is settled."""
@@ -96,9 +100,7 @@ class SharedWrites:
         if len(session.reports) < self._world_size:
             return None
         del self._sessions[saved.key]
-        name = session.begun.result
-        if isinstance(name, str):
-            self._pool.submit(lambda _job: self._settle(session, name))
+        self._pool.submit(lambda _job: self._settle(session))
         return Settled(any(each.retry for each in session.reports.values()))
 
     def switch_namespace(self, namespace: bytes) -> None:
@@ -115,6 +117,8 @@ class SharedWrites:
     def _give_up(self) -> None:
         for session in self._sessions.values():
             self._pool.submit(partial(self._abort, session))
+        self._dropped += [Session(key, None) for key in self._unnamed]
+        self._unnamed.clear()
         self._sessions.clear()
 
     def _abort(self, session: _Session, _job: Job[None]) -> None:
@@ -122,14 +126,24 @@ class SharedWrites:
         if isinstance(session.begun.result, str):
             self._store.abort(session.begun.result)
 
-    def _settle(self, session: _Session, name: str) -> None:
-        """Commit or abort. Runs in: I/O thread."""
+    def _settle(self, session: _Session) -> None:
+        """Commit or abort. Runs in: I/O thread, after the session's own `begin`."""
+        name = session.begun.result
+        if not isinstance(name, str):
+            return
         table = self._leaf_table(session)
         if table is None:
             self._store.abort(name)
+            if not any(each.retry for each in session.reports.values()):
+                self._observer.count("save_failed")
             return
         head = self._schema.encode_head(session.key, session.first_token, table)
-        self._observer.count(f"put_{self._store.commit(name, head)}")
+        self._count(self._store.commit(name, head))
+
+    def _count(self, result: PutResult) -> None:
+        self._observer.count(f"put_{result}")
+        if result not in (PutResult.STORED, PutResult.EXISTS):
+            self._observer.count("save_failed")
 
     def _leaf_table(self, session: _Session) -> bytes | None:
         """The table made of all ranks' parts; None unless every row was written."""

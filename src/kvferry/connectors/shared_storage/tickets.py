@@ -14,10 +14,11 @@ LEASE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Ticket:
-    """One prefetch, from lookup to load or release."""
+    """One prefetch, from lookup to load or release, of what a hit of `[start, stop)` needs."""
 
     number: int
     chunks: tuple[ChunkRef, ...]
+    hit: tuple[int, int]
     opened: float
     deadline: float
     num_ranks: int
@@ -25,10 +26,6 @@ class Ticket:
     done_ranks: set[int] = field(default_factory=set)
     seconds: float = 0.0
     """What the slowest rank that is done took."""
-
-    @property
-    def first_token(self) -> int:
-        return self.chunks[0].first_token
 
     @property
     def complete(self) -> bool:
@@ -41,6 +38,11 @@ class Ticket:
         if len(self.in_hand_by_rank) < self.num_ranks:
             return 0
         return min(self.in_hand_by_rank.values())
+
+    @property
+    def tokens_in_hand(self) -> int:
+        """About how many tokens of the hit they bring."""
+        return (self.hit[1] - self.hit[0]) * self.num_in_hand // len(self.chunks)
 
 
 class Tickets:
@@ -66,22 +68,20 @@ class Tickets:
         """True while a plan must go out although nothing is scheduled."""
         return bool(self._new or self._releases)
 
-    def is_crowded(self, num_chunks: int) -> bool:
-        """True if `num_chunks` would fit better once open prefetches have ended."""
-        if num_chunks <= self._free or not self._open:
-            return False
-        self._expire(self._clock())
-        return num_chunks > self._free and bool(self._open)
+    def room(self, num_chunks: int) -> int:
+        """Chunks, of so many, that there is room for now."""
+        if num_chunks > self._free and self._open:
+            self._expire(self._clock())
+        return min(num_chunks, self._free)
 
-    def open(self, chunks: tuple[ChunkRef, ...], wait_seconds: float) -> int | None:
-        """Ask for `chunks`, or as many leading ones as staging has room for; None if for none."""
-        now = self._clock()
-        if self._free < len(chunks):
-            self._expire(now)
-        chunks = chunks[: self._free]
-        if not chunks:
-            return None
-        ticket = Ticket(next(self._numbers), chunks, now, now + wait_seconds, self._num_ranks)
+    @property
+    def any_open(self) -> bool:
+        """True if there may be more room once open prefetches have ended."""
+        return bool(self._open)
+
+    def open(self, chunks: tuple[ChunkRef, ...], hit: tuple[int, int], deadline: float) -> int:
+        """Ask for `chunks`, for which there is room."""
+        ticket = Ticket(next(self._numbers), chunks, hit, self._clock(), deadline, self._num_ranks)
         self._free -= len(chunks)
         self._open[ticket.number] = ticket
         self._new.append(ticket)

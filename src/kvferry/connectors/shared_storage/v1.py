@@ -103,8 +103,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     what it is.
 
     Raises:
-        ConfigError: an unknown option, a store or model directory that cannot be used, or a
-            parallel configuration that is not served (pipeline parallelism).
+        ConfigError: an unknown option, a store or model directory that cannot be used, or a host
+            that is not served: pipeline parallelism, several KV cache groups, sliding windows.
     """
 
     def __init__(
@@ -117,7 +117,10 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     ) -> None:
         observer = observer or Counters()
         layout, options = _read_options(vllm_config)
+        _refuse_groups(kv_cache_config)
         spec = _describe(vllm_config, layout)
+        if kv_cache_config is None:
+            _refuse_window(spec.identity.config)
         self._parts = Parts(spec, options, observer)
         is_worker = role is KVConnectorRole.WORKER
         self._scheduler_role = None if is_worker else self._parts.scheduler()
@@ -152,6 +155,34 @@ def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:
     if path is not None and "store" not in options:
         options["store"] = f"file://{Path(path).absolute()}"
     return str(extra.get("kv_layout", "2BNHD")), options
+
+
+def _refuse_groups(kv_cache_config: Any) -> None:  # noqa: ANN401 - the host's
+    """Refuse what is not one table that keeps all tokens, where the host says what it has."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    if len(groups) > 1:
+        raise ConfigError(
+            f"SharedStorageConnector serves one KV cache group, this model has {len(groups)}: use "
+            "KVFerryConnector"
+        )
+    for group in groups:
+        spec = getattr(group, "kv_cache_spec", None)
+        window = getattr(spec, "sliding_window", None)
+        if window is not None and "FullAttention" not in type(spec).__name__:
+            raise ConfigError(
+                f"SharedStorageConnector serves no sliding window, this model has one of {window} "
+                "tokens: use KVFerryConnector"
+            )
+
+
+def _refuse_window(config: Mapping[str, Any]) -> None:
+    """Refuse a model with a window where the host does not say what it keeps of it."""
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", True):
+        raise ConfigError(
+            f"SharedStorageConnector serves no sliding window, config.json of the model has "
+            f"sliding_window={window}: use KVFerryConnector"
+        )
 
 
 def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.loads import Loads
 from kvferry.connectors.shared_storage.messages import EMPTY_PLAN, Saved, SharedStoragePlan
-from kvferry.connectors.shared_storage.rank_rows import RankRows
+from kvferry.connectors.shared_storage.rank_device import DeviceSetup, RankDevice
 from kvferry.connectors.shared_storage.report import Report
 from kvferry.connectors.shared_storage.saves import Saves
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
+from kvferry.types import NULL_BLOCK
 
 if TYPE_CHECKING:
     import torch
 
-    from kvferry.connectors.registry import EngineSpec
     from kvferry.connectors.shared_storage.config import SharedStorageConfig
+    from kvferry.connectors.shared_storage.rank_rows import RankRows
     from kvferry.observe import Observer
-    from kvferry.record.schema import RecordSchema
     from kvferry.store.base import Store
     from kvferry.store.staging import Staging
 
@@ -40,35 +40,40 @@ SAVES_CLOSE_SECONDS = 10.0
 LOADS_CLOSE_SECONDS = 0.5
 """Nobody wants what is still being read: time for threads to notice, not for a stalled read."""
 
+DEVICE_CLOSE_SECONDS = 2.0
+"""How long copies under way are waited for, before their memory may go."""
+
 
 class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
     Args:
-        spec: the engine and what this rank holds of it.
+        rows: what this rank moves.
         config: options.
-        schema: of the namespace's records.
         store: shared with the scheduler role where both live in one process; not closed here.
         staging: slots of `RankRows.slot_bytes` each.
         observer: receives counts.
+        setup: how the device of the engine's tensors is used.
     """
 
     def __init__(
         self,
-        spec: EngineSpec,
+        rows: RankRows,
         config: SharedStorageConfig,
-        schema: RecordSchema,
         store: Store,
         staging: Staging,
         observer: Observer,
+        setup: DeviceSetup,
     ) -> None:
-        self._rank = spec.shard.rank
-        self._rows = RankRows(spec, schema)
+        self._rank = rows.rank
+        self._rows = rows
+        self._device = RankDevice(rows, staging, setup)
         self._plan = EMPTY_PLAN
         self._saved = False
         self._report = Report()
         self._loads = Loads(
-            self._rows,
+            rows,
+            self._device,
             store,
             staging,
             num_threads=config.io_threads,
@@ -77,7 +82,8 @@ class SharedStorageWorker(WorkerRole):
             observer=observer,
         )
         self._saves = Saves(
-            self._rows,
+            rows,
+            self._device,
             store,
             staging,
             num_threads=config.io_threads,
@@ -86,12 +92,13 @@ class SharedStorageWorker(WorkerRole):
         )
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._rows.register(kv_caches)
+        self._device.register(kv_caches)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
             return frozenset()
-        return frozenset(block for load in plan.loads for part in load.blocks for block in part.ids)
+        planned = {block for load in plan.loads for part in load.blocks for block in part.ids}
+        return frozenset(planned - {NULL_BLOCK})
 
     def begin_step(self, plan: Plan) -> None:
         if plan is EMPTY_PLAN:
@@ -108,6 +115,8 @@ class SharedStorageWorker(WorkerRole):
             self._loads.release(ticket)
         for prefetch in plan.prefetches:
             self._loads.prefetch(prefetch)
+        for session in plan.sessions:
+            self._saves.write(session)
 
     def start_load(self) -> None:
         if not self._plan.loads:
@@ -130,18 +139,23 @@ class SharedStorageWorker(WorkerRole):
         self._saved = True
         known = self._plan.failures_known
         failures_known = known[self._rank] if known else 0
+        if failures_known >= self._report.failures:
+            self._saves.start(self._plan.saves)
+            return
+        # A load failed and this plan was made without knowing it: what the step computed may rest
+        # on blocks never filled. Offered again once the host recomputed.
         for save in self._plan.saves:
-            if failures_known < self._report.failures:
-                # A load failed and this plan was made without knowing it: what the step computed
-                # may rest on blocks never filled. Offered again once the host recomputed.
-                self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
-            else:
-                self._saves.start(save)
+            self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         self._loads.collect()
         self._saves.collect()
         return self._report.take(self._rank) if self._report.any() else EMPTY_OUTPUT
+
+    @property
+    def is_idle(self) -> bool:
+        """See `kvferry.contract.abilities.SupportsIdle`."""
+        return not (self._loads.under_way or self._saves.under_way or self._report.any())
 
     def end_step(self) -> None:
         if not self._saved:
@@ -154,5 +168,8 @@ class SharedStorageWorker(WorkerRole):
     def close(self) -> None:
         loaded = self._loads.close(LOADS_CLOSE_SECONDS)
         saved = self._saves.close(SAVES_CLOSE_SECONDS)
+        copied = self._device.close(DEVICE_CLOSE_SECONDS)
+        if not copied:
+            logger.warning("the device did not end its copies in time; staging stays pinned")
         if not (saved and loaded):
             logger.warning("a store operation did not end in time; left behind at close")

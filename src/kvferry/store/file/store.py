@@ -207,6 +207,10 @@ class FileStore(Store):
         self._volume.upkeep.refresh.request(keys)
         self._volume.upkeep.background.wake()
 
+    def note_stored(self, key: ChunkKey) -> None:
+        """Put a key into the index; see `SupportsProbe`."""
+        self._volume.index.add(key)
+
     def wait_indexed(self, timeout: float) -> bool:
         """Wait for the first fill of the index; see `SupportsProbe`."""
         return self._volume.upkeep.refresh.wait_complete(timeout)

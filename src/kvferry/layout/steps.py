@@ -1,4 +1,4 @@
-"""Reads steps as hosts of the one-class shape describe them. Runs in: scheduler."""
+"""Reads the blocks of a step as hosts of the one-class shape describe it. Runs in: scheduler."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Hosts of kvferry, each in a package of its own: they translate, and decide nothing."""

@@ -1,0 +1,80 @@
+"""What callers hand over, made plain or refused."""
+
+# ruff: noqa: ANN401 - token ids and caches come in many types.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from kvferry.adapters.transformers.host_model import HostModel, is_plain
+from kvferry.errors import ConfigError
+
+
+def read_token_ids(given: Any, vocab_size: int) -> list[int]:
+    """The ids of one sequence: `[1, num_tokens]`, `[num_tokens]`, or a list.
+
+    Raises:
+        ConfigError: several sequences, or no ids of this vocabulary.
+    """
+    rows = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        if len(rows) > 0 and isinstance(rows[0], Sequence) and not isinstance(given, str):
+            if len(rows) != 1:
+                raise ConfigError(
+                    f"{len(rows)} sequences are given; what is stored of them differs in length, "
+                    "so load and save one at a time"
+                )
+            rows = rows[0]
+        token_ids = [index(token_id) for token_id in rows]
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"token ids are a {type(given).__name__}; give the input_ids of one prompt"
+        ) from error
+    for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= extreme < vocab_size:
+            raise ConfigError(f"token id {extreme} is given; the vocabulary has {vocab_size}")
+    return token_ids
+
+
+def refuse_padding(attention_mask: Any) -> None:
+    """Raises ConfigError if a mask hides tokens."""
+    if attention_mask is None or bool(torch.as_tensor(attention_mask).bool().all()):
+        return
+    raise ConfigError(
+        "attention_mask hides tokens: KV then depends on more than the tokens themselves; give "
+        "the prompt without padding"
+    )
+
+
+def num_tokens_in(cache: Any, model: HostModel) -> int:
+    """The tokens that a cache of `model` was computed from.
+
+    Raises:
+        ConfigError: a cache of another kind, of several sequences, or of another model.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None or not all(is_plain(layer) for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in layers or (cache,)})
+        raise ConfigError(
+            f"the cache is made of {', '.join(kinds)}; only a DynamicCache can be stored"
+        )
+    if not layers or cache.get_seq_length() == 0:
+        return 0
+    if len(layers) != len(model.layers):
+        raise ConfigError(
+            f"the cache has {len(layers)} layers, the model {len(model.layers)}: it is of another"
+        )
+    for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):
+        for tensor, size in ((layer.keys, expected.key_size), (layer.values, expected.value_size)):
+            found = (*tensor.shape[:2], tensor.shape[-1])
+            if found != (1, expected.num_kv_heads, size) or tensor.dtype != expected.dtype:
+                raise ConfigError(
+                    f"layer {position} of the cache is {tensor.dtype} {list(tensor.shape)}; one "
+                    f"sequence of this model has {expected.dtype} "
+                    f"[1, {expected.num_kv_heads}, tokens, {size}]"
+                )
+    return int(cache.get_seq_length())

@@ -1,0 +1,312 @@
+"""A loaded Transformers model as kvferry sees it: whose KV it computes, in which shape.
+
+A model that was changed after it was loaded (trained, merged, quantised, cut) computes other KV
+than the directory it came from says. What can be seen of that is refused here, by name.
+"""
+
+# ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvferry.adapters.transformers.weight_samples import differing_tensor
+from kvferry.connectors.registry import EngineSpec
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
+from kvferry.engine.spec import engine_spec
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, ModelIdentity, relevant_config
+from kvferry.types import KVGroup
+
+PIP_LINE = "pip install 'kvferry[transformers]'"
+
+_WITHOUT_EFFECT = ("architectures", "dtype", "pad_token_id", "torch_dtype")
+"""Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
+depends on; the dtype enters the identity as the model has it."""
+
+_PROBES = ((0, 1, 2, 3), (0, 1, 2, 4))
+"""Token ids that every vocabulary has."""
+
+_ROUNDING = 0.02
+"""Of the largest value: above what bfloat16 makes of another order of additions."""
+
+
+class CacheLayer(NamedTuple):
+    """One layer of the model's cache, and where its KV stands in a record."""
+
+    group: int
+    row: int
+    """Its index within the layers of the group."""
+    num_kv_heads: int
+    key_size: int
+    """Elements per token and head of what the cache calls keys; the latent of latent attention."""
+    value_size: int
+    """Of what it calls values; the rotated key of latent attention."""
+    pairs_apart: bool
+    """Whether the values have the first numbers of all rotated pairs first. Records, as vLLM, have
+    the two numbers of each side by side."""
+    dtype: torch.dtype
+
+
+class HostModel:
+    """A model that passed every check.
+
+    Attributes:
+        identity: as the embedded engine's, so that each reads what the other stored.
+        groups: likewise.
+        layers: in the order of the model's cache.
+        vocab_size: token ids are below it.
+
+    Raises:
+        ConfigError: a model whose KV cannot be told from others', or has no record form; and why.
+    """
+
+    identity: ModelIdentity
+    groups: tuple[KVGroup, ...]
+    layers: tuple[CacheLayer, ...]
+
+    def __init__(self, model: Any, model_dir: Path | None, weights_version: str | None) -> None:
+        self._model = model
+        _refuse_changed(model)
+        directory = model_dir or _directory_of(model)
+        engine = EngineConfig(dtype=_dtype_of(model))
+        config = ModelConfig(directory, engine)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        if weights_version is None:
+            _refuse_other_weights(model, directory)
+        spec = engine_spec(config, engine)
+        self.groups = spec.groups
+        self.layers = _layers(config, spec)
+        self.identity = replace(
+            spec.identity,
+            config={**spec.identity.config, **_overrides(model, directory)},
+            weights_version=weights_version,
+        )
+        self._layer_devices = self._probe(directory)
+        self._fingerprint = self._look()
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether weights and mode are those of construction, as far as that shows."""
+        return self._look() == self._fingerprint
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where the KV of a layer lives."""
+        return self._layer_devices[layer]
+
+    def num_visible(self, token_ids: list[int]) -> int:
+        """The leading tokens before the first that, as it seems, is padding that nobody attends to.
+        `generate` itself takes padding tokens for that, if no mask is given and the token ends no
+        sequence; and a prompt that starts with several comes from a padded batch."""
+        generation = getattr(self._model, "generation_config", None)
+        padding = getattr(generation, "pad_token_id", None)
+        if padding is None or padding not in token_ids:
+            return len(token_ids)
+        ends = getattr(generation, "eos_token_id", None)
+        if padding in (ends if isinstance(ends, list) else [ends]):
+            return 0 if token_ids[:2] == [padding, padding] else len(token_ids)
+        return token_ids.index(padding)
+
+    def _look(self) -> object:
+        """What differs after an optimizer step, a merge, a move or a switch to training."""
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        return (
+            self._model.training,
+            tuple(
+                (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+                for name, tensor in tensors
+            ),
+        )
+
+    def _probe(self, directory: Path) -> tuple[torch.device, ...]:
+        """Run a few tokens and look at what the model keeps of them; the device of each layer's KV.
+
+        Two runs of one length that differ in their last token: of all others KV must be the same.
+        """
+        what = f"{type(self._model).__name__} from {directory}"
+        run, other = (_layers_of_run(self._model, token_ids, what) for token_ids in _PROBES)
+        if len(run) != len(self.layers):
+            raise ConfigError(
+                f"{what} keeps KV in {len(run)} layers; its config.json says "
+                f"{len(self.layers)}, each with its own"
+            )
+        num_tokens = len(_PROBES[0])
+        for number, (layer, expected) in enumerate(zip(run, self.layers, strict=True)):
+            if not is_plain(layer) or layer.keys is None:
+                raise ConfigError(
+                    f"{what} keeps a {type(layer).__name__} in layer {number}; only keys and "
+                    "values of attention can be stored"
+                )
+            for tensor, size in (
+                (layer.keys, expected.key_size),
+                (layer.values, expected.value_size),
+            ):
+                shape = (1, expected.num_kv_heads, num_tokens, size)
+                if tuple(tensor.shape) != shape or tensor.dtype != expected.dtype:
+                    raise ConfigError(
+                        f"{what} keeps {tensor.dtype} {list(tensor.shape)} in layer {number}; "
+                        f"expected {expected.dtype} {list(shape)} by config.json and dtype"
+                    )
+            if _differ_before_last(layer, other[number]):
+                raise ConfigError(
+                    f"{what} is not causal: KV of a token in layer {number} depends on tokens "
+                    "behind it, so that of a prefix cannot be used again"
+                )
+        return tuple(layer.keys.device for layer in run)
+
+
+def _layers_of_run(model: Any, token_ids: tuple[int, ...], what: str) -> list[Any]:
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache()
+    try:
+        with torch.inference_mode():
+            input_ids = torch.tensor([token_ids], device=model.device)
+            model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{what} cannot run with a DynamicCache: "
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
+    return list(cache.layers)
+
+
+def _differ_before_last(layer: Any, other: Any) -> bool:
+    """By more than rounding, which differs where experts get other numbers of tokens."""
+    for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
+        ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
+        if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
+            return True
+    return False
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a cache layer is one of those that keep keys and values as they are."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def require_transformers() -> None:
+    """Raises ConfigError with the line to run if Transformers is not installed."""
+    try:
+        import transformers.cache_utils  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"StoredKV needs Transformers: {PIP_LINE}") from error
+
+
+def _refuse_changed(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    adapted = any(type(part).__module__.split(".")[0] == "peft" for part in _modules(model))
+    if adapted or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "the model carries a PEFT adapter, which its KV depends on and its directory does not "
+            "name; merge it and save the model to a directory of its own"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a causal LM from from_pretrained()"
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise ConfigError(
+            "the model is quantised, so its KV is not that of the weights in its directory; load "
+            "it without quantization_config"
+        )
+    kind = model.config.model_type
+    if getattr(model.config, "kv_lora_rank", None) is not None and kind not in LATENT_MODELS:
+        raise ConfigError(
+            f"{kind!r} models use latent attention in a form that is not known here; known are "
+            f"{', '.join(LATENT_MODELS)}"
+        )
+    if model.training:
+        raise ConfigError("the model is in training mode, where dropout changes KV; call eval()")
+
+
+def _modules(model: Any) -> Any:
+    return model.modules() if isinstance(model, torch.nn.Module) else (model,)
+
+
+def _directory_of(model: Any) -> Path:
+    """The directory that a model was loaded from, also if that is the cache of a model hub."""
+    from transformers.utils.hub import cached_file
+
+    name = model.name_or_path
+    if name and Path(name).is_dir():
+        return Path(name)
+    try:
+        found = name and cached_file(
+            name,
+            "config.json",
+            revision=getattr(model.config, "_commit_hash", None),
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        found = None
+    if not found:
+        raise ConfigError(
+            f"the model's name_or_path is {name!r}, no directory with its weights; pass "
+            "model_dir=, after save_pretrained() if need be"
+        )
+    return Path(found).parent
+
+
+def _dtype_of(model: Any) -> Any:
+    """The name of the dtype that the model computes in. `EngineConfig` has judged it by its type;
+    `ModelConfig` refuses what has no record form."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _refuse_other_weights(model: Any, directory: Path) -> None:
+    name = differing_tensor(model.state_dict(), directory)
+    if name is not None:
+        raise ConfigError(
+            f"the model's {name} is not the one in {directory}: it was changed after loading; save "
+            "it to a directory of its own and load it from there, or pass a weights_version"
+        )
+
+
+def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
+    """What the running model's config says otherwise than config.json; part of the identity."""
+    from transformers import AutoConfig
+
+    stored = _plain_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+    running = _plain_config(model.config)
+    differing = {
+        name: running.get(name)
+        for name in sorted(stored.keys() | running.keys())
+        if stored.get(name) != running.get(name)
+    }
+    return {"overrides": differing} if differing else {}
+
+
+def _plain_config(config: Any) -> dict[str, JsonValue]:
+    values = json.loads(json.dumps(config.to_dict(), default=str))
+    relevant = relevant_config(values)
+    return {name: value for name, value in relevant.items() if name not in _WITHOUT_EFFECT}
+
+
+def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
+    at: dict[str, CacheLayer] = {}
+    transformers_config = config.transformers_config
+    is_latent = config.geometry.is_latent
+    for part in spec.table_parts:
+        group = spec.groups[part.group]
+        key_size = transformers_config.kv_lora_rank if is_latent else group.content_size // 2
+        for row, name in zip(part.layers, part.layer_names or (), strict=True):
+            at[name] = CacheLayer(
+                part.group,
+                row,
+                group.num_kv_heads,
+                key_size,
+                group.content_size - key_size,
+                LATENT_MODELS.get(transformers_config.model_type, False),
+                getattr(torch, group.dtype),
+            )
+    return tuple(at[name] for name in config.geometry.layer_names)

@@ -1,0 +1,269 @@
+"""The front end: a cache for `model.generate`, filled from a store, and stored afterwards."""
+
+# ruff: noqa: ANN401 - the models, caches and token ids of Transformers share no typed surface.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvferry.adapters.transformers.arguments import num_tokens_in, read_token_ids, refuse_padding
+from kvferry.adapters.transformers.config import StoredKVConfig
+from kvferry.adapters.transformers.host_model import HostModel, require_transformers
+from kvferry.adapters.transformers.record_io import RecordReads, RecordWrites
+from kvferry.adapters.transformers.rows import Image, fill, first_kept, gather
+from kvferry.config import build_config, parse_size, parse_store_url
+from kvferry.errors import ConfigError, ContractError
+from kvferry.keys import ChunkKeys, Namespace
+from kvferry.observe import Observer
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Store, SupportsProbe
+from kvferry.store.url import open_store
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for reads and writes under way."""
+
+READY_SECONDS = 0.5
+"""How long opening waits for the store to know what it holds. Only speed depends on it."""
+
+
+class StoredKV:
+    """The KV of one model in a store: read before `model.generate`, written after it.
+
+    Guarantee: what `load` returns was verified, byte by byte, as KV that this model computed for
+    these tokens. A store that fails or stalls costs time, of bounded length, and is counted.
+
+    A context manager. Not thread-safe: one thread at a time.
+
+    Example:
+        >>> with StoredKV(model, "file:///var/cache/kvferry") as kv:  # doctest: +SKIP
+        ...     cache = kv.load(input_ids)
+        ...     output = model.generate(input_ids, past_key_values=cache)
+        ...     kv.save(output, cache)  # what generate returned: prompt and answer
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: str | Store,
+        *,
+        model_dir: str | Path | None = None,
+        observer: Observer | None = None,
+        **config: Any,
+    ) -> None:
+        """Check the model and open the store. Hashes the weights the first time.
+
+        Args:
+            model: a causal LM from `from_pretrained`, on its device and in eval mode.
+            store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, or an
+                open one, which is closed with this.
+            model_dir: the directory with the model's config.json and weights, if `name_or_path`
+                does not lead there.
+            observer: receives counts.
+            config: fields of `StoredKVConfig`.
+
+        Raises:
+            ConfigError: a model, option or store that cannot be used, and why.
+        """
+        require_transformers()
+        self._config = build_config(StoredKVConfig, config, where="StoredKV")
+        self._observer = observer or Observer()
+        directory = None if model_dir is None else Path(model_dir)
+        self._model = HostModel(model, directory, self._config.weights_version)
+        self._schema = self._make_schema()
+        self._store = self._open(store) if isinstance(store, str) else store
+        self._ready()
+        io = (self._store, self._schema, self._config, self._observer)
+        self._reads = RecordReads(*io)
+        self._writes = RecordWrites(*io)
+        self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
+        self._told_of_change = False
+        self._closed = False
+
+    def _make_schema(self) -> RecordSchema:
+        config, model = self._config, self._model
+        namespace = Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
+        return RecordSchema.for_groups(
+            namespace=namespace.digest, chunk_tokens=config.chunk_tokens, groups=model.groups
+        )
+
+    def _open(self, url: str) -> Store:
+        # Before it is opened: a store opened with such a quota would evict down to it.
+        max_bytes = parse_store_url(url).options.get("max_bytes")
+        limit = None if max_bytes is None else parse_size(max_bytes)
+        if limit is not None and limit < self._schema.record_bytes:
+            raise ConfigError(
+                f"max_bytes={limit} is smaller than one chunk of this model "
+                f"({self._schema.record_bytes} bytes); raise it or lower chunk_tokens"
+            )
+        return open_store(url, observer=self._observer)
+
+    def _ready(self) -> None:
+        if isinstance(self._store, SupportsProbe):
+            self._store.wait_indexed(READY_SECONDS)
+
+    # ---- loading
+
+    def load(self, input_ids: Any, *, attention_mask: Any = None) -> Any:
+        """A new cache with the longest prefix of `input_ids` that is stored, but never the last
+        token, which `generate` needs. Empty if there is none.
+
+        It keeps all tokens in every layer, also in those with a sliding window, so that all of them
+        can be stored.
+
+        Args:
+            input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids.
+            attention_mask: what `generate` is given; checked to hide nothing.
+
+        Returns:
+            A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids`.
+            `get_seq_length()` says how many tokens were read.
+
+        Raises:
+            ConfigError: several prompts, ids that are none, or padding.
+        """
+        from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+        self._check_open()
+        token_ids = read_token_ids(input_ids, self._model.vocab_size)
+        refuse_padding(attention_mask)
+        cache = LoadedCache(len(token_ids))
+        if not self._serves():
+            return cache
+        keys = self._keys(token_ids)
+        started = time.perf_counter()
+        images = self._reads.read(keys)
+        num_tokens = min(len(images) * self._config.chunk_tokens, len(token_ids) - 1)
+        if num_tokens < 1:
+            self._observer.count("requests_missed")
+            return cache
+        fill(cache, images, self._model, num_tokens)
+        self._loaded[cache] = keys[: len(images)]
+        self._store.touch(keys[: len(images)])
+        self._observer.count("hits")
+        self._observer.count("hit_tokens", num_tokens)
+        self._observer.observe("load", time.perf_counter() - started)
+        return cache
+
+    # ---- saving
+
+    def save(self, token_ids: Any, cache: Any, *, num_tokens: int | None = None) -> int:
+        """Store the whole chunks of a cache that are not stored yet.
+
+        Blocks until they are written, but not much longer than `save_timeout_seconds`.
+
+        Args:
+            token_ids: all that the cache was computed from: what `generate` returned, or the prompt
+                alone after a forward. They name what is stored: give no others.
+            cache: a `DynamicCache`, from `load` or not. Where layers dropped tokens behind their
+                sliding window, these are not stored.
+            num_tokens: store only so many, for example those of the prompt and not the answer.
+
+        Returns:
+            Tokens newly stored.
+
+        Raises:
+            ConfigError: several sequences, a cache of another kind, model or length, or one that
+                was loaded for other tokens.
+        """
+        self._check_open()
+        ids = read_token_ids(token_ids, self._model.vocab_size)
+        length = num_tokens_in(cache, self._model)
+        if length == 0 or not self._serves():
+            return 0
+        # The last token that was sampled was not computed.
+        if not 0 <= len(ids) - length <= 1:
+            raise ConfigError(
+                f"the cache holds {length} tokens and {len(ids)} ids are given; give all ids it "
+                "was computed from, as generate returns them"
+            )
+        keys = self._keys(ids[: length if num_tokens is None else min(length, num_tokens)])
+        self._check_same_tokens(cache, keys, len(ids))
+        size = self._config.chunk_tokens
+        first = -(-first_kept(cache) // size)
+        if first:
+            self._observer.count("save_windowed")
+        wanted = [
+            chunk for chunk in range(first, len(keys)) if not self._store.contains(keys[chunk])
+        ]
+        return self._writes.write(self._images(wanted, keys, cache)) * size
+
+    def _images(
+        self, chunks: Sequence[int], keys: Sequence[ChunkKey], cache: Any
+    ) -> Iterator[tuple[ChunkKey, int, Image]]:
+        size = self._config.chunk_tokens
+        for chunk in chunks:
+            image = Image(self._schema)
+            gather(image, cache, self._model, chunk * size, size)
+            yield keys[chunk], chunk * size, image
+
+    # ---- what is given
+
+    def _keys(self, token_ids: list[int]) -> list[ChunkKey]:
+        """Of the chunks before any padding: behind it, KV depends on more than the tokens."""
+        num_visible = self._model.num_visible(token_ids)
+        if num_visible < len(token_ids):
+            self._observer.count("requests_padded")
+        chain = ChunkKeys(self._schema.namespace, self._config.chunk_tokens)
+        chain.extend(token_ids[:num_visible])
+        return chain.keys
+
+    def _serves(self) -> bool:
+        """Whether the model still is the one whose KV was to be kept."""
+        if self._model.is_unchanged:
+            return True
+        self._observer.count("model_changed")
+        if not self._told_of_change:
+            self._told_of_change = True
+            logger.warning(
+                "the model was moved, trained or changed since StoredKV was made: nothing is "
+                "loaded or saved; make a new one, with a weights_version if its weights are new"
+            )
+        return False
+
+    def _check_same_tokens(self, cache: Any, keys: list[ChunkKey], num_tokens: int) -> None:
+        loaded = self._loaded.get(cache, [])
+        shared = min(len(loaded), len(keys))
+        if loaded[:shared] != keys[:shared]:
+            raise ConfigError(
+                f"the cache was loaded for other tokens than the {num_tokens} given; save it with "
+                "the ids it was computed from"
+            )
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Let reads and writes under way finish for at most `CLOSE_SECONDS`; close the store.
+        Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + CLOSE_SECONDS
+        try:
+            self._reads.close(CLOSE_SECONDS)
+            self._writes.close(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._store.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ContractError("StoredKV is closed")
+
+    def __enter__(self) -> StoredKV:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

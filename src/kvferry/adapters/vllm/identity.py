@@ -1,0 +1,275 @@
+"""Which model a vLLM really runs, by content: weights, effective configuration, LoRA adapters.
+
+The configuration is the model directory's `config.json` and, beside it, what this vLLM runs
+differently from what it would have loaded from there: overrides by the operator, dtypes, a
+quantisation done while loading. So engines that run a model as it is written agree on its identity,
+whatever library version read it, and each deviation has an identity of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity, effective_config, relevant_config, weights_digest
+from kvferry.store.io_pool import IOPool, Job
+
+logger = logging.getLogger(__name__)
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+"""Rotary embeddings whose angles depend on `max_model_len`."""
+
+_FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read the same tensors from a model directory."""
+
+_FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
+"""Load formats that read other files of it, which may hold other weights. With any format that is
+in neither list, weights are not what the files say, or nobody knows."""
+
+RECHECK_SECONDS = 5.0
+"""How often an adapter's files are looked at again while requests use it."""
+
+
+def model_identity(
+    vllm_config: Any,  # noqa: ANN401 - the host's, as all here
+    weights_version: str | None,
+    load_config: Callable[..., Any],
+) -> ModelIdentity:
+    """The identity of the model that `vllm_config` describes.
+
+    Args:
+        vllm_config: vLLM's configuration, complete.
+        weights_version: from the operator; stands for the weights where they cannot be hashed.
+        load_config: vLLM's `get_config`.
+
+    Raises:
+        ConfigError: weights that cannot be read and have no `weights_version`, or a configuration
+            whose KV cannot be identified.
+    """
+    model = vllm_config.model_config
+    load_format = _load_format(vllm_config)
+    source = local_model(vllm_config)
+    is_known = load_format in _FROM_FILES + _FROM_OTHER_FILES
+    if load_format == "dummy" or (not is_known and weights_version is None):
+        logger.warning(
+            "load_format=%s: weights are not those of the files, so nothing is shared with other "
+            "processes",
+            load_format,
+        )
+        weights = secrets.token_bytes(32)
+    elif source is not None and is_known:
+        weights = weights_digest(source)
+    elif weights_version is not None:
+        weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
+    else:
+        raise ConfigError(
+            f"the weights of {model.model!r} are not on this machine's disk and so cannot be told "
+            'from others; set "weights_version" to a name that changes whenever they do'
+        )
+    config = _written_config(model, source)
+    config.update(_deviations(vllm_config, source, load_config))
+    return ModelIdentity(weights=weights, config=config, weights_version=weights_version)
+
+
+def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
+    config = getattr(vllm_config, "load_config", None)
+    # Some releases have an enumeration here.
+    found = getattr(config, "load_format", "auto")
+    return str(getattr(found, "value", found)).lower()
+
+
+def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
+    """Where the weights lie: a directory, a single file, or a hub's snapshot on this disk."""
+    model = vllm_config.model_config
+    path = Path(str(getattr(model, "model_weights", "") or model.model))
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        found = snapshot_download(
+            str(model.model),
+            revision=getattr(model, "revision", None),
+            # A cache of the operator's own may hold another commit than the user's.
+            cache_dir=getattr(getattr(vllm_config, "load_config", None), "download_dir", None),
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _written_config(model: Any, source: Path | None) -> dict[str, Any]:  # noqa: ANN401
+    """What `config.json` says; what vLLM made of another format where there is none."""
+    if source is not None and (source / "config.json").is_file():
+        config = effective_config(source)
+    else:
+        config = _plain(model.hf_config.to_dict())
+    config.pop("torch_dtype", None)
+    return config
+
+
+def _deviations(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    load_config: Callable[..., Any],
+) -> dict[str, Any]:
+    """What decides KV bytes and stands in no file of the model; the dtype always."""
+    model = vllm_config.model_config
+    found: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    changed = _changed_fields(model, source, load_config)
+    if changed:
+        found["overrides"] = changed
+    load_format = _load_format(vllm_config)
+    if load_format not in _FROM_FILES:
+        options = getattr(vllm_config.load_config, "model_loader_extra_config", None)
+        found["load_format"] = f"{load_format} {options!r}" if options else load_format
+    if model.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
+        found["online_quantization"] = {
+            "method": str(model.quantization),
+            "options": repr(getattr(model, "quantization_config", None)),
+        }
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in ("auto", found["dtype"]):
+        found["kv_cache_dtype"] = str(cache.cache_dtype)
+        skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+        if skipped:
+            found["kv_cache_dtype_skip_layers"] = [str(name) for name in skipped]
+        if getattr(cache, "calculate_kv_scales", False):
+            raise ConfigError(
+                "calculate_kv_scales=True takes the scales of the KV cache from the first "
+                "requests, so equal prompts have other KV in every process; use a checkpoint with "
+                "scales"
+            )
+    if getattr(model, "use_mla", False) is True:
+        # vLLM 0.32 on a CPU does not compute what Transformers does for such models, with or
+        # without a cache: what it stores is for vLLM alone, on devices of one kind.
+        device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
+        found["latents_of"] = f"vllm on {device}"
+    if any(_rope_types(model.hf_config)):
+        found["max_model_len"] = int(model.max_model_len)
+    return found
+
+
+def _changed_fields(
+    model: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    load_config: Callable[..., Any],
+) -> dict[str, Any]:
+    """Fields of the config that vLLM runs with otherwise than it would have loaded them from
+    `config.json`, if there is one: not from a config elsewhere that the operator names, nor from
+    one in another format."""
+    runs = _plain(model.hf_config.to_dict())
+    is_written = source is not None and (source / "config.json").is_file()
+    try:
+        config = load_config(
+            model.model,
+            trust_remote_code=bool(getattr(model, "trust_remote_code", False)),
+            revision=getattr(model, "revision", None),
+            code_revision=getattr(model, "code_revision", None),
+            config_format="hf" if is_written else getattr(model, "config_format", "auto"),
+        )
+        loaded = _plain(config.to_dict())
+    except (OSError, ValueError, TypeError) as error:
+        # Nothing to compare with: all of it counts.
+        logger.warning("the model's config cannot be read again (%s): all of it is identity", error)
+        return runs
+    return {
+        name: runs.get(name)
+        for name in sorted(runs.keys() | loaded.keys())
+        if name not in ("dtype", "torch_dtype") and runs.get(name) != loaded.get(name)
+    }
+
+
+def _rope_types(config: Any) -> list[bool]:  # noqa: ANN401 - the host's
+    """For each rotary embedding in `config`, whether it depends on the longest context."""
+    found = []
+
+    def walk(value: object) -> None:
+        if isinstance(value, Mapping):
+            kind = value.get("rope_type", value.get("type"))
+            if isinstance(kind, str):
+                found.append(kind in _LENGTH_DEPENDENT_ROPE)
+            for item in value.values():
+                walk(item)
+
+    walk(config.to_dict())
+    return found
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without what cannot matter, as plain JSON values."""
+    return dict(relevant_config(json.loads(json.dumps(config, default=str))))
+
+
+class LoraIdentities:
+    """Digests of LoRA adapters by content, made on a thread: the scheduler's does no I/O.
+
+    Until an adapter is hashed, and for good once its files change under a running engine, requests
+    under it have no identity and are not cached. Runs in: scheduler, but for the jobs.
+
+    Args:
+        recheck_seconds: how often the files of an adapter in use are looked at again.
+    """
+
+    def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
+        self._recheck_seconds = recheck_seconds
+        self._pool: IOPool | None = None
+        self._lock = threading.Lock()
+        self._jobs: dict[tuple[int, str], Job[str]] = {}
+        self._digests: dict[tuple[int, str], str | None] = {}
+        self._checked: dict[tuple[int, str], float] = {}
+
+    def __call__(self, lora_request: Any) -> str | None:  # noqa: ANN401 - the host's
+        """The adapter's identity; None while or if it has none."""
+        path = getattr(lora_request, "lora_path", None) or getattr(
+            lora_request, "lora_local_path", None
+        )
+        if not path or getattr(lora_request, "load_inplace", False):
+            return None
+        name = (int(lora_request.lora_int_id), str(path))
+        self._collect(name)
+        if name not in self._jobs and self._is_due(name):
+            self._checked[name] = time.monotonic()
+            self._pool = self._pool or IOPool(1, "kvferry-lora")
+            self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
+        return self._digests.get(name)
+
+    def _is_due(self, name: tuple[int, str]) -> bool:
+        if name in self._digests and self._digests[name] is None:
+            return False
+        checked = self._checked.get(name)
+        return checked is None or time.monotonic() - checked >= self._recheck_seconds
+
+    def _collect(self, name: tuple[int, str]) -> None:
+        job = self._jobs.get(name)
+        if job is None or not job.poll():
+            return
+        del self._jobs[name]
+        digest = job.result
+        known = self._digests.setdefault(name, digest)
+        if digest is None or digest != known:
+            logger.warning("LoRA adapter %s is not cached: its files cannot be relied on", name[1])
+            self._digests[name] = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close(1.0)
+
+
+def _adapter_digest(path: Path) -> str:
+    """Runs in: I/O thread."""
+    config = blake3((path / "adapter_config.json").read_bytes()).hexdigest()
+    return f"{weights_digest(path).hex()}-{config}"

@@ -1,0 +1,283 @@
+"""What vLLM's configuration says of an engine, as an `EngineSpec`.
+
+vLLM sorts layers into KV groups as suits its allocator; a record sorts them by what they hold (kv
+heads, content, dtype, window), so that engines which group otherwise share records. Anything whose
+KV we do not know how to keep is refused here, when the engine starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvferry.connectors.registry import EngineSpec
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup, TablePart
+
+_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+_SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+_MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+
+_NUMBER = re.compile(r"\.(\d+)(?:\.|$)")
+_ANY_NUMBER = re.compile(r"(\d+)")
+_MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
+
+
+class _Kind(NamedTuple):
+    """What one token of a layer is in a record; layers of one kind share a component."""
+
+    num_kv_heads: int
+    content_size: int
+    dtype: str
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One attention layer of the model that this vLLM runs.
+
+    Attributes:
+        name: vLLM's.
+        number: position in the model.
+        table: KV group, and so block table, that it belongs to.
+        block_size: of that table, in tokens.
+        table_window: tokens that the table keeps; None if all. More than the layer attends to
+            where a drafter reads some again.
+        kind: what it holds.
+    """
+
+    name: str
+    number: int
+    table: int
+    block_size: int
+    table_window: int | None
+    kind: _Kind
+
+
+def engine_spec(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    kv_cache_config: Any,  # noqa: ANN401 - the host's, or None
+    identity: ModelIdentity,
+    *,
+    carries_worker_meta: bool,
+    publishes: bool,
+) -> EngineSpec:
+    """What a connector must know of this engine and this rank.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: its KV groups; None on hosts that do not tell: then one of full attention.
+        identity: of the model.
+        carries_worker_meta: whether workers can tell the scheduler anything.
+        publishes: whether it passes on KV events.
+
+    Raises:
+        ConfigError: a parallel configuration or a kind of layer that is not served.
+    """
+    parallel = vllm_config.parallel_config
+    refuse_parallel(parallel)
+    tp = parallel.tensor_parallel_size
+    layers = layers_of(vllm_config, kv_cache_config)
+    if layers:
+        groups, tables = _sorted_layers(layers)
+    else:
+        groups, tables = (_only_group(vllm_config),), None
+    transfer = vllm_config.kv_transfer_config
+    return EngineSpec(
+        identity=identity,
+        groups=groups,
+        shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
+        carries_worker_meta=carries_worker_meta,
+        multi_process=is_multi_process(parallel),
+        loads=transfer.kv_role != "kv_producer",
+        saves=transfer.kv_role != "kv_consumer",
+        publishes=publishes,
+        tables=tables,
+    )
+
+
+def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
+    """The model's layers by kind, and where each stands in vLLM's tables."""
+    of_kind: dict[_Kind, list[Layer]] = {}
+    for layer in sorted(layers, key=lambda layer: (layer.number, layer.name)):
+        of_kind.setdefault(layer.kind, []).append(layer)
+    groups, parts = [], []
+    for group, (kind, members) in enumerate(of_kind.items()):
+        groups.append(
+            KVGroup(
+                num_layers=len(members),
+                num_kv_heads=kind.num_kv_heads,
+                content_size=kind.content_size,
+                dtype=kind.dtype,
+                block_size=members[0].block_size,
+                window=kind.window,
+            )
+        )
+        for table in sorted({layer.table for layer in members}):
+            here = [(i, layer) for i, layer in enumerate(members) if layer.table == table]
+            parts.append(
+                TablePart(
+                    table=table,
+                    group=group,
+                    layers=tuple(index for index, _ in here),
+                    layer_names=tuple(layer.name for _, layer in here),
+                    block_size=here[0][1].block_size,
+                    window=here[0][1].table_window,
+                )
+            )
+    return tuple(groups), tuple(parts)
+
+
+def is_multi_process(parallel: Any) -> bool:  # noqa: ANN401 - the host's
+    """Whether scheduler and workers live in different processes, and so need a store that several
+    processes can open."""
+    executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
+    return parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS
+
+
+def refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
+    """Raises ConfigError for what splits KV in a way that we do not follow."""
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if isinstance(size, int) and size != 1:
+            raise ConfigError(f"{name}={size} is not served with kvferry; set it to 1")
+
+
+def layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
+    """Every layer whose KV is kept, in no particular order; draft layers of speculative decoding
+    are left out: what they hold depends on another model, and a wrong draft is only slow."""
+    if kv_cache_config is None:
+        return []
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_layers = _num_target_layers(model)
+    found, place = [], 0
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue
+        for name, spec in _layer_specs(group):
+            number = _number_of(name, place)
+            place += 1
+            if number >= num_layers or name.startswith("draft_model."):
+                continue
+            kind = _kind_of(name, spec, model, parallel.tensor_parallel_size)
+            kind = kind._replace(window=_window_of(number, spec, model))
+            found.append(
+                Layer(
+                    name=name,
+                    number=number,
+                    table=table,
+                    block_size=group.kv_cache_spec.block_size,
+                    table_window=_table_window(spec),
+                    kind=kind,
+                )
+            )
+    return found
+
+
+def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - the host's
+    """Name and spec of each layer of a group; a uniform group has a spec for each."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    for name in group.layer_names:
+        yield name, each[name] if isinstance(each, Mapping) else group.kv_cache_spec
+
+
+def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN401 - the host's
+    what = type(spec).__name__
+    if what not in _FULL | _SLIDING:
+        raise ConfigError(
+            f"layer {name} keeps its KV as a {what}, which kvferry does not store; serve this "
+            "model without it"
+        )
+    for attribute in ("attention_chunk_size", "state_content_bytes", "num_head_slots"):
+        if getattr(spec, attribute, None) is not None:
+            raise ConfigError(
+                f"layer {name} has {attribute}={getattr(spec, attribute)}, which kvferry does not "
+                "store; serve this model without it"
+            )
+    if getattr(spec, "prefix_replay_tokens", 0):
+        raise ConfigError(
+            f"layer {name} has prefix_replay_tokens={spec.prefix_replay_tokens}: it computes the "
+            "end of a hit again, which kvferry does not serve; serve this model without it"
+        )
+    content = spec.head_size
+    if what not in _MLA:
+        content += getattr(spec, "head_size_v", None) or spec.head_size
+    size = content * spec.num_kv_heads * spec.block_size * spec.dtype.itemsize
+    if getattr(spec, "page_size_padded", None) is None and spec.page_size_bytes != size:
+        raise ConfigError(
+            f"a KV block of layer {name} has {spec.page_size_bytes} bytes where keys and values "
+            f"take {size}; kvferry does not store what else is in it"
+        )
+    return _Kind(
+        num_kv_heads=1 if what in _MLA else _total_heads(spec.num_kv_heads, model, tp),
+        content_size=content,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        window=None,
+    )
+
+
+def _window_of(number: int, spec: Any, model: Any) -> int | None:  # noqa: ANN401 - the host's
+    """The window of a layer. Where vLLM keeps all tokens of layers with and without one in a single
+    group, the group's spec does not say which is which; the model's configuration does."""
+    window = getattr(spec, "sliding_window", None)
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    kinds = getattr(config, "layer_types", None)
+    if type(spec).__name__ not in _SLIDING and isinstance(kinds, list) and number < len(kinds):
+        window = config.sliding_window if kinds[number] == "sliding_attention" else None
+    return window if isinstance(window, int) else None
+
+
+def _table_window(spec: Any) -> int | None:  # noqa: ANN401 - the host's
+    """Tokens that vLLM keeps of a layer; None if all."""
+    if type(spec).__name__ not in _SLIDING:
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def _total_heads(per_rank: int, model: Any, tp: int) -> int:  # noqa: ANN401 - the host's
+    """Distinct kv heads over all ranks; with one per rank, ranks may hold copies."""
+    if per_rank > 1:
+        return per_rank * tp
+    return int(min(tp, max(1, model.get_total_num_kv_heads())))
+
+
+def _num_target_layers(model: Any) -> int:  # noqa: ANN401 - the host's
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and not isinstance(number, bool):
+            return number
+    return 1 << 30
+
+
+def _number_of(name: str, place: int) -> int:
+    """The place in the model that a layer's name says, by the first component that is a number;
+    its place among the host's layers if there is none."""
+    match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
+    return place if match is None else int(match.group(1))
+
+
+def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
+    """All layers, full attention: from the model's configuration alone."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
+        raise ConfigError(
+            "this vLLM does not tell connectors how it groups KV, which this model needs; use 0.14 "
+            "or later"
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    return KVGroup(
+        num_layers=_num_target_layers(model),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        content_size=2 * model.get_head_size(),
+        dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        block_size=cache.block_size,
+    )

@@ -1,0 +1,171 @@
+"""Reading records that an engine of another shape stored, beside reading as many straight.
+
+Engines of one shape store an 8B model's KV (32 layers, 8 kv heads, head_dim 128, bf16; one case an
+MLA model's); one rank of an engine of another shape reads it. A read is what a connector does with
+a chunk: copy the rank's rows from the record into staging, verify their leaves, copy them into
+blocks of random order. Records lie in memory, so that no disk takes part.
+
+The straight read is the same for an engine that stored exactly these rows, with blocks that lie in
+memory as the rows do (HND, blocks of a chunk). `ratio` is the time of the converting read by that
+of the straight one, the median over rounds in which they take turns; `copy_ratio` that of the last
+step alone, from staging into blocks. One thread works, and its CPU time counts: the wall time of a
+machine with nothing else to do. Before anything is measured, all that was read is compared with
+what was stored. On a machine with a GPU its copies follow, see `layout_device`.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvferry.bench.layout_device import device_rows
+from kvferry.bench.limits import timed
+from kvferry.bench.paged import CHUNK_TOKENS, Blocks, Rows, Shape, group_of
+from kvferry.bench.registry import BenchOptions, Row
+from kvferry.errors import LayoutError
+from kvferry.record.schema import LEAF_BYTES, digest
+from kvferry.types import KVGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    writer: Shape
+    reader: Shape
+    is_mla: bool = False
+
+
+CASES = (
+    Case("tp 4 to 2", Shape(4, 128, "HND"), Shape(2, 128, "HND")),
+    Case("block 16 to 128", Shape(2, 16, "HND"), Shape(2, 128, "HND")),
+    Case("block 128 to 16", Shape(2, 128, "HND"), Shape(2, 16, "HND")),
+    Case("NHD to HND", Shape(2, 128, "NHD"), Shape(2, 128, "HND")),
+    Case("HND to NHD", Shape(2, 128, "HND"), Shape(2, 128, "NHD")),
+    Case("HND to BLHNC", Shape(2, 128, "HND"), Shape(2, 128, "BLHNC")),
+    Case("HND to keys and values apart", Shape(2, 128, "HND"), Shape(2, 128, "2BNHD")),
+    Case("all three", Shape(4, 16, "NHD"), Shape(2, 128, "HND")),
+    Case("all three, back", Shape(2, 128, "HND"), Shape(4, 16, "NHD")),
+    Case("all three, to BLNHC", Shape(4, 128, "HND"), Shape(2, 16, "BLNHC")),
+    Case("mla, block 16 to 64", Shape(4, 16, "BND"), Shape(2, 64, "BND"), is_mla=True),
+)
+
+
+def run(options: BenchOptions) -> Sequence[Row]:
+    """Measure all cases; medians over rounds."""
+    num_tokens = CHUNK_TOKENS * (2 if options.quick else 8)
+    rounds = 2 if options.quick else 15
+    rows = [measure(case, num_tokens, rounds, options.seed) for case in CASES]
+    return [*rows, *device_rows(options)]
+
+
+def measure(case: Case, num_tokens: int, rounds: int, seed: int) -> Row:
+    """One case."""
+    rng = random.Random(seed)
+    records = stored(case, num_tokens, rng)
+    group = group_of(case.reader.block_size, is_mla=case.is_mla)
+    converting = Reader(group, case.reader, records, rng)
+    rows = np.ascontiguousarray(records[:, :, slice(*converting.heads)])
+    group = replace(group, num_kv_heads=rows.shape[2], block_size=CHUNK_TOKENS)
+    straight = Reader(group, Shape(1, CHUNK_TOKENS, "HND"), rows, rng)
+    for reader in (converting, straight):
+        reader.read()
+        if not np.array_equal(reader.in_blocks(), rows):
+            raise LayoutError(f"{case.name}: what was read is not what was stored")
+    work: Mapping[str, Callable[[], None]] = {
+        "read": converting.read,
+        "straight": straight.read,
+        "copy": converting.copy,
+        "straight copy": straight.copy,
+        "memcpy": straight.memcpy,
+    }
+    seconds = [{name: timed(call).cpu for name, call in work.items()} for _ in range(rounds)]
+
+    def rate(name: str) -> float:
+        return rows.nbytes / 1e9 / statistics.median(each[name] for each in seconds)
+
+    def ratio(name: str, limit: str) -> float:
+        return statistics.median(each[name] / each[limit] for each in seconds)
+
+    return {
+        "case": case.name,
+        "stored_by": str(case.writer),
+        "read_by": str(case.reader),
+        "gb_per_s": rate("read"),
+        "straight_gb_per_s": rate("straight"),
+        "ratio": ratio("read", "straight"),
+        "copy_gb_per_s": rate("copy"),
+        "copy_ratio": ratio("copy", "straight copy"),
+        "memcpy_gb_per_s": rate("memcpy"),
+    }
+
+
+def stored(case: Case, num_tokens: int, rng: random.Random) -> Rows:
+    """Records of all chunks, `[chunk, layer, head, token, content]`, as the writer's ranks gather
+    them out of their blocks."""
+    group = group_of(case.writer.block_size, is_mla=case.is_mla)
+    num_chunks = num_tokens // CHUNK_TOKENS
+    heads, content = group.num_kv_heads, group.content_size
+    records = np.zeros((num_chunks, group.num_layers, heads, CHUNK_TOKENS, content), np.int16)
+    for rank in range(case.writer.tp):
+        blocks = Blocks(group, case.writer, rank, num_tokens, rng)
+        blocks.fill(rank)
+        rows = blocks.rows(np.empty(blocks.row_bytes, np.uint8))
+        for record, runs in zip(records, blocks.runs, strict=True):
+            blocks.paged.gather(rows, 0, 0, runs, 0)
+            record[:, slice(*blocks.heads)] = rows
+    return records
+
+
+class Reader:
+    """The first rank of an engine, that reads its rows of every record into its blocks."""
+
+    def __init__(self, group: KVGroup, shape: Shape, records: Rows, rng: random.Random) -> None:
+        self._blocks = Blocks(group, shape, 0, len(records) * CHUNK_TOKENS, rng)
+        self.heads = self._blocks.heads
+        self._records = records[:, :, slice(*self.heads)]
+        # Allocated by torch, as well aligned as an engine's memory and a connector's staging.
+        staging = torch.empty((len(records), self._blocks.row_bytes), dtype=torch.uint8)
+        self._staging = staging.numpy()
+        self._rows = [self._blocks.rows(chunk) for chunk in self._staging]
+        for rows, record in zip(self._rows, self._records, strict=True):
+            np.copyto(rows, record)
+        self._digests = [self._leaf_digests(index) for index in range(len(records))]
+
+    def read(self) -> None:
+        """Records to staging, verified, to blocks; chunk by chunk."""
+        for index, rows in enumerate(self._rows):
+            np.copyto(rows, self._records[index])
+            if self._leaf_digests(index) != self._digests[index]:
+                raise LayoutError("a leaf changed in memory")
+            self._blocks.paged.scatter(rows, 0, 0, self._blocks.runs[index], 0)
+
+    def copy(self) -> None:
+        """Staging to blocks alone."""
+        for rows, runs in zip(self._rows, self._blocks.runs, strict=True):
+            self._blocks.paged.scatter(rows, 0, 0, runs, 0)
+
+    def memcpy(self) -> None:
+        """As many bytes from the records to staging, in one piece if the records hold no others."""
+        np.copyto(self._staging, self._records.view(np.uint8).reshape(self._staging.shape))
+
+    def in_blocks(self) -> Rows:
+        """What the blocks hold, `[chunk, layer, head, token, content]`."""
+        found = np.zeros((len(self._rows), *self._rows[0].shape), np.int16)
+        for rows, runs in zip(found, self._blocks.runs, strict=True):
+            self._blocks.paged.gather(rows, 0, 0, runs, 0)
+        return found
+
+    def _leaf_digests(self, index: int) -> list[bytes]:
+        rows = self._rows[index]
+        row_bytes = rows.shape[2] * rows.shape[3] * rows.itemsize
+        chunk = memoryview(self._staging[index])
+        return [
+            digest(chunk[start : min(start + LEAF_BYTES, row + row_bytes)])
+            for row in range(0, len(chunk), row_bytes)
+            for start in range(row, row + row_bytes, LEAF_BYTES)
+        ]

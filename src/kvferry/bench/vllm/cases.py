@@ -1,0 +1,102 @@
+"""The connectors that are compared."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One connector, or none.
+
+    Attributes:
+        name: in the table.
+        connector: from the directory it may store in to vLLM's `kv_transfer_config`; None for none.
+        required: whether the benchmark means nothing without it.
+        server: whether it stores in LMCache's server, which is started for each round.
+        refusal: why it cannot run here; None if it can.
+        note: what must be known to read its figures.
+    """
+
+    name: str
+    connector: Callable[[Path], Json] | None
+    required: bool = False
+    server: bool = False
+    refusal: str | None = None
+    note: str | None = None
+
+
+SERVER_PORT = 5566
+CPU_TIER_BYTES = 1 << 30
+
+
+def cases() -> Sequence[Case]:
+    """All cases; the first is vLLM alone."""
+    return (
+        Case(name="none", connector=None, required=True),
+        Case(name="kvferry", connector=_kvferry, required=True),
+        Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
+        Case(
+            name="fs-tier",
+            connector=_fs_tier,
+            note="vLLM's OffloadingConnector with its fs tier, device copies replaced by memmove",
+        ),
+        Case(
+            name="lmcache-mp",
+            connector=_lmcache,
+            server=True,
+            refusal=None if _is_installed("lmcache") else "lmcache is not installed here",
+            note="LMCache's multi-process connector; the CPU time of its server is not included",
+        ),
+    )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _kvferry(directory: Path) -> Json:
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
+    }
+
+
+def _example(directory: Path) -> Json:
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+    }
+
+
+def _fs_tier(directory: Path) -> Json:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "HostTieringSpec",
+            "spec_module_path": "kvferry.bench.vllm.fs_tier",
+            "cpu_bytes_to_use": CPU_TIER_BYTES,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
+        },
+    }
+
+
+def _lmcache(directory: Path) -> Json:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": SERVER_PORT,
+        },
+    }

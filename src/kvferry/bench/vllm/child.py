@@ -1,0 +1,201 @@
+"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm.child JOB RESULT`.
+
+Both are JSON files. Does what the job says, in its order, and writes what it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvferry.bench.vllm.hooks import HookTimer
+
+Json = dict[str, Any]
+
+IDLE_SECONDS = 0.001
+"""What vLLM's own loop sleeps after a step that ran no model."""
+
+SETTLE_SECONDS = 30.0
+
+
+class Engine:
+    """vLLM, stepped the way its own loop in a server does it."""
+
+    def __init__(self, arguments: Json, connector: Json | None) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if connector is not None:
+            if connector["kv_connector"].startswith("LMCache"):
+                _hide_numba()
+            arguments = arguments | {"kv_transfer_config": KVTransferConfig(**connector)}
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._executed = True
+        post_step = core.post_step
+
+        def noting(model_executed: bool) -> None:
+            self._executed = model_executed
+            post_step(model_executed)
+
+        core.post_step = noting
+        self._count = 0
+
+    def connectors(self) -> list[Any]:
+        """Both halves; none without a connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if not has_kv_transfer_group():
+            return []
+        return [self._scheduler.connector, get_kv_transfer_group()]
+
+    def add(self, tokens: list[int], max_tokens: int, logprobs: int | None) -> str:
+        from vllm import SamplingParams
+
+        self._count += 1
+        name = f"r{self._count}"
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        return name
+
+    def step(self) -> list[Any]:
+        outputs = self._engine.step()
+        if not self._executed and self._scheduler.has_requests():
+            time.sleep(IDLE_SECONDS)
+        return list(outputs)
+
+    def has_work(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    def settle(self) -> None:
+        """Step until nothing is left to do, saves included.
+
+        Raises:
+            TimeoutError: there is still work after `SETTLE_SECONDS`.
+        """
+        until = time.monotonic() + SETTLE_SECONDS
+        while self._scheduler.has_requests():
+            self.step()
+            if time.monotonic() > until:
+                raise TimeoutError("the engine does not come to rest")
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _hide_numba() -> None:
+    """Keep numba and llvmlite, which LMCache loads, from vLLM's walk over all modules in search of
+    kernels: objects of theirs make it fail."""
+    from vllm.triton_utils import dispatcher
+
+    rebind = dispatcher._rebind_kernels
+
+    def without_numba(overrides: Any) -> None:  # noqa: ANN401 - vLLM's
+        names = [n for n in sys.modules if n.partition(".")[0] in ("numba", "llvmlite")]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            rebind(overrides)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = without_numba
+
+
+def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
+    """One prompt on an idle engine: time to first token, and CPU time until it is idle again."""
+    cpu, began = time.process_time(), time.perf_counter()
+    engine.add(tokens, max_tokens, logprobs=5)
+    first, last = None, None
+    while engine.has_work():
+        for output in engine.step():
+            if first is None and output.outputs[0].token_ids:
+                first = time.perf_counter() - began
+            last = output
+    engine.settle()
+    cpu = time.process_time() - cpu
+    if last is None or first is None:
+        raise RuntimeError("the engine gave no answer")
+    answer = last.outputs[0]
+    return {
+        "cpu_s": cpu,
+        "wall_s": first,
+        "hit_tokens": last.num_cached_tokens or 0,
+        "tokens": list(answer.token_ids),
+        "logprobs": [
+            {str(token): entry.logprob for token, entry in position.items()}
+            for position in answer.logprobs or []
+        ],
+    }
+
+
+def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
+    """Decode steps of one request: what hooks take of each, and how long it is."""
+    engine.add(tokens, num_steps + 2, logprobs=None)
+    while not engine.step():
+        pass
+    timer = HookTimer(engine.connectors())
+    hooks, steps = [], []
+    cpu = time.process_time()
+    while engine.has_work():
+        began = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - began)
+        hooks.append(timer.take())
+    cpu = time.process_time() - cpu
+    engine.settle()
+    return {"hooks_us": hooks, "steps_s": steps, "cpu_s": cpu}
+
+
+def serve(engine: Engine, prompts: list[list[int]], max_tokens: list[int], at_once: int) -> Json:
+    """Keep `at_once` requests running until all are done: gaps between tokens, and throughput."""
+    waiting = list(zip(prompts, max_tokens, strict=True))
+    seen: dict[str, tuple[int, float]] = {}
+    gaps: list[float] = []
+    running = 0
+    cpu, began = time.process_time(), time.perf_counter()
+    while waiting or engine.has_work():
+        while waiting and running < at_once:
+            engine.add(*waiting.pop(0), logprobs=None)
+            running += 1
+        for output in engine.step():
+            now, count = time.perf_counter(), len(output.outputs[0].token_ids)
+            before = seen.get(output.request_id)
+            if before is not None and count > before[0]:
+                gaps += [(now - before[1]) / (count - before[0])] * (count - before[0])
+            seen[output.request_id] = (count, now)
+            running -= output.finished
+    wall = time.perf_counter() - began
+    engine.settle()
+    cpu = time.process_time() - cpu
+    return {"cpu_s": cpu, "wall_s": wall, "gaps_s": gaps, "tokens": sum(max_tokens)}
+
+
+def main(job: Json) -> Json:
+    engine = Engine(job["engine"], job["connector"])
+    result: Json = {}
+    for tokens in job["warm_up"]:
+        prompt(engine, tokens, 4)
+    result["prompts"] = [prompt(engine, tokens, job["max_tokens"]) for tokens in job["prompts"]]
+    if job["again"]:
+        result["again"] = [prompt(engine, tokens, job["max_tokens"]) for tokens in job["prompts"]]
+    if job["serve"]:
+        result["serve"] = serve(engine, **job["serve"])
+    if job["decode_steps"]:
+        result["decode"] = decode(engine, job["prompts"][-1], job["decode_steps"])
+    engine.close()
+    return result
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,99 @@
+"""Which chunks to tell the host's subscribers of: saved by this engine, and gone again.
+
+Goes by what the store's index knows, so it does not matter who stored or evicted. What was said is
+looked at again in turn, a few chunks per step: a removal is heard of late, never a step delayed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kvferry.contract.events import ChunksRemoved, ChunkStored
+from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.messages import Save
+    from kvferry.connectors.shared_storage.requests import RequestState
+    from kvferry.store.base import Store
+    from kvferry.types import StepView
+
+CHECKS_PER_STEP = 32
+
+MAX_PENDING = 4096
+"""Saves under way that are remembered for an announcement; beyond, the oldest goes unsaid."""
+
+MAX_ANNOUNCED = 1 << 18
+"""Chunks watched for removal (some 20 MiB); beyond, the oldest is said to be gone: a subscriber
+that knows too little asks another engine, one that knows too much asks this one in vain."""
+
+
+class Announcer:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        store: its index is asked.
+        chunk_tokens: tokens per chunk.
+    """
+
+    def __init__(self, store: Store, chunk_tokens: int) -> None:
+        self._store = store
+        self._chunk = chunk_tokens
+        self._pending: dict[bytes, ChunkStored] = {}
+        self._announced: deque[bytes] = deque()
+        self._known: set[bytes] = set()
+
+    def planned(
+        self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
+    ) -> None:
+        """Remember what the saves of a step will have to say."""
+        by_key = {save.chunk.key: save.chunk.first_token // self._chunk for save in saves}
+        for item in step.scheduled:
+            state = requests.get(item.request.request_id)
+            keys = () if state is None else state.keys.keys
+            for key, index in by_key.items():
+                if index < len(keys) and keys[index] == key and key not in self._known:
+                    first = index * self._chunk
+                    tokens = item.request.all_token_ids[first : first + self._chunk]
+                    self._pending[key] = ChunkStored(
+                        key=key,
+                        parent=keys[index - 1] if index else None,
+                        token_ids=tuple(tokens),
+                        extra_keys=item.request.extra_keys,
+                    )
+        while len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+
+    def failed(self, key: bytes) -> None:
+        """A save came to nothing."""
+        self._pending.pop(key, None)
+
+    def take(self) -> list[ChunkStored | ChunksRemoved]:
+        """What is to be said now."""
+        contains = self._store.contains
+        said: list[ChunkStored | ChunksRemoved] = []
+        stored = [key for key in self._pending if contains(ChunkKey(key))]
+        for key in stored:
+            said.append(self._pending.pop(key))
+            self._announced.append(key)
+            self._known.add(key)
+        gone = []
+        for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
+            key = self._announced.popleft()
+            if contains(ChunkKey(key)) and len(self._announced) < MAX_ANNOUNCED:
+                self._announced.append(key)
+            else:
+                self._known.discard(key)
+                gone.append(key)
+        if gone:
+            said.append(ChunksRemoved(keys=tuple(gone)))
+        return said
+
+    def forget_all(self) -> list[ChunksRemoved]:
+        """Another epoch: nothing that was announced can be read any more."""
+        keys = tuple(self._announced)
+        self._pending.clear()
+        self._announced.clear()
+        self._known.clear()
+        return [ChunksRemoved(keys=keys)] if keys else []

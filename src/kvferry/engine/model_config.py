@@ -1,0 +1,225 @@
+"""What a model directory says of its model, judged before any weight is read."""
+
+# ruff: noqa: ANN401 - the configs of Transformers share no typed surface.
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.engine.config import EngineConfig
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, effective_config
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Their angles depend on the longest sequence of a forward, so cached keys would go stale."""
+
+LATENT_MODELS = {"deepseek_v2": False, "deepseek_v3": True}
+"""Models with multi-head latent attention, and whether Transformers keeps the numbers of a rotated
+pair apart in their keys."""
+
+_KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGeometry:
+    """What the KV pool must know of a model; of the whole of it, whatever a rank holds.
+
+    Attributes:
+        num_query_heads: attention heads.
+        num_kv_heads: heads of KV.
+        content_size: elements of KV per token and kv head.
+        is_latent: the KV is the latent of multi-head latent attention.
+        windows: of each layer, the tokens that it attends to; None for all.
+        context_length: tokens the model was built for.
+        dtype: of weights and KV: "float32", "bfloat16" or "float16".
+    """
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    content_size: int
+    is_latent: bool
+    windows: tuple[int | None, ...]
+    context_length: int
+    vocab_size: int
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(f"layers.{index}" for index in range(self.num_layers))
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers and heads."""
+        content = self.num_kv_heads * block_size * self.content_size
+        return self.num_layers * content * self.torch_dtype.itemsize
+
+
+class ModelConfig:
+    """The config of a model directory, judged before any weight is read.
+
+    Raises:
+        ConfigError: not a model directory, or a model this engine cannot serve, and why.
+    """
+
+    def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
+        self.model_dir = model_dir
+        self._config = _read_config(model_dir)
+        self._refuse_unservable()
+        try:
+            self.geometry = self._geometry(engine.dtype)
+        except (AttributeError, TypeError, RuntimeError) as error:  # a number per layer, or none
+            raise ConfigError(
+                f"{model_dir}/config.json does not say what KV all layers have: {first_line(error)}"
+            ) from error
+        heads, ranks = self.geometry.num_query_heads, engine.tensor_parallel_size
+        if heads % ranks:
+            # Here, before there are ranks, of which one could fail before another is connected.
+            raise ConfigError(
+                f"{heads} attention heads cannot be split over tensor_parallel_size={ranks}; use "
+                "a size that divides them"
+            )
+
+    def effective_config(self) -> dict[str, JsonValue]:
+        """The part of the config that decides KV bytes, with the dtype the engine computes in."""
+        config = effective_config(self.model_dir)
+        config.pop("torch_dtype", None)
+        config["dtype"] = self.geometry.dtype
+        return config
+
+    @property
+    def transformers_config(self) -> Any:
+        """Transformers' own object."""
+        return self._config
+
+    def model_class(self) -> Any:
+        """Transformers' class of causal LM for this config.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"{self.model_dir} holds a {self._config.model_type!r} model, which is not a "
+                "causal LM that Transformers knows"
+            )
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
+
+    def _refuse_unservable(self) -> None:
+        config = self._config
+        what = f"{self.model_dir} holds a {config.model_type!r} model"
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(f"{what}, an encoder-decoder; the engine serves decoders only")
+        if config.get_text_config() is not config:
+            raise ConfigError(f"{what}, which takes more than text; the engine serves text only")
+        model_class = self.model_class()
+        if getattr(model_class, "_is_stateful", False):
+            raise ConfigError(f"{what} with recurrent layers; the engine pages attention KV only")
+        if not getattr(model_class, "_supports_attention_backend", False):
+            raise ConfigError(
+                f"{what}, whose attention does not go through Transformers' attention interface"
+            )
+        parameters = inspect.signature(model_class.forward).parameters
+        if "logits_to_keep" not in parameters:
+            raise ConfigError(
+                f"{what}, whose forward cannot compute single logits (logits_to_keep)"
+            )
+        unknown = set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYER_TYPES)
+        if unknown:
+            raise ConfigError(
+                f"{what} with layers of type {', '.join(sorted(unknown))}; "
+                f"the engine serves {' and '.join(_KNOWN_LAYER_TYPES)}"
+            )
+        if config.model_type in LATENT_MODELS and not getattr(config, "rope_interleave", True):
+            raise ConfigError(
+                f"{what} with rope_interleave=false; other engines would read its latents wrongly"
+            )
+        if getattr(config, "use_bidirectional_attention", None):
+            raise ConfigError(f"{what} with bidirectional attention; the engine's is causal")
+        for rope_type in _rope_types(config):
+            if rope_type in _LENGTH_DEPENDENT_ROPE:
+                raise ConfigError(
+                    f"{what} with {rope_type!r} rotary embeddings: its keys depend on how long "
+                    "other sequences of a batch are, so they cannot be kept"
+                )
+
+    def _geometry(self, dtype: str) -> ModelGeometry:
+        config = self._config
+        if dtype == "auto":
+            dtype = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise ConfigError(f"{self.model_dir} is stored as {dtype}; pass dtype='float32'")
+        num_heads = config.num_attention_heads
+        is_latent = config.model_type in LATENT_MODELS
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        context_length = getattr(config, "max_position_embeddings", None)
+        if not isinstance(context_length, int):
+            raise ConfigError(f"{self.model_dir}: its config names no max_position_embeddings")
+        return ModelGeometry(
+            num_layers=config.num_hidden_layers,
+            num_query_heads=num_heads,
+            num_kv_heads=1 if is_latent else num_kv_heads,
+            content_size=(
+                config.kv_lora_rank + config.qk_rope_head_dim if is_latent else 2 * head_dim
+            ),
+            is_latent=is_latent,
+            windows=_windows(config),
+            context_length=context_length,
+            vocab_size=config.vocab_size,
+            dtype=dtype,
+        )
+
+
+def _read_config(model_dir: Path) -> Any:
+    if not model_dir.is_dir():
+        raise ConfigError(f"{model_dir} is not a directory; give one with config.json and weights")
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            "the engine needs Transformers: pip install 'kvferry[transformers]'"
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{model_dir}/config.json cannot be used: {first_line(error)}") from error
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    # One dict of parameters, or one per layer type; "rope_scaling" before Transformers 5.
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = getattr(config, name, None)
+        if not isinstance(parameters, Mapping):
+            continue
+        for entry in (parameters, *parameters.values()):
+            if isinstance(entry, Mapping):
+                yield str(entry.get("rope_type", entry.get("type", "default")))
+
+
+def first_line(error: Exception) -> str:
+    """Errors of Transformers explain at length; ours are one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,165 @@
+"""A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
+
+Started by `kvferry.engine.ranks`; `FD` is the socket over which it is told what to do. It ends when
+it is told to, when anything fails, and when the first rank's process ends in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from kvferry.connectors.registry import RankWorker, create_worker
+from kvferry.contract.guard import GuardedWorker
+from kvferry.contract.messages import WorkerOutput
+from kvferry.engine.channel import Channel
+from kvferry.engine.model import PagedModel
+from kvferry.engine.model_config import ModelConfig, first_line
+from kvferry.engine.no_connector import NoWorker
+from kvferry.engine.rank_group import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
+from kvferry.engine.rank_messages import (
+    Close,
+    Connect,
+    ConnectorChoice,
+    Failed,
+    Loaded,
+    Ready,
+    RunStep,
+    Start,
+    StepDone,
+)
+from kvferry.engine.runner import ModelRunner
+from kvferry.errors import ContractError, RankError
+from kvferry.observe import Observer
+from kvferry.topology import tensor_parallel_shard
+
+_Message = TypeVar("_Message")
+
+
+class RankObserver(Observer):
+    """Keeps what is counted on this rank until it is sent along with a step. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._durations: list[tuple[str, float]] = []
+
+    def count(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + amount
+
+    def observe(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._durations.append((name, seconds))
+
+    def done(self, output: WorkerOutput) -> StepDone:
+        """The report of a step, with what was counted since the last."""
+        with self._lock:
+            counts, durations = self._counts, self._durations
+            self._counts, self._durations = {}, []
+        return StepDone(output, tuple(counts.items()), tuple(durations))
+
+
+class RankProcess:
+    """One rank's life."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._observer = RankObserver()
+
+    def run(self) -> None:
+        """Load, connect, run steps until told to close.
+
+        Raises:
+            RankError: the first rank's process is gone, or another rank is.
+        """
+        start = self._expect(Start)
+        engine = start.engine
+        # Ranks on one machine share its cores.
+        cores = max(1, (os.cpu_count() or 1) // engine.tensor_parallel_size)
+        torch.set_num_threads(engine.num_threads or cores)
+        device = device_of_rank(engine.device, start.rank)
+        model = PagedModel(ModelConfig(start.model_dir, engine), device)
+        half = self._worker(start.connector, start.rank)
+        try:
+            self._say(Loaded())
+            self._expect(Connect)
+            size = engine.tensor_parallel_size
+            model.split(RankGroup.connect(start.rank, size, start.rendezvous, model.device))
+            worker = GuardedWorker(half.worker, self._observer)
+            runner = ModelRunner(
+                model, worker, engine, num_blocks=start.num_blocks, observer=self._observer
+            )
+            self._say(Ready())
+            self._run_steps(runner)
+        finally:
+            half.worker.close()
+            half.close_last()
+
+    def _run_steps(self, runner: ModelRunner) -> None:
+        while True:
+            message = self._channel.receive(None)
+            if isinstance(message, Close):
+                return
+            if not isinstance(message, RunStep):
+                raise ContractError(f"{message!r} came instead of a step")
+            if message.batch:
+                with runner.around(message) as around:
+                    runner.run(message.batch)
+                output = around.output
+            else:
+                output = runner.idle(message)
+            self._say(self._observer.done(output))
+
+    def _worker(self, connector: ConnectorChoice | None, rank: int) -> RankWorker:
+        if connector is None:
+            return RankWorker(NoWorker())
+        spec = connector.spec
+        shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
+        return create_worker(
+            connector.name, replace(spec, shard=shard), connector.options, self._observer
+        )
+
+    def _expect(self, kind: type[_Message]) -> _Message:
+        message = self._channel.receive(None)
+        if not isinstance(message, kind):
+            raise ContractError(f"{message!r} came instead of {kind.__name__}")
+        return message
+
+    def _say(self, message: object) -> None:
+        self._channel.send(message, RANK_TIMEOUT_SECONDS)
+
+
+def report_failure(channel: Channel, run: Callable[[], None]) -> int:
+    """Exit status of `run`; what it raises is told to the first rank, if it still listens."""
+    try:
+        run()
+    except Exception as error:  # this process's outermost frame: nobody else could tell
+        with contextlib.suppress(RankError):  # it is gone, or has seen enough
+            channel.send(Failed(first_line(error), type(error).__name__), 1.0)
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Runs in: a child process of the first rank."""
+    # Ctrl-C goes to the whole process group; the first rank decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    status = report_failure(channel, RankProcess(channel).run)
+    sys.stdout.flush()
+    # Threads of a stalled store or of a process group that lost its peers must not hold the end up.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""The other ranks of a tensor-parallel engine, as the first one's process sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from kvferry.contract.messages import WorkerOutput
+from kvferry.engine.channel import Channel
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.rank_group import RANK_TIMEOUT_SECONDS, RankGroup
+from kvferry.engine.rank_messages import (
+    Close,
+    Connect,
+    ConnectorChoice,
+    Failed,
+    Loaded,
+    Ready,
+    RunStep,
+    Start,
+    StepDone,
+)
+from kvferry.errors import ConfigError, KVError, RankError
+from kvferry.observe import Observer
+
+LOAD_SECONDS = 1800.0
+"""How long a rank may take to read its weights."""
+
+CLOSE_SECONDS = 15.0
+"""How long a rank may take to close its worker role; then it is killed."""
+
+_POLL_SECONDS = 0.5
+"""How often it is looked whether a process that owes an answer still runs."""
+
+_DYING_SECONDS = 2.0
+"""How long a process that closed its socket may take to be seen as ended."""
+
+_Message = TypeVar("_Message")
+
+
+class RankHandle(Protocol):
+    """What `subprocess.Popen` has of a rank's process."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+Launch = Callable[[socket.socket], RankHandle]
+"""Starts a rank that talks over the given end of a socket pair."""
+
+
+def launch_process(end: socket.socket) -> RankHandle:
+    """Start `kvferry.engine.rank_process` in a new interpreter. Not a fork: threads and devices of
+    this process do not survive one. And not `multiprocessing`: its children run the caller's script
+    again."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvferry.engine.rank_process", str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    rank: int
+    process: RankHandle
+    channel: Channel
+
+
+class Ranks:
+    """The child processes of ranks 1 and up.
+
+    If one of them fails, dies or does not answer, all are ended, and every further call raises
+    the same `RankError`: the engine is of no more use, because nobody knows what the others hold.
+
+    Runs in: the first rank's process.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        engine: EngineConfig,
+        num_blocks: int,
+        connector: ConnectorChoice | None,
+        observer: Observer,
+        *,
+        launch: Launch = launch_process,
+    ) -> None:
+        """Start the processes; they begin to load."""
+        self._observer = observer
+        self._size = engine.tensor_parallel_size
+        self._children: list[_Child] = []
+        self._said: dict[int, Failed] = {}
+        self._failure: str | None = None
+        self._is_config = False
+        self._directory = Path(tempfile.mkdtemp(prefix="kvferry-ranks-"))
+        try:
+            for rank in range(1, self._size):
+                start = Start(
+                    rank=rank,
+                    model_dir=model_dir,
+                    engine=engine,
+                    num_blocks=num_blocks,
+                    connector=connector,
+                    rendezvous=self._rendezvous,
+                )
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._children.append(_Child(rank, launch(theirs), Channel(ours)))
+                self._send_to(self._children[-1], start)
+        except BaseException:
+            self.kill("the engine could not start")
+            raise
+
+    @property
+    def _rendezvous(self) -> Path:
+        return self._directory / "rendezvous"
+
+    def connect(self, device: torch.device) -> RankGroup:
+        """Wait until all have loaded, then meet them. The caller splits its own model at once:
+        theirs wait for it.
+
+        Raises:
+            RankError: one of them failed.
+            ConfigError: one of them could not be set up.
+        """
+        for child in self._children:
+            self._expect(child, Loaded, LOAD_SECONDS)
+        self._send(Connect())
+        return RankGroup.connect(0, self._size, self._rendezvous, device)
+
+    def expect_ready(self) -> None:
+        """Wait until steps may come.
+
+        Raises:
+            RankError: one of them failed.
+            ConfigError: one of them could not be set up.
+        """
+        for child in self._children:
+            self._expect(child, Ready, RANK_TIMEOUT_SECONDS)
+
+    def start_step(self, step: RunStep) -> None:
+        """Let every rank begin a step.
+
+        Raises:
+            RankError: one of them failed, now or before.
+        """
+        self._check_alive()
+        self._send(step)
+
+    def finish_step(self) -> list[WorkerOutput]:
+        """The reports of ranks 1 and up on the step that was started.
+
+        Raises:
+            RankError: one of them failed.
+        """
+        outputs = []
+        for child in self._children:
+            done = self._expect(child, StepDone, RANK_TIMEOUT_SECONDS)
+            for name, amount in done.counts:
+                self._observer.count(name, amount)
+            for name, seconds in done.durations:
+                self._observer.observe(name, seconds)
+            outputs.append(done.output)
+        return outputs
+
+    def explain(self, reason: str, *, patience_seconds: float = 0.0) -> KVError:
+        """A step came to nothing: end all ranks. The error names the one that is to blame, if it is
+        found within `patience_seconds`, or else gives `reason`. A `ConfigError` if a rank ended by
+        one, else a `RankError`."""
+        deadline = time.monotonic() + patience_seconds
+        while self._failure is None:
+            blame = self._blame()
+            if blame is not None or time.monotonic() >= deadline:
+                self.kill(blame or reason)
+            else:
+                time.sleep(0.01)
+        return (ConfigError if self._is_config else RankError)(self._failure)
+
+    def close(self) -> None:
+        """Let every rank close its worker role, and end them all. Idempotent; leaves no process."""
+        if self._failure is None:
+            with contextlib.suppress(RankError):
+                self._send(Close())
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill("the engine is closed")
+
+    def kill(self, reason: str) -> None:
+        """End all ranks at once. Idempotent; the first reason is kept."""
+        if self._failure is None:
+            self._failure = reason
+        for child in self._children:
+            child.channel.close()
+            child.process.kill()
+            child.process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RankError(f"{self._failure}; close this engine and open a new one")
+
+    def _send(self, message: object) -> None:
+        for child in self._children:
+            self._send_to(child, message)
+
+    def _send_to(self, child: _Child, message: object) -> None:
+        try:
+            child.channel.send(message, RANK_TIMEOUT_SECONDS)
+        except RankError as error:
+            reason = f"rank {child.rank}: {error}"
+            raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error
+
+    def _expect(self, child: _Child, kind: type[_Message], timeout_seconds: float) -> _Message:
+        self._check_alive()
+        try:
+            message = self._receive(child, time.monotonic() + timeout_seconds)
+        except RankError as error:
+            reason = f"rank {child.rank}: {error}"
+            raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error
+        if isinstance(message, kind):
+            return message
+        if not isinstance(message, Failed):
+            raise self.explain(f"rank {child.rank} said {message!r} instead of {kind.__name__}")
+        self._said[child.rank] = message
+        raise self.explain(message.reason, patience_seconds=_DYING_SECONDS)
+
+    def _receive(self, child: _Child, deadline: float) -> object:
+        while True:
+            try:
+                return child.channel.receive(_POLL_SECONDS)
+            except TimeoutError:
+                # Not this one alone, so that the one that died is named and not who waits for it.
+                gone = self._blame()
+                if gone is not None:
+                    raise RankError(gone) from None
+                if time.monotonic() > deadline:
+                    raise RankError("no answer in time") from None
+
+    def _blame(self) -> str | None:
+        """What is known of ranks that ended. One that died without a word goes before those that
+        say why they end: they may only have lost that one."""
+        words: list[tuple[bool, int, Failed]] = []
+        for child in self._children:
+            status = child.process.poll()
+            if status is None:
+                continue
+            said = self._said.get(child.rank) or _last_words(child.channel)
+            if said is None:
+                return f"rank {child.rank} died (exit status {status})"
+            self._said[child.rank] = said
+            words.append((said.kind == RankError.__name__, child.rank, said))
+        if not words:
+            return None
+        _, rank, first = min(words)
+        self._is_config = first.kind == ConfigError.__name__
+        return f"rank {rank} failed: {first.reason}"
+
+
+def _last_words(channel: Channel) -> Failed | None:
+    """What a process that has ended still had to say, behind answers that nobody will read."""
+    while True:
+        try:
+            message = channel.receive(0.01)
+        except (RankError, TimeoutError):
+            return None
+        if isinstance(message, Failed):
+            return message

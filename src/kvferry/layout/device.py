@@ -1,0 +1,141 @@
+"""Copies between paged KV on a device and record rows: batched over layers and blocks.
+
+Rows are in the host's memory or on the device. Those of the host cross in one transfer, as fast as
+their memory allows (`layout.streams.pinned`); blocks and rows meet on the device. With Triton
+and KV that lies in whole words, one kernel serves all layers; otherwise PyTorch's own, one per run
+of blocks and evenly spaced layers.
+
+All work goes into the current stream. When `scatter` returns, rows of the host have been read; when
+`gather` returns, they are complete. With rows on the device both only submit: nothing waits for it.
+Block ids were checked: a kernel never sees a bad one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvferry.layout.plan import BlockRun, Segment
+
+_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+if TYPE_CHECKING:
+    from kvferry.layout.kernels import TritonCopies
+
+
+def device_copies(
+    parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]
+) -> TorchCopies | TritonCopies:
+    """What runs copies on this device fastest.
+
+    Args:
+        parts: of the cache.
+        storages: by address, as bytes.
+    """
+    on_cuda = next(iter(storages.values())).is_cuda
+    if on_cuda and importlib.util.find_spec("triton") is not None:
+        from kvferry.layout.kernels import TritonCopies
+
+        if TritonCopies.serves(parts):
+            return TritonCopies(parts, storages)
+    return TorchCopies(parts, storages)
+
+
+def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small table on the device, by way of pinned memory: from other memory the thread would wait
+    for everything in the stream."""
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+class _View(NamedTuple):
+    """A segment as a tensor of integers."""
+
+    segment: Segment
+    tensor: torch.Tensor
+    """`[layers, blocks, heads, slots, size]`."""
+
+
+class TorchCopies:
+    """Copies by PyTorch's indexing kernels, on any device.
+
+    Args:
+        parts: of the cache.
+        storages: by address, as bytes.
+    """
+
+    def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
+        self._device = next(iter(storages.values())).device
+        self._views = [_View(part, _typed(part, storages[part.storage])) for part in parts]
+
+    def scatter(
+        self,
+        rows: torch.Tensor,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+    ) -> None:
+        """See `PagedKV.scatter`."""
+        rows = rows.to(self._device)
+        for run in runs:
+            ids = upload(torch.tensor(run.blocks), self._device)
+            for blocks, tokens in self._pairs(rows, layer, head, run, first_token):
+                blocks.index_copy_(1, ids, tokens)
+
+    def gather(
+        self,
+        rows: torch.Tensor,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+    ) -> None:
+        """See `PagedKV.gather`."""
+        # Starts as the rows are: tokens without a block stay as they were.
+        target = rows.to(self._device)
+        for run in runs:
+            ids = upload(torch.tensor(run.blocks), self._device)
+            for blocks, tokens in self._pairs(target, layer, head, run, first_token):
+                tokens.copy_(blocks.index_select(1, ids))
+        if target is not rows:
+            rows.copy_(target)
+
+    def _pairs(
+        self, rows: torch.Tensor, layer: int, head: int, run: BlockRun, first_token: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The slots of all blocks, and the run's tokens, as `[layers, blocks, heads, slots, size]`
+        each, by segment."""
+        num_layers, num_heads = rows.shape[:2]
+        tokens = rows[:, :, run.start - first_token : run.stop - first_token]
+        tokens = torch.unflatten(tokens, 2, (run.num_blocks, run.num_slots)).movedim(2, 1)
+        for segment, view in self._views:
+            low = max(segment.first_layer, layer)
+            high = min(segment.first_layer + segment.num_layers, layer + num_layers)
+            if low >= high:
+                continue
+            start = segment.low // segment.item
+            kv = view[low - segment.first_layer : high - segment.first_layer, :, head:]
+            yield (
+                kv[:, :, :num_heads, run.first_slot : run.first_slot + run.num_slots],
+                tokens[low - layer : high - layer, ..., start : start + view.shape[-1]],
+            )
+
+
+def _typed(part: Segment, storage: torch.Tensor) -> torch.Tensor:
+    """`[layers, blocks, heads, slots, size]` of integers of the element's size."""
+    whole = torch.empty(0, dtype=_INT_OF[part.item], device=storage.device)
+    shape = (
+        part.num_layers,
+        part.num_blocks,
+        part.num_heads,
+        part.block_size,
+        part.size // part.item,
+    )
+    strides = tuple(stride // part.item for stride in part.strides)
+    whole.set_(storage.untyped_storage(), part.offset // part.item, shape, strides)
+    return whole

@@ -1,0 +1,336 @@
+"""Triton kernels: blocks to record rows and back over all layers at once, with leaf checksums.
+
+Memory is moved in words of 8 bytes. One program serves one leaf of one row (a head of a layer); it
+finds each token's place in a table of slots and each layer's tensor in a table of addresses. On the
+way it can compute the leaf's XXH3-128, exactly: within each KiB the stripes of the hash are a sum,
+which a program forms in parallel, and only the 64 scrambles between them follow each other.
+
+The hash is that of the xxHash specification (XXH3, 128 bits, seed 0, default secret) for inputs of
+more than 240 bytes in whole stripes of 64; other leaves are hashed on the host.
+
+Needs Triton; imported by `layout.device` where it is installed. With TRITON_INTERPRET=1 the kernels
+run on tensors of the CPU.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN202 - the types of kernel arguments are Triton's
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.layout.device import upload
+from kvferry.layout.plan import BlockRun, Segment
+
+WORD = 8
+_BLOCK_WORDS = 128
+"""Of the hash: 16 stripes of 64 bytes between scrambles."""
+
+_COPY_WORDS = 1024
+"""What a program that only copies moves."""
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+
+
+def hash_constants() -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """What the kernels read of the specification, in words.
+
+    | 0 secret, 24 | 24 of the last stripe, 8 | 32 low merge, 8 | 40 high merge, 8 | 48 start, 8 |
+    """
+    last, high = len(_SECRET) - 64 - 7, len(_SECRET) - 64 - 11
+    spans = (_SECRET, _SECRET[last : last + 64], _SECRET[11:75], _SECRET[high : high + 64])
+    words = np.frombuffer(b"".join(spans), dtype="<u8")
+    return np.concatenate([words, np.array(_START, dtype=np.uint64)])
+
+
+# -- XXH3-128 ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _swapped(lanes):
+    """Neighbours exchanged: the hash adds each word of the input to the lane beside its own."""
+    even, odd = tl.split(tl.reshape(lanes, [4, 2]))
+    return tl.reshape(tl.join(odd, even), [8])
+
+
+@triton.jit
+def _stripe_sums(words, keys, wanted):
+    """What stripes add to the 8 lanes; `[16, 8]` each."""
+    mixed = words ^ keys
+    products = tl.where(wanted, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
+    return tl.sum(products, axis=0) + _swapped(tl.sum(tl.where(wanted, words, 0), axis=0))
+
+
+@triton.jit
+def _scrambled(lanes, constants):
+    keys = tl.load(constants + 16 + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
+    return ((lanes ^ (lanes >> 47)) ^ keys) * 0x9E3779B1
+
+
+@triton.jit
+def _merged(lanes, constants, start):
+    """Eight lanes folded into one word."""
+    keys = tl.load(constants + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
+    left, right = tl.split(tl.reshape(lanes ^ keys, [4, 2]))
+    word = start + tl.sum((left * right) ^ tl.umulhi(left, right), axis=0)
+    word = (word ^ (word >> 37)) * 0x165667919E3779F9
+    return word ^ (word >> 32)
+
+
+@triton.jit
+def _store_digest(digests, lanes, num_bytes, constants):
+    """Canonical order: the high word, then the low one."""
+    length = num_bytes.to(tl.uint64)
+    low = _merged(lanes, constants + 32, length * 0x9E3779B185EBCA87)
+    high = _merged(lanes, constants + 40, (length * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF)
+    tl.store(digests, high.to(tl.int64, bitcast=True))
+    tl.store(digests + 1, low.to(tl.int64, bitcast=True))
+
+
+# -- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _places(offsets, inside, slots, bases, token_words, part_words, head_words):
+    """Addresses of the words at `offsets` of a row, and whether their token has a block."""
+    token = offsets // token_words
+    content = offsets % token_words
+    slot = tl.load(slots + token, mask=inside, other=-1)
+    there = inside & (slot >= 0)
+    base = tl.load(bases + content // part_words, mask=there, other=0)
+    address = base + (slot + head_words + content % part_words) * 8
+    return address.to(tl.pointer_type(tl.int64)), there
+
+
+@triton.jit
+def _copy_kernel(
+    rows, slots, bases, row_words, token_words, part_words, head_words, num_heads,
+    parts: tl.constexpr, tile: tl.constexpr, to_rows: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    offsets = tl.program_id(1) * tile + tl.arange(0, tile)
+    places, there = _places(
+        offsets, offsets < row_words, slots, bases + row // num_heads * parts,
+        token_words, part_words, (row % num_heads).to(tl.int64) * head_words,
+    )  # fmt: skip
+    in_rows = rows + row.to(tl.int64) * row_words + offsets
+    if to_rows:
+        tl.store(in_rows, tl.load(places, mask=there), mask=there)
+    else:
+        tl.store(places, tl.load(in_rows, mask=there), mask=there)
+
+
+@triton.jit
+def _hash_kernel(
+    rows, slots, bases, digests, constants, row_words, leaf_words, token_words, part_words,
+    head_words, num_heads, parts: tl.constexpr, gathers: tl.constexpr,
+):  # fmt: skip
+    """The digest of one leaf of one row, gathered from blocks on the way if `gathers`."""
+    row = tl.program_id(0)
+    start = tl.program_id(1) * leaf_words
+    size = tl.minimum(leaf_words, row_words - start)
+    into = rows + row.to(tl.int64) * row_words + start
+    stripe = tl.arange(0, 16)[:, None]
+    lane = tl.arange(0, 8)[None, :]
+    keys = tl.load(constants + stripe + lane).to(tl.uint64, bitcast=True)
+    lanes = tl.load(constants + 48 + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
+    # The last stripe is hashed by keys of its own and never scrambled: it is not in the blocks.
+    num_blocks = (size - 1) // 128
+    for block in range(0, num_blocks + 1):
+        offsets = block * 128 + stripe * 8 + lane
+        inside = offsets < size
+        if gathers:
+            places, there = _places(
+                start + offsets, inside, slots, bases + row // num_heads * parts,
+                token_words, part_words, (row % num_heads).to(tl.int64) * head_words,
+            )  # fmt: skip
+            words = tl.load(places, mask=there, other=0)
+            tl.store(into + offsets, words, mask=there)
+        else:
+            words = tl.load(into + offsets, mask=inside, other=0)
+        words = words.to(tl.uint64, bitcast=True)
+        is_last = offsets >= size - 8
+        lanes += _stripe_sums(words, keys, inside & (is_last == 0))
+        if block < num_blocks:
+            lanes = _scrambled(lanes, constants)
+        else:
+            final_keys = tl.load(constants + 24 + lane + stripe * 0).to(tl.uint64, bitcast=True)
+            lanes += _stripe_sums(words, final_keys, inside & is_last)
+    at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    _store_digest(digests + at * 2, lanes, size * 8, constants)
+
+
+# -- running them --------------------------------------------------------------------------------
+
+
+class TritonCopies:
+    """Copies and leaf digests by the kernels above, on the device of the storages.
+
+    Args:
+        parts: of the cache; `serves` says whether they can be had this way.
+        storages: by address, as bytes.
+    """
+
+    def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
+        self._storages = dict(storages)  # kept alive: kernels have their addresses
+        self._device = next(iter(storages.values())).device
+        first = parts[0]
+        _, self._block, self._head, self._token, _ = (stride // WORD for stride in first.strides)
+        self._part_words = first.size // WORD
+        lows = sorted({part.low for part in parts})
+        self._num_parts = len(lows)
+        num_layers = max(part.first_layer + part.num_layers for part in parts)
+        bases = np.zeros((num_layers, self._num_parts), np.int64)
+        for part in parts:
+            for index in range(part.num_layers):
+                address = part.storage + part.offset + index * part.strides[0]
+                bases[part.first_layer + index, lows.index(part.low)] = address
+        self._bases = torch.from_numpy(bases).to(self._device)
+        constants = torch.from_numpy(hash_constants().view(np.int64))
+        self._constants = constants.to(self._device)
+
+    @staticmethod
+    def serves(parts: Sequence[Segment]) -> bool:
+        """Whether all layers and parts have one shape, and lie in whole words."""
+        shapes = {(part.strides[1:4], part.size) for part in parts}
+        if len(shapes) != 1 or any(part.strides[4] != part.item for part in parts):
+            return False
+        (block, head, token), size = shapes.pop()
+        numbers = [block, head, token, size]
+        for part in parts:
+            numbers += [part.storage + part.offset, part.strides[0], part.low]
+        return all(number % WORD == 0 for number in numbers)
+
+    @staticmethod
+    def hashes(row_bytes: int, leaf_bytes: int) -> bool:
+        """Whether the kernel knows how to hash the leaves of such rows."""
+        leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
+        return all(leaf % 64 == 0 and leaf > 240 for leaf in leaves)
+
+    def scatter(
+        self,
+        rows: torch.Tensor,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+    ) -> None:
+        """See `PagedKV.scatter`."""
+        slots = self._slots(rows, head, runs, first_token)
+        self._copy(rows.to(self._device), layer, slots, to_rows=False)
+
+    def gather(
+        self,
+        rows: torch.Tensor,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+    ) -> None:
+        """See `PagedKV.gather`."""
+        # Starts as the rows are: tokens without a block stay as they were.
+        target = self._target(rows, runs)
+        self._copy(target, layer, self._slots(rows, head, runs, first_token), to_rows=True)
+        if target is not rows:
+            rows.copy_(target)
+
+    def gather_with_digests(
+        self,
+        rows: torch.Tensor,
+        layer: int,
+        head: int,
+        runs: Sequence[BlockRun],
+        first_token: int,
+        *,
+        leaf_bytes: int,
+    ) -> bytes:
+        """See `PagedKV.gather_with_digests`; every token of the rows has a block."""
+        target = self._target(rows, runs)
+        slots = self._slots(rows, head, runs, first_token)
+        digests = self._hash(target, leaf_bytes, layer, slots)
+        if target is not rows:
+            rows.copy_(target)
+        return _encoded(digests.cpu())
+
+    def digests(self, rows: torch.Tensor, leaf_bytes: int) -> bytes:
+        """Digests of the leaves of rows, in their order."""
+        return _encoded(self._hash(rows.to(self._device), leaf_bytes).cpu())
+
+    def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes]:
+        """See `PagedKV.digests_later`."""
+        on_device = self._hash(rows, leaf_bytes)
+        found = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=on_device.is_cuda)
+        found.copy_(on_device, non_blocking=True)
+        return lambda: _encoded(found)
+
+    def _target(self, rows: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
+        if sum(run.stop - run.start for run in runs) < rows.shape[2]:
+            return rows.to(self._device)
+        if rows.device == self._device:
+            return rows
+        return torch.empty_like(rows, device=self._device)
+
+    def _slots(
+        self, rows: torch.Tensor, head: int, runs: Sequence[BlockRun], first_token: int
+    ) -> torch.Tensor:
+        """Per token of the rows, words from a layer's part to the first head, or -1."""
+        slots = np.full(rows.shape[2], -1, np.int64)
+        for run in runs:
+            within = np.arange(run.first_slot, run.first_slot + run.num_slots) * self._token
+            blocks = np.asarray(run.blocks, np.int64)[:, None] * self._block
+            places = (blocks + within).ravel() + head * self._head
+            slots[run.start - first_token : run.stop - first_token] = places
+        return upload(torch.from_numpy(slots), self._device)
+
+    def _copy(self, rows: torch.Tensor, layer: int, slots: torch.Tensor, *, to_rows: bool) -> None:
+        num_layers, num_heads, num_tokens, _ = rows.shape
+        words = rows.view(-1).view(torch.int64)
+        row_words = words.numel() // (num_layers * num_heads)
+        grid = (num_layers * num_heads, triton.cdiv(row_words, _COPY_WORDS))
+        _copy_kernel[grid](
+            words, slots, self._bases[layer:], row_words, row_words // num_tokens,
+            self._part_words, self._head, num_heads,
+            parts=self._num_parts, tile=_COPY_WORDS, to_rows=to_rows,
+        )  # fmt: skip
+
+    def _hash(
+        self, rows: torch.Tensor, leaf_bytes: int, layer: int = 0, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Digests of the leaves; with `slots`, of what is in the blocks, copied into the rows."""
+        num_layers, num_heads, num_tokens, _ = rows.shape
+        words = rows.view(-1).view(torch.int64)
+        row_words = words.numel() // (num_layers * num_heads)
+        grid = (num_layers * num_heads, triton.cdiv(row_words * WORD, leaf_bytes))
+        digests = torch.empty((*grid, 2), dtype=torch.int64, device=rows.device)
+        _hash_kernel[grid](
+            words, words if slots is None else slots, self._bases[layer:], digests,
+            self._constants, row_words, leaf_bytes // WORD, row_words // num_tokens,
+            self._part_words, self._head, num_heads,
+            parts=self._num_parts, gathers=slots is not None, num_warps=1,
+        )  # fmt: skip
+        return digests
+
+
+def _encoded(digests: torch.Tensor) -> bytes:
+    """Digests in the host's memory as a leaf table has them."""
+    return digests.numpy().astype(">i8").tobytes()

@@ -1,0 +1,233 @@
+"""Which bytes of paged blocks go where in record rows, and back. Pure arithmetic.
+
+    tokens of a request ── block_runs ──▶ runs of blocks
+    parts of all layers ── segments ────▶ layers evenly spaced in memory
+    a segment and a box of rows ── moves ──▶ for any block: spans of bytes, contiguous on both sides
+
+Record rows are `[layers, heads, tokens, content]` in C order. A move is computed once for all
+blocks of a geometry; what differs between blocks is one offset on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvferry.errors import LayoutError
+from kvferry.layout.spec import Part
+
+_MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
+
+
+class BlockRun(NamedTuple):
+    """Tokens `[start, stop)` of a request that lie in whole blocks, or in a part of one block."""
+
+    blocks: range | tuple[int, ...]
+    """Their ids: a range if they are consecutive."""
+    first_slot: int
+    num_slots: int
+    """Slots used of each block; less than the block size only if there is one block."""
+    start: int
+    stop: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+
+class Segment(NamedTuple):
+    """One content part of layers that are evenly spaced in one memory. In bytes, but for counts."""
+
+    storage: int
+    first_layer: int
+    num_layers: int
+    low: int
+    """Where the part begins in the content of a row."""
+    size: int
+    """Of the part."""
+    item: int
+    """Of an element."""
+    offset: int
+    """Of block 0, head 0, token 0 of the first layer."""
+    num_blocks: int
+    num_heads: int
+    block_size: int
+    """In tokens."""
+    strides: tuple[int, int, int, int, int]
+    """Of layer, block, head, token, content element."""
+
+
+class Box(NamedTuple):
+    """Record rows in a rank's shard, and the slots of a block that are meant."""
+
+    layer: int
+    """First layer of the rows, counted in the shard."""
+    head: int
+    """First head, likewise."""
+    shape: tuple[int, int, int, int]
+    """Of the rows, in elements."""
+    first_slot: int
+    num_slots: int
+
+
+class Move(NamedTuple):
+    """What of any one block goes where: a box of spans, as numpy describes one. All in bytes."""
+
+    storage: int
+    span: int
+    """Contiguous on both sides."""
+    shape: tuple[int, ...]
+    """Number of spans by axis, outermost in the block's memory first."""
+    kv_offset: int
+    """In the storage, for block 0."""
+    kv_strides: tuple[int, ...]
+    """Of the block axis, then of `shape`."""
+    row_offset: int
+    row_strides: tuple[int, ...]
+    """Of blocks that follow each other, then of `shape`."""
+    row_token: int
+    """Distance of one token to the next in the rows."""
+
+
+def block_runs(
+    block_ids: Sequence[int], start: int, stop: int, block_size: int, null_block: int | None
+) -> list[BlockRun]:
+    """Split tokens `[start, stop)` of a request into maximal runs of blocks.
+
+    Args:
+        block_ids: the blocks that hold the range, no more, in token order.
+        start: first token.
+        stop: end of the range.
+        block_size: tokens of a block.
+        null_block: id of "no block": its tokens are left out.
+
+    Raises:
+        LayoutError: fewer blocks than the range needs.
+    """
+    first_index = start // block_size
+    if start < 0 or -(-stop // block_size) - first_index > len(block_ids):
+        raise LayoutError(
+            f"tokens {start} to {stop} do not lie in {len(block_ids)} blocks of {block_size}"
+        )
+    runs = []
+    while start < stop:
+        index, slot = divmod(start, block_size)
+        index -= first_index
+        end = min(stop, start - slot + block_size)
+        count = 1
+        if block_ids[index] == null_block:
+            start = end
+            continue
+        if end - start == block_size:
+            # As many whole blocks as there are: one copy for all of them, one release of the GIL
+            # instead of one per block.
+            while end + block_size <= stop and block_ids[index + count] != null_block:
+                count += 1
+                end += block_size
+        blocks = _ids(block_ids[index : index + count])
+        runs.append(BlockRun(blocks, slot, (end - start) // count, start, end))
+        start = end
+    return runs
+
+
+def _ids(blocks: Sequence[int]) -> range | tuple[int, ...]:
+    consecutive = range(blocks[0], blocks[0] + len(blocks))
+    return consecutive if list(blocks) == list(consecutive) else tuple(blocks)
+
+
+def segments(layers: Sequence[tuple[Part, ...]], item: int) -> tuple[Segment, ...]:
+    """Join the parts of successive layers where these are evenly spaced in one memory.
+
+    Args:
+        layers: the parts of each layer.
+        item: bytes of an element.
+    """
+    found: list[Segment] = []
+    for parts in zip(*layers, strict=True):
+        at = 0
+        while at < len(parts):
+            first, count = parts[at], 1
+            step = parts[at + 1].offset - first.offset if at + 1 < len(parts) else 0
+            while at + count < len(parts) and parts[at + count] == first._replace(
+                offset=first.offset + count * step
+            ):
+                count += 1
+            found.append(
+                Segment(
+                    storage=first.storage,
+                    first_layer=at,
+                    num_layers=count,
+                    low=first.start * item,
+                    size=first.shape[3] * item,
+                    item=item,
+                    offset=first.offset * item,
+                    num_blocks=first.shape[0],
+                    num_heads=first.shape[1],
+                    block_size=first.shape[2],
+                    strides=_in_bytes((step if count > 1 else 0, *first.strides), item),
+                )
+            )
+            at += count
+    return tuple(found)
+
+
+def _in_bytes(strides: tuple[int, ...], item: int) -> tuple[int, int, int, int, int]:
+    layer, block, head, token, content = (stride * item for stride in strides)
+    return layer, block, head, token, content
+
+
+def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
+    """What a segment and a box of rows have in common: one move, or none."""
+    low = max(segment.first_layer, box.layer)
+    high = min(segment.first_layer + segment.num_layers, box.layer + box.shape[0])
+    if low >= high:
+        return ()
+    kv_layer, kv_block, kv_head, kv_token, kv_item = segment.strides
+    row_token = box.shape[3] * segment.item
+    row_head = box.shape[2] * row_token
+    row_layer = box.shape[1] * row_head
+    span, axes = _coalesced(
+        [
+            (high - low, kv_layer, row_layer),
+            (box.shape[1], kv_head, row_head),
+            (box.num_slots, kv_token, row_token),
+            (segment.size // segment.item, kv_item, segment.item),
+        ],
+        segment.item,
+    )
+    return (
+        Move(
+            storage=segment.storage,
+            span=span,
+            shape=tuple(size for size, _, _ in axes),
+            kv_offset=segment.offset
+            + (low - segment.first_layer) * kv_layer
+            + box.head * kv_head
+            + box.first_slot * kv_token,
+            kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
+            row_offset=(low - box.layer) * row_layer + segment.low,
+            row_strides=(box.num_slots * row_token, *(row for _, _, row in axes)),
+            row_token=row_token,
+        ),
+    )
+
+
+def _coalesced(
+    axes: list[tuple[int, int, int]], item: int
+) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Join axes (size, stride in the block, stride in the row) that are contiguous on both sides.
+
+    Returns:
+        The contiguous span in bytes, and the axes that remain, outermost first.
+    """
+    left = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
+    span = item
+    while left and left[-1][1] == left[-1][2] == span and left[-1][0] * span <= _MAX_SPAN:
+        span *= left.pop()[0]
+    joined: list[tuple[int, int, int]] = []
+    for size, kv, row in left:
+        if joined and joined[-1][1:] == (size * kv, size * row):
+            joined[-1] = (joined[-1][0] * size, kv, row)
+        else:
+            joined.append((size, kv, row))
+    return span, tuple(joined)

@@ -1,0 +1,272 @@
+"""Named KV layouts: which axes a host's tensors have, and how these lie in memory. No tensors here.
+
+A layout says two things:
+
+    axes     of a tensor as the host hands it over: one tensor per layer, or, with L among the axes,
+             one for all layers
+    order    of these axes and L in memory, outermost first; if left out, any order that the strides
+             show
+
+    L layer · B block · 2 keys, values · H kv head · N token of a block · D head dim, or the latent
+    of MLA · C content of a token and head, keys then values
+
+A name is one of
+
+    2BNHD B2NHD BND BHNC    one tensor per layer, in any order
+    LBHNC LBNHC LHBNC       memory in this order: per-layer views `[B, H, N, C]` of it, or all of it
+    BLHNC BLNHC BHLNC       as one tensor with these five axes. HND is LBHNC and NHD is LBNHC
+    AXES:ORDER              AXES of one of the first four, memory in any order: 2BNHD:L2BHND (heads
+                            before tokens), B2NHD:BL2NHD (views of a buffer over all layers)
+    BL2NHD, ...             one buffer over all layers, its axes in any order, which is memory's
+    BHNC~ 2BHND~            one tensor per layer as vLLM's CPU kernels fill it: the keys of a block
+                            and head lie transposed, [D, N], and before all its values, [N, D]. The
+                            axes N and C of the tensor mean nothing by themselves
+    A|B|...                 the first of these that has as many axes as the tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvferry.errors import LayoutError
+from kvferry.types import GroupShard, KVGroup
+
+LAYOUTS = ("BHNC", "2BNHD", "B2NHD", "BND")
+"""Axes of one layer's tensor, in any memory order."""
+
+KEYS_ACROSS = ("BHNC~", "2BHND~")
+"""Layouts whose keys lie transposed within a block."""
+
+MEMORY_ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""Orders of all KV in memory, since vLLM 0.32; its tensors are views `[B, H, N, C]`."""
+
+ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+_AXES_OF_A_LAYER = tuple(frozenset(axes) for axes in LAYOUTS)
+
+
+class Strided(NamedTuple):
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """Of its first element from the start of its memory, in elements."""
+    storage: int
+    """Address of that memory: equal for views of one allocation."""
+    dtype: str
+
+
+class Part(NamedTuple):
+    """A run of the content axis in one layer: a view `[block, head, token, content]`."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    start: int
+    """Where the run begins on a record's content axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Axes and memory order behind a name; see the module's text. Made by `parse`."""
+
+    name: str
+    axes: str
+    order: str | None
+    keys_across: bool = False
+    """Keys are transposed within a block; see the module's text."""
+
+    @property
+    def is_one_buffer(self) -> bool:
+        """Whether one tensor holds all layers."""
+        return "L" in self.axes
+
+    def of_tensor(self, num_axes: int) -> Layout:
+        """The layout of a tensor with so many axes.
+
+        The names of `MEMORY_ORDERS` stand for views of four axes and for a buffer of five.
+        """
+        if num_axes == 5 and self.name in MEMORY_ORDERS:
+            return Layout(self.name, self.name, self.name)
+        return self
+
+    def check(self, tensor: Strided, num_layers: int, layer_stride: int | None = None) -> None:
+        """Whether a tensor is what the layout says.
+
+        Gaps are no fault: pages may be padded, and a view may be a part of something larger.
+
+        Args:
+            tensor: of one layer, or of all.
+            num_layers: layers that lie together.
+            layer_stride: from one layer's tensor to the next, if they are evenly spaced.
+
+        Raises:
+            LayoutError: another number of axes, an axis 2 of another size, or strides that lie in
+                another order or overlap.
+        """
+        if len(tensor.shape) != len(self.axes):
+            raise LayoutError(
+                f"layout {self.name} has {len(self.axes)} axes, the tensor {len(tensor.shape)}"
+            )
+        if self.keys_across:
+            self._check_keys_across(tensor)
+        sizes = {"L": num_layers} | dict(zip(self.axes, tensor.shape, strict=True))
+        if sizes.get("2", 2) != 2:
+            raise LayoutError(
+                f"layout {self.name}: axis {self.axes.index('2')} must be 2, not {sizes['2']}"
+            )
+        strides = dict(zip(self.axes, tensor.strides, strict=True))
+        if layer_stride is not None:
+            strides["L"] = layer_stride
+        # Axes of one index have no stride to speak of.
+        shown = sorted((a for a in strides if sizes[a] > 1), key=lambda axis: -strides[axis])
+        extent = 1
+        for axis in reversed(self.order or shown):
+            # Layers of unknown spacing take at least the room of their number.
+            stride = strides.get(axis, extent)
+            if sizes[axis] > 1:
+                if stride < extent or (self.order and extent == 1 != stride):
+                    raise LayoutError(
+                        f"layout {self.name} is {self.order or 'without overlaps'} in memory; the "
+                        f"tensor has shape {tensor.shape} and strides {tensor.strides}: "
+                        f"{''.join(shown)}"
+                    )
+                extent = stride * sizes[axis]
+
+    def _check_keys_across(self, tensor: Strided) -> None:
+        size = tensor.shape[-1]
+        if tensor.strides[-2:] != (size, 1) or (self.axes[-1] == "C" and size % 2):
+            raise LayoutError(
+                f"layout {self.name} has its last two axes in one piece; the tensor has shape "
+                f"{tensor.shape} and strides {tensor.strides}"
+            )
+
+    def parts(self, tensor: Strided, layer: int) -> tuple[Part, ...]:
+        """Views of one layer by content part; `layer` matters only in a buffer of all layers."""
+        sizes = dict(zip(self.axes, tensor.shape, strict=True))
+        strides = dict(zip(self.axes, tensor.strides, strict=True))
+        if self.keys_across:
+            dim = sizes["D"] if "D" in sizes else sizes["C"] // 2
+            plane = strides["2"] if "2" in strides else sizes["N"] * dim
+            shape = (sizes["B"], sizes["H"], sizes["N"], dim)
+            block, head = strides["B"], strides["H"]
+            return (
+                Part(tensor.storage, tensor.offset, shape, (block, head, 1, sizes["N"]), 0),
+                Part(tensor.storage, tensor.offset + plane, shape, (block, head, dim, 1), dim),
+            )
+        content = "C" if "C" in sizes else "D"
+        offset = tensor.offset + layer * strides.get("L", 0)
+        shape = (sizes["B"], sizes.get("H", 1), sizes["N"], sizes[content])
+        steps = (strides["B"], strides.get("H", 0), strides["N"], strides[content])
+        return tuple(
+            Part(tensor.storage, offset + side * strides.get("2", 0), shape, steps, start)
+            for side, start in enumerate(range(0, sizes.get("2", 1) * shape[3], shape[3]))
+        )
+
+
+def parse(name: str) -> Layout:
+    """The layout of that name.
+
+    Raises:
+        LayoutError: no layout has this name.
+    """
+    full = ALIASES.get(name, name)
+    if full in KEYS_ACROSS:
+        return Layout(full, full[:-1], None, keys_across=True)
+    if full in MEMORY_ORDERS:
+        return Layout(full, "BHNC", full)
+    axes, colon, order = full.partition(":")
+    of_a_layer = frozenset(axes) - {"L"}
+    if of_a_layer not in _AXES_OF_A_LAYER or len(set(axes)) < len(axes):
+        raise _unknown(name)
+    if "L" not in axes and axes not in LAYOUTS:
+        raise _unknown(name)
+    if colon and (len(set(order)) < len(order) or frozenset(order) - {"L"} != of_a_layer):
+        raise _unknown(name)
+    if "L" in axes:
+        if colon and len(order) != len(axes):
+            raise _unknown(name)
+        return Layout(full, axes, order or axes)
+    return Layout(full, axes, order or None)
+
+
+def _unknown(name: str) -> LayoutError:
+    known = ", ".join((*LAYOUTS, *ALIASES, *MEMORY_ORDERS, *KEYS_ACROSS))
+    return LayoutError(
+        f"unknown KV layout {name!r}; known: {known}, AXES:ORDER (for example 2BNHD:L2BHND), and "
+        "buffers of all layers by their axes (for example BL2NHD)"
+    )
+
+
+def _fitting(layout: str, num_axes: int) -> Layout:
+    found = [parse(name).of_tensor(num_axes) for name in layout.split("|")]
+    return next((each for each in found if len(each.axes) == num_axes), found[0])
+
+
+def layer_parts(
+    tensors: Sequence[Strided], group: KVGroup, shard: GroupShard, layout: str
+) -> list[tuple[Part, ...]]:
+    """The content parts of every layer of a rank.
+
+    Args:
+        tensors: one per layer, in layer order, or one with all layers.
+        group: geometry of the whole group.
+        shard: the layers and heads that the rank holds.
+        layout: a name that `parse` knows, or several with | between them.
+
+    Raises:
+        LayoutError: tensors that are not what group, shard and layout say.
+    """
+    num_layers = shard.layers[1] - shard.layers[0]
+    spec = _fitting(layout, len(tensors[0].shape) if tensors else 0)
+    expected = 1 if spec.is_one_buffer else num_layers
+    if len(tensors) != expected or num_layers < 1:
+        raise LayoutError(
+            f"{len(tensors)} KV tensors for a shard of {num_layers} layers in layout {layout}, "
+            f"which needs {expected}"
+        )
+    layer_stride = None if spec.is_one_buffer else _layer_stride(tensors)
+    for tensor in tensors:
+        spec.check(tensor, num_layers, layer_stride)
+        if tensor.dtype != group.dtype:
+            raise LayoutError(f"KV dtype is {group.dtype}, the tensor has {tensor.dtype}")
+    if spec.is_one_buffer:
+        buffer_layers = tensors[0].shape[spec.axes.index("L")]
+        if buffer_layers != num_layers:
+            raise LayoutError(f"{buffer_layers} layers in the buffer, {num_layers} in the shard")
+        layers = [spec.parts(tensors[0], layer) for layer in range(num_layers)]
+    else:
+        layers = [spec.parts(tensor, 0) for tensor in tensors]
+    num_blocks = layers[0][0].shape[0]
+    for parts in layers:
+        _check_geometry(parts, group, shard, num_blocks)
+    return layers
+
+
+def _layer_stride(tensors: Sequence[Strided]) -> int | None:
+    """Elements from one layer to the next; None if they do not follow each other evenly."""
+    if len({tensor.storage for tensor in tensors}) > 1:
+        return None
+    steps = {after.offset - before.offset for before, after in pairwise(tensors)}
+    step = steps.pop() if len(steps) == 1 else 0
+    return abs(step) or None
+
+
+def _check_geometry(
+    parts: tuple[Part, ...], group: KVGroup, shard: GroupShard, num_blocks: int
+) -> None:
+    content = sum(part.shape[3] for part in parts)
+    if content != group.content_size:
+        raise LayoutError(f"content size is {group.content_size}, the tensor holds {content}")
+    expected = (num_blocks, shard.heads[1] - shard.heads[0], group.block_size)
+    if parts[0].shape[:3] != expected:
+        raise LayoutError(
+            f"expected [blocks, heads, block_size] = {expected}, "
+            f"the tensor has {parts[0].shape[:3]}"
+        )

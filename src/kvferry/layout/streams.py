@@ -1,0 +1,154 @@
+"""Device copies beside the engine's own work: pinned memory, a side stream, and marks in streams.
+
+    engine's thread                    copying thread
+    ───────────────                    ──────────────
+    produced = side.mark()             done = side.run(gather_and_write, after=produced)
+    ...next step...                    done.wait(timeout)
+
+    loaded.hold()  # what the engine submits from here on runs after the copies before that mark
+
+Without a device everything has happened when a call returns: the same code serves the CPU.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.errors import TransferError
+
+_POLL_SECONDS = 50e-6
+_SLOWEST_POLL_SECONDS = 1e-3
+"""Each look takes the interpreter's lock from the thread that submits the engine's work."""
+
+_REGISTER_PORTABLE = 1
+"""Pinned for all contexts of the process, whichever is current."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a stream: all that was submitted before it."""
+
+    event: torch.cuda.Event | None = None
+    """None: has happened."""
+
+    def poll(self) -> bool:
+        """Whether it has been reached. Does not wait."""
+        return self.event is None or bool(self.event.query())
+
+    def wait(self, timeout: float) -> bool:
+        """Block until it is reached, at most `timeout` seconds; whether it was."""
+        deadline = time.monotonic() + timeout
+        pause = _POLL_SECONDS
+        while not self.poll():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
+        return True
+
+    def hold(self) -> None:
+        """Let the current stream's next work wait for it. Does not block the thread."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class SideStream:
+    """A stream of one device for copies only, so that they run beside compute.
+
+    Thread-safe: work of several threads runs in the order of its submission.
+
+    Args:
+        device: of the KV.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether work goes on after `run` has returned."""
+        return self._stream is not None
+
+    def mark(self) -> Mark:
+        """All that the caller's current stream was given so far."""
+        if self._stream is None:
+            return Mark()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return Mark(event)
+
+    def hold(self, mark: Mark) -> None:
+        """Let what the caller's current stream of this device is given next wait for a mark. Does
+        not block the thread."""
+        if self._stream is not None:
+            with torch.cuda.device(self._device):
+                mark.hold()
+
+    def end(self) -> Mark:
+        """All copies that were submitted so far, by any thread."""
+        return self.run(_nothing, after=Mark())
+
+    def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
+        """Call `work` with this stream as the current one.
+
+        Args:
+            work: submits copies; what it allocates on the device belongs to this stream.
+            after: nothing of it runs on the device before this.
+
+        Returns:
+            The place behind it.
+        """
+        if self._stream is None:
+            work()
+            return Mark()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            after.hold()
+            work()
+            return self.mark()
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
+    """Lock a buffer's pages for as long as this lasts, so that a device copies to and from it at
+    full speed. Does nothing without a device.
+
+    Args:
+        view: writable and page-aligned, such as staging slots.
+        device: of the KV.
+
+    Raises:
+        TransferError: the system refuses, for example for want of lockable memory; the buffer can
+            still be used, more slowly.
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE))
+        if code:
+            # It stays the thread's last error until somebody asks, and the next launch does.
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
+    if code:
+        raise TransferError(
+            f"{len(view)} bytes of staging cannot be pinned: CUDA error {code}; lower staging_bytes"
+        )
+    try:
+        yield
+    finally:
+        runtime.cudaHostUnregister(address)

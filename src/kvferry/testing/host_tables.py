@@ -1,0 +1,254 @@
+"""Block tables and tensors of the simulated host.
+
+As in vLLM, all tables take blocks from one pool and the layers of different tables share memory, so
+a block id used in the wrong table destroys another table's KV. A table with a window frees blocks
+once no token to come attends to them, and leaves the null block in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvferry.connectors.registry import EngineSpec
+from kvferry.contract.worker import WorkerRole
+from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.types import NULL_BLOCK, KVGroup, TablePart
+
+if TYPE_CHECKING:
+    from kvferry.testing.host import HostRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTable:
+    """One block table of a host.
+
+    Attributes:
+        block_size: tokens per block.
+        window: tokens kept, the next one to compute included; None for all.
+        layers: layers that stand in it: of which group, which ones. None at all: a table that no
+            connector takes part in.
+    """
+
+    block_size: int
+    window: int | None = None
+    layers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def num_dropped(self, num_computed: int) -> int:
+        """Leading blocks that no token from `num_computed` on attends to."""
+        return self.attended_from(num_computed) // self.block_size
+
+    def attended_from(self, num_computed: int) -> int:
+        """First token that token `num_computed` attends to."""
+        return 0 if self.window is None else max(0, num_computed - self.window + 1)
+
+
+def layer_names(groups: Sequence[KVGroup]) -> tuple[tuple[str, ...], ...]:
+    """`group.layer` names."""
+    return tuple(
+        tuple(f"{index}.{layer}" for layer in range(group.num_layers))
+        for index, group in enumerate(groups)
+    )
+
+
+def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
+    """What an `EngineSpec` without tables means."""
+    return tuple(
+        HostTable(
+            block_size=group.block_size,
+            window=group.window,
+            layers=((index, tuple(range(group.num_layers))),),
+        )
+        for index, group in enumerate(groups)
+    )
+
+
+def parts_of_tables(
+    groups: Sequence[KVGroup], tables: Sequence[HostTable]
+) -> tuple[TablePart, ...]:
+    """The tables as a connector is told of them."""
+    names = layer_names(groups)
+    return tuple(
+        TablePart(
+            table=index,
+            group=group,
+            layers=layers,
+            layer_names=tuple(names[group][layer] for layer in layers),
+            block_size=table.block_size,
+            window=table.window,
+        )
+        for index, table in enumerate(tables)
+        for group, layers in table.layers
+    )
+
+
+class HostPool:
+    """The blocks of all tables. Block 0 is the null block."""
+
+    def __init__(self, tables: Sequence[HostTable], num_blocks: int) -> None:
+        self.tables = tables
+        self._num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    def grow(self, request: HostRequest, num_tokens: int) -> list[int]:
+        """Give a request blocks for its tokens, after dropping what left the windows.
+
+        Returns:
+            The blocks that were freed.
+        """
+        if not request.block_ids:
+            request.block_ids = tuple([] for _ in self.tables)
+        freed = []
+        computed = request.num_computed_tokens
+        for table, blocks in zip(self.tables, request.block_ids, strict=True):
+            dropped = table.num_dropped(computed)
+            for index in range(min(dropped, len(blocks))):
+                if blocks[index] != NULL_BLOCK:
+                    freed.append(blocks[index])
+                    blocks[index] = NULL_BLOCK
+            blocks.extend([NULL_BLOCK] * (dropped - len(blocks)))
+        self._free.extend(reversed(freed))
+        for table, blocks in zip(self.tables, request.block_ids, strict=True):
+            while len(blocks) * table.block_size < num_tokens:
+                blocks.append(self._free.pop())
+        return freed
+
+    def num_missing(self, request: HostRequest) -> int:
+        """Tokens, over the tables, that the next one attends to and that have no block."""
+        computed = request.num_computed_tokens
+        return sum(
+            1
+            for table, blocks in zip(self.tables, request.block_ids, strict=True)
+            if table.layers
+            for token in range(table.attended_from(computed), computed)
+            if blocks[token // table.block_size] == NULL_BLOCK
+        )
+
+    def release(self, request: HostRequest) -> list[int]:
+        """Take all blocks of a request back; returns them."""
+        freed = [block for table in request.block_ids for block in table if block != NULL_BLOCK]
+        self._free.extend(freed)
+        request.block_ids = ()
+        return freed
+
+    def check_integrity(self, requests: Collection[HostRequest]) -> None:
+        """Every block is free or held by one of these requests.
+
+        Raises:
+            AssertionError: if not.
+        """
+        held = [b for r in requests for table in r.block_ids for b in table if b != NULL_BLOCK]
+        if sorted(held + self._free) != list(range(1, self._num_blocks)):
+            raise AssertionError("blocks are lost, or held twice")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Layer `layer` of a group, counted over the whole model."""
+
+    name: str
+    group: int
+    layer: int
+
+
+class HostRank:
+    """One rank's tensors, `[B, H, N, C]` per layer, and what it writes into them."""
+
+    def __init__(
+        self, spec: EngineSpec, worker: WorkerRole, tables: Sequence[HostTable], num_blocks: int
+    ) -> None:
+        self._spec = spec
+        self._tables = tables
+        self.worker = worker
+        self.lifecycle = StepLifecycle(worker, strict=True)
+        self._layers: list[list[_Layer]] = [[] for _ in tables]
+        for part in spec.table_parts:
+            base = spec.shard.groups[part.group].layers[0]
+            self._layers[part.table] += [
+                _Layer(name, part.group, base + layer)
+                for name, layer in zip(part.layer_names or (), part.layers, strict=True)
+            ]
+        self.caches: dict[str, torch.Tensor] = {}
+        self._memory = self._allocate(num_blocks)
+        worker.register_kv_caches(self.caches)
+
+    def _shape(self, table: int, layer: _Layer) -> tuple[int, int, int]:
+        """`[heads of this rank, block size, content]`."""
+        heads = self._spec.shard.groups[layer.group].heads
+        content = self._spec.groups[layer.group].content_size
+        return heads[1] - heads[0], self._tables[table].block_size, content
+
+    def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
+        """One `[num_blocks, page]` region for the n-th layers of all tables."""
+        pages: dict[int, int] = {}
+        for table, layers in enumerate(self._layers):
+            for index, layer in enumerate(layers):
+                heads, size, content = self._shape(table, layer)
+                pages[index] = max(pages.get(index, 0), heads * size * content)
+        memory = [torch.full((num_blocks, page), float("nan")) for page in pages.values()]
+        for table, layers in enumerate(self._layers):
+            for region, layer in zip(memory, layers, strict=False):
+                heads, size, content = self._shape(table, layer)
+                page = region[:, : heads * size * content]
+                self.caches[layer.name] = page.view(num_blocks, heads, size, content)
+        return memory
+
+    def expected(self, group: int, layer: int, prefix_seeds: Sequence[int]) -> torch.Tensor:
+        """`[tokens, heads of this rank, content]`: KV of the tokens that end these prefixes."""
+        heads = torch.arange(*self._spec.shard.groups[group].heads).view(1, -1, 1)
+        content = torch.arange(self._spec.groups[group].content_size)
+        seeds = torch.tensor(prefix_seeds, dtype=torch.int64).view(-1, 1, 1)
+        value = seeds * 31 + group * 7919 + layer * 1009 + heads * 97 + content * 7
+        return (value % 65_521).to(torch.float32)
+
+    def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
+        """Write the KV of tokens `[start, stop)`, as far as they have blocks."""
+        for table, layers in enumerate(self._layers):
+            tokens, blocks, slots = self._held(table, request, start, stop)
+            wanted = [seeds[token] for token in tokens]
+            for layer in layers:
+                values = self.expected(layer.group, layer.layer, wanted)
+                self.caches[layer.name][blocks, :, slots] = values
+
+    def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
+        """How many token slots of `[0, stop)` that have a block, over layers, hold anything but the
+        right KV."""
+        wrong = 0
+        for table, layers in enumerate(self._layers):
+            tokens, blocks, slots = self._held(table, request, 0, stop)
+            wanted = [seeds[token] for token in tokens]
+            for layer in layers:
+                values = self.expected(layer.group, layer.layer, wanted)
+                found = self.caches[layer.name][blocks, :, slots]
+                wrong += int((found != values).flatten(1).any(1).sum())
+        return wrong
+
+    def _held(
+        self, table: int, request: HostRequest, start: int, stop: int
+    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """Tokens of `[start, stop)` that have a block, and where they lie."""
+        size, ids = self._tables[table].block_size, request.block_ids[table]
+        tokens = [
+            token
+            for token in range(start, stop)
+            if token // size < len(ids) and ids[token // size] != NULL_BLOCK
+        ]
+        blocks = torch.tensor([ids[token // size] for token in tokens], dtype=torch.int64)
+        return tokens, blocks, torch.tensor(tokens, dtype=torch.int64) % size
+
+    def poison(self, blocks: Collection[int]) -> None:
+        """Fill blocks with garbage: whoever still reads or writes them is seen."""
+        for region in self._memory:
+            region[list(blocks)] = float("nan")
+
+    def check_null_block(self) -> None:
+        """Nobody ever wrote to the null block.
+
+        Raises:
+            AssertionError: somebody did.
+        """
+        if not all(region[NULL_BLOCK].isnan().all() for region in self._memory):
+            raise AssertionError("the null block was written")

@@ -1,0 +1,48 @@
+"""Models loaded by Transformers, and prompts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvferry.engine.model import quiet_transformers
+from kvferry.testing.models import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Factory: `model_dir("llama", seed=1)` is a model directory, made once."""
+    made: dict[str, Path] = {}
+
+    def factory(arch: str = "llama", seed: int = 0, **overrides: object) -> Path:
+        name = f"{arch}-{seed}-{sorted(overrides.items())}"
+        if name not in made:
+            # Generated text of tiny models is random: no token of theirs shall stand for padding.
+            made[name] = make_tiny_model(
+                tmp_path_factory.mktemp(arch), arch, seed, **{"pad_token_id": None, **overrides}
+            )
+        return made[name]
+
+    return factory
+
+
+@pytest.fixture
+def load_model(model_dir):
+    """Factory: a model in float32 as `from_pretrained` gives it, new at every call."""
+
+    def factory(path: Path | None = None, **kwargs):
+        with quiet_transformers():
+            return AutoModelForCausalLM.from_pretrained(
+                path or model_dir(), **{"dtype": torch.float32, **kwargs}
+            )
+
+    return factory
+
+
+@pytest.fixture
+def store_url(tmp_path) -> str:
+    return (tmp_path / "store").as_uri()

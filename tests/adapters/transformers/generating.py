@@ -1,0 +1,62 @@
+"""What the tests of `StoredKV` do again and again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvferry.adapters.transformers import StoredKV
+from kvferry.observe import Counters
+
+CHUNK = 16
+
+
+class Generated(NamedTuple):
+    num_loaded: int
+    num_saved: int
+    token_ids: list[int]
+    """All of them, the prompt first."""
+    logits: torch.Tensor
+    """`[new tokens, vocab]`."""
+    counts: Counters
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 320, (1, length), generator=generator)
+
+
+def generate(model, input_ids, cache=None, *, new_tokens: int = 5):
+    """Greedy tokens and their logits."""
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    return output.sequences, torch.cat(output.logits)
+
+
+def reuse(model, store_url: str, input_ids, *, save: bool = True, **options) -> Generated:
+    """Load, generate, save, with a `StoredKV` of its own."""
+    counts = Counters()
+    options = {"chunk_tokens": CHUNK, **options}
+    with StoredKV(model, store_url, observer=counts, **options) as kv:
+        cache = kv.load(input_ids)
+        num_loaded = cache.get_seq_length()
+        sequences, logits = generate(model, input_ids, cache)
+        num_saved = kv.save(sequences, cache) if save else 0
+    return Generated(num_loaded, num_saved, sequences[0].tolist(), logits, counts)
+
+
+def assert_same_as_cold(model, input_ids, generated: Generated, within: float = 1e-4) -> None:
+    """Logits and greedy tokens are those of the model without any cache of ours."""
+    sequences, logits = generate(model, input_ids)
+    assert (generated.logits - logits).abs().max() <= within
+    assert generated.token_ids == sequences[0].tolist()

@@ -1,0 +1,228 @@
+"""Whatever happens to records and stores: the right answer, a counter, and in time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.adapters.transformers import StoredKV
+from kvferry.observe import Counters
+from kvferry.store.base import PutResult
+from kvferry.store.url import open_store
+from kvferry.testing.faults import (
+    CorruptingStore,
+    FailingStore,
+    Gate,
+    StallingStore,
+    flip_bit,
+    truncate,
+    zero,
+)
+from tests.adapters.transformers.generating import (
+    CHUNK,
+    assert_same_as_cold,
+    generate,
+    prompt,
+    reuse,
+)
+
+
+def records(store_url: str) -> list[Path]:
+    """In the order of their chunks."""
+    paths = (Path(store_url.removeprefix("file://")) / "records").glob("*/*.safetensors")
+    return sorted(paths, key=_first_token)
+
+
+def _first_token(path: Path) -> int:
+    head = path.read_bytes()[:4096]
+    return int(head.partition(b'"first_token":"')[2].partition(b'"')[0])
+
+
+def _flip(at: int):
+    return lambda path: path.write_bytes(flip_bit(8 * at)(path.read_bytes()))
+
+
+def _swap(path: Path) -> None:
+    other = next(each for each in sorted(path.parent.parent.glob("*/*")) if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+def _replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "counter"),
+    [
+        (_flip(40), "records_corrupt"),
+        (_flip(1000), "records_corrupt"),
+        (_flip(4090), "records_corrupt"),
+        (_flip(4096), "miss_bad_leaf"),
+        (_flip(-1), "miss_bad_leaf"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "miss_truncated"),
+        (lambda path: path.write_bytes(b""), "miss_truncated"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "miss_trailing_bytes"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "records_corrupt"),
+        (_swap, "miss_wrong_key"),
+        (lambda path: path.unlink(), "miss_absent"),
+        (_replace_by_directory, "requests_missed"),
+    ],
+    ids=[
+        *("header", "padding", "table", "first payload byte", "last payload byte"),
+        *("truncated", "emptied", "longer", "zeroed", "swapped", "deleted", "directory"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_broken_record_ends_the_prefix(load_model, store_url, damage, counter, chunk):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    damage(records(store_url)[chunk])
+    broken = reuse(model, store_url, prompt(64))
+    assert broken.num_loaded == chunk * CHUNK
+    assert_same_as_cold(model, prompt(64), broken)
+    if counter != "requests_missed" or chunk == 0:
+        assert broken.counts[counter] == 1
+    # What was broken is out of the way: the run after it stored the chunk again.
+    again = reuse(model, store_url, prompt(64))
+    assert again.num_loaded == 63
+    assert_same_as_cold(model, prompt(64), again)
+
+
+@pytest.mark.parametrize("damage", [flip_bit(8 * 5000), truncate(-1), zero(4096, 5000)])
+def test_a_medium_that_returns_other_bytes_is_never_believed(load_model, damage):
+    model = load_model()
+    counts = Counters()
+    store = CorruptingStore(open_store("memory://x"), damage=damage)
+    with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
+        cache = kv.load(prompt(64))
+        sequences, _ = generate(model, prompt(64), cache)
+        assert kv.save(sequences, cache) == 64
+        assert kv.load(prompt(64)).get_seq_length() == 0
+    assert 1 <= counts["records_corrupt"] <= 4
+
+
+@pytest.mark.parametrize("operation", ["open_read", "read_into"])
+def test_a_store_that_cannot_be_read_is_a_miss(load_model, store_url, operation):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    counts = Counters()
+    store = FailingStore(open_store(store_url), operations={operation})
+    with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
+        assert kv.load(prompt(64)).get_seq_length() == 0
+    assert 1 <= counts["miss_io_error"] <= 4
+    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+
+
+def test_a_store_that_cannot_be_written_stores_nothing(load_model):
+    model = load_model()
+    counts = Counters()
+    store = FailingStore(open_store("memory://x"), operations={"put"})
+    with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
+        cache = kv.load(prompt(64))
+        sequences, _ = generate(model, prompt(64), cache)
+        assert kv.save(sequences, cache) == 0
+    assert counts[f"put_{PutResult.FAILED}"] == 4
+
+
+def test_a_full_store_keeps_the_start_or_the_end_but_nothing_wrong(load_model, store_url):
+    model = load_model()
+    size = next(iter(_record_sizes(model)))
+    url = f"{store_url}?max_bytes={3 * size}"
+    for seed in range(4):
+        run = reuse(model, url, prompt(64, seed=seed))
+        assert_same_as_cold(model, prompt(64, seed=seed), run)
+    assert sum(path.stat().st_size for path in records(store_url)) <= 3 * size
+
+
+def _record_sizes(model):
+    with StoredKV(model, "memory://sizes", chunk_tokens=CHUNK) as kv:
+        yield kv._schema.record_bytes
+
+
+def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    gate = Gate()
+    counts = Counters()
+    # The first chunk takes one look and two reads.
+    store = _StallsLater(open_store(store_url), gate=gate, num_free=2)
+    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 0.3, "io_threads": 1}
+    with StoredKV(model, store, observer=counts, **options) as kv:
+        started = time.monotonic()
+        cache = kv.load(prompt(64))
+        assert time.monotonic() - started < 3
+        assert cache.get_seq_length() == 2 * CHUNK
+        assert counts["miss_deadline"] == 1
+        sequences, logits = generate(model, prompt(64), cache)
+        gate.release()
+    cold, cold_logits = generate(model, prompt(64))
+    assert sequences.tolist() == cold.tolist()
+    assert (logits - cold_logits).abs().max() <= 1e-4
+
+
+class _StallsLater(StallingStore):
+    """Opens `num_free` records at once and has the next ones wait."""
+
+    def __init__(self, inner, *, gate, num_free):
+        super().__init__(inner, gate=gate, operations={"open_read"})
+        self._num_free = num_free
+
+    def fault(self, operation):
+        self._num_free -= 1
+        return self._num_free >= 0 or super().fault(operation)
+
+
+def test_a_stalled_store_is_not_asked_again_at_once(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    gate = Gate()
+    counts = Counters()
+    store = StallingStore(open_store(store_url), gate=gate, operations={"open_read"})
+    with StoredKV(
+        model, store, chunk_tokens=CHUNK, observer=counts, load_timeout_seconds=0.2
+    ) as kv:
+        assert kv.load(prompt(64)).get_seq_length() == 0
+        started = time.monotonic()
+        for _ in range(20):
+            assert kv.load(prompt(64)).get_seq_length() == 0
+        assert time.monotonic() - started < 0.2 * 20
+        assert (counts["miss_deadline"], counts["loads_skipped"]) == (1, 20)
+        gate.release()
+
+
+def test_a_save_ends_with_its_deadline_and_keeps_little_in_memory(load_model, store_url):
+    model = load_model()
+    gate = Gate()
+    counts = Counters()
+    store = StallingStore(open_store(store_url), gate=gate, operations={"put"})
+    options = {"chunk_tokens": 4, "save_timeout_seconds": 0.2, "io_threads": 1}
+    with StoredKV(model, store, observer=counts, **options) as kv:
+        cache = kv.load(prompt(64))
+        sequences, _ = generate(model, prompt(64), cache)
+        for _ in range(3):
+            started = time.monotonic()
+            assert kv.save(sequences, cache) == 0
+            assert time.monotonic() - started < 3
+        assert counts["save_deadline"] == 3
+        assert len(kv._writes._under_way) == 2
+        gate.release()
+        # What was given up on is stored meanwhile, or now.
+        kv.save(sequences, cache)
+        assert kv.load(prompt(64)).get_seq_length() == 63
+
+
+def test_closing_does_not_wait_for_a_stalled_store(load_model, store_url, monkeypatch):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    monkeypatch.setattr("kvferry.adapters.transformers.stored_kv.CLOSE_SECONDS", 0.2)
+    gate = Gate()
+    store = StallingStore(open_store(store_url), gate=gate, operations={"read_into"})
+    kv = StoredKV(model, store, chunk_tokens=CHUNK, load_timeout_seconds=0.2)
+    kv.load(prompt(64))
+    started = time.monotonic()
+    kv.close()
+    assert time.monotonic() - started < 3
+    gate.release()

@@ -1,0 +1,305 @@
+"""Which models are refused, and that no two of them share KV."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, QuantoConfig, StaticCache
+
+from kvferry.adapters.transformers import StoredKV
+from kvferry.errors import ConfigError
+from tests.adapters.transformers.generating import (
+    CHUNK,
+    assert_same_as_cold,
+    generate,
+    prompt,
+    reuse,
+)
+
+
+def test_other_weights_of_the_same_shape_read_nothing(model_dir, load_model, store_url):
+    reuse(load_model(model_dir(seed=0)), store_url, prompt(64))
+    other = load_model(model_dir(seed=1))
+    assert reuse(other, store_url, prompt(64)).num_loaded == 0
+    assert reuse(other, store_url, prompt(64)).num_loaded == 63
+
+
+def test_a_copy_of_the_directory_is_the_same_model(model_dir, load_model, store_url, tmp_path):
+    reuse(load_model(), store_url, prompt(64))
+    copy = shutil.copytree(model_dir(), tmp_path / "copy")
+    assert reuse(load_model(copy), store_url, prompt(64)).num_loaded == 63
+
+
+def test_a_config_overridden_at_load_reads_nothing_of_the_original(
+    model_dir, load_model, store_url
+):
+    reuse(load_model(), store_url, prompt(64))
+    changed = load_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    first = reuse(changed, store_url, prompt(64))
+    assert first.num_loaded == 0
+    assert_same_as_cold(changed, prompt(64), reuse(changed, store_url, prompt(64)))
+
+
+def test_what_users_set_for_generation_changes_no_identity(load_model, store_url):
+    reuse(load_model(), store_url, prompt(64))
+    model = load_model(attn_implementation="eager")
+    model.config.pad_token_id = 5
+    model.config.use_cache = False
+    model.generation_config.temperature = 0.3
+    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+
+
+def _train(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _train,
+        lambda model: model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.001),
+        lambda model: model.model.norm.weight.data.fill_(0.5),
+        lambda model: model.resize_token_embeddings(400),
+    ],
+    ids=["trained", "one tensor", "a norm", "resized"],
+)
+def test_a_model_changed_after_loading_needs_a_name(model_dir, load_model, store_url, change):
+    model = load_model()
+    change(model)
+    with pytest.raises(ConfigError, match="was changed after loading") as refusal:
+        StoredKV(model, store_url)
+    assert "\n" not in str(refusal.value)
+    reuse(load_model(), store_url, prompt(64))
+    assert reuse(model, store_url, prompt(64), weights_version="mine").num_loaded == 0
+    named = reuse(model, store_url, prompt(64), weights_version="mine")
+    assert named.num_loaded == 63
+    assert_same_as_cold(model, prompt(64), named)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _train,
+        lambda model: model.train(),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: setattr(
+            model.model.layers[0].self_attn, "q_proj", torch.nn.Linear(64, 64, bias=False)
+        ),
+    ],
+    ids=["trained", "training mode", "cast", "loaded", "replaced layer"],
+)
+def test_a_model_changed_under_an_open_store_is_left_alone(load_model, store_url, change, caplog):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        before = kv.load(prompt(64))
+        assert before.get_seq_length() == 63
+        change(model)
+        assert kv.load(prompt(64)).get_seq_length() == 0
+        cache = DynamicCache()
+        assert kv.save(prompt(64), before) == 0
+        assert kv.save(prompt(64), cache) == 0
+    assert caplog.text.count("nothing is loaded or saved") == 1
+
+
+def test_generating_is_no_change(model_dir, load_model, store_url):
+    for arch in ("llama", "gemma3_text", "gpt_neox"):
+        model = load_model(model_dir(arch))
+        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+            for _ in range(2):
+                cache = kv.load(prompt(64))
+                sequences, _ = generate(model, prompt(64), cache)
+                kv.save(sequences, cache)
+            assert kv.load(prompt(64)).get_seq_length() == 63
+
+
+def test_a_sharded_model_is_compared_shard_by_shard(model_dir, load_model, store_url, tmp_path):
+    load_model().save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+    model = load_model(tmp_path / "sharded")
+    assert reuse(model, store_url, prompt(40)).num_saved == 32
+    model.model.layers[2].mlp.down_proj.weight.data.neg_()
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp.down_proj\.weight is not the one"):
+        StoredKV(model, store_url)
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(
+    model_dir, load_model, store_url, tmp_path, monkeypatch
+):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    entry = tmp_path / "models--someone--tiny"
+    shutil.copytree(model_dir(), entry / "snapshots" / commit)
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text(commit)
+    model = load_model("someone/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert model.name_or_path == "someone/tiny"
+    with pytest.raises(ConfigError, match=r"'someone/tiny', no directory.*pass model_dir="):
+        StoredKV(model, store_url)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    reuse(model, store_url, prompt(64))
+    named = reuse(model, store_url, prompt(64), model_dir=entry / "snapshots" / commit)
+    assert named.num_loaded == 63
+    assert reuse(load_model(), store_url, prompt(64)).num_loaded == 63
+
+
+def test_a_model_without_a_directory_is_refused(model_dir, load_model, store_url):
+    config = load_model().config
+    config.name_or_path = ""
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"name_or_path is '', no directory .* pass model_dir="):
+        StoredKV(model.eval(), store_url)
+    with pytest.raises(ConfigError, match="was changed after loading"):
+        StoredKV(model.eval(), store_url, model_dir=model_dir())
+
+
+def test_a_model_that_looks_ahead_is_refused(model_dir, load_model, store_url):
+    with pytest.raises(ConfigError, match="is not causal"):
+        StoredKV(load_model(model_dir("bert")), store_url)
+
+
+def test_latents_of_a_form_that_is_not_known_are_refused(load_model, store_url):
+    model = load_model()
+    model.config.kv_lora_rank = 16
+    with pytest.raises(ConfigError, match=r"'llama' models use latent attention.*deepseek_v3"):
+        StoredKV(model, store_url)
+
+
+def test_a_recurrent_model_is_refused(load_model, store_url, tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ConfigError, match="mamba"):
+        StoredKV(load_model(tmp_path / "mamba"), store_url)
+
+
+def test_a_model_in_training_mode_is_refused(load_model, store_url):
+    with pytest.raises(ConfigError, match=r"training mode.*eval\(\)"):
+        StoredKV(load_model().train(), store_url)
+
+
+def test_a_quantised_model_is_refused(load_model, store_url):
+    model = load_model()
+    model.hf_quantizer = QuantoConfig()
+    with pytest.raises(ConfigError, match="quantised"):
+        StoredKV(model, store_url)
+
+
+def test_a_model_with_an_adapter_is_refused(load_model, store_url):
+    model = load_model()
+    # What an adapter looks like from outside, without its library.
+    adapted = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    model.model.layers[0].self_attn.q_proj = adapted(64, 64, bias=False)
+    with pytest.raises(ConfigError, match="PEFT adapter"):
+        StoredKV(model, store_url)
+
+
+@pytest.mark.parametrize("given", [None, "a/path", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(store_url, given):
+    with pytest.raises(ConfigError, match="give a causal LM"):
+        StoredKV(given, store_url)
+
+
+def test_without_transformers_the_line_to_run_is_named(monkeypatch, store_url):
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[transformers\]'"):
+        StoredKV(None, store_url)
+
+
+def test_importing_the_adapter_loads_no_transformers():
+    import subprocess
+
+    code = "import kvferry.adapters.transformers, sys; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# ---- what callers hand over
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones((3, 8), dtype=torch.int64), "3 sequences are given"),
+        ([[5, 6], [7, 8]], "2 sequences are given"),
+        ("text", "token ids are a str"),
+        ({"input_ids": [5]}, "token ids are a dict"),
+        (torch.ones((1, 2, 3)), "token ids are a Tensor"),
+        (torch.tensor(5), "token ids are a Tensor"),
+        ([0.5], "token ids are a list"),
+        ([-1, 5], "token id -1 is given; the vocabulary has 320"),
+        ([5, 320], "token id 320 is given"),
+        (None, "token ids are a NoneType"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(load_model, store_url, given, message):
+    with StoredKV(load_model(), store_url) as kv:
+        for use in (kv.load, lambda ids: kv.save(ids, DynamicCache())):
+            with pytest.raises(ConfigError, match=message):
+                use(given)
+
+
+def test_padding_is_refused_or_left_alone(load_model, store_url):
+    model = load_model()
+    model.generation_config.pad_token_id = 0
+    padded = torch.cat([torch.zeros((1, 20), dtype=torch.int64), prompt(60)], dim=1)
+    mask = (padded != 0).long()
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        with pytest.raises(ConfigError, match="attention_mask hides tokens"):
+            kv.load(padded, attention_mask=mask)
+        cache = kv.load(padded)
+        output = model.generate(padded, past_key_values=cache, max_new_tokens=2)
+        assert kv.save(output, cache) == 0
+        # Padding in the middle hides nothing of what stands before it.
+        inner = torch.cat([prompt(40), padded], dim=1)
+        cache = kv.load(inner)
+        output = model.generate(inner, past_key_values=cache, max_new_tokens=2)
+        assert kv.save(output, cache) == 32
+        assert kv.load(inner).get_seq_length() == 32
+        # A padding token that ends sequences is a token like any other, but not at the front.
+        model.generation_config.eos_token_id = [2, 0]
+        cache = DynamicCache()
+        model(inner, past_key_values=cache)
+        assert kv.save(inner, cache) == 80
+        cache = DynamicCache()
+        model(padded, past_key_values=cache)
+        assert kv.save(padded, cache) == 0
+        assert kv.load(padded).get_seq_length() == 0
+
+
+def test_caches_of_other_kinds_models_and_prompts_are_refused(model_dir, load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    other = DynamicCache()
+    generate(load_model(model_dir("qwen3")), prompt(40), other)
+    beams = DynamicCache()
+    model(prompt(40).repeat(2, 1), past_key_values=beams)
+    half = DynamicCache()
+    load_model(dtype=torch.bfloat16)(prompt(40), past_key_values=half)
+    shallow = DynamicCache()
+    load_model(model_dir(num_hidden_layers=2))(prompt(40), past_key_values=shallow)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        for cache, message in (
+            (StaticCache(config=model.config, max_cache_len=64), "made of StaticLayer"),
+            (None, "made of NoneType"),
+            (other, "one sequence of this model has"),
+            (beams, "one sequence of this model has"),
+            (half, "one sequence of this model has"),
+            (shallow, "has 2 layers, the model 3"),
+        ):
+            with pytest.raises(ConfigError, match=message) as refusal:
+                kv.save(prompt(40), cache)
+            assert "\n" not in str(refusal.value)
+        cache = kv.load(prompt(64))
+        with pytest.raises(ConfigError, match="loaded for other tokens"):
+            kv.save(prompt(64, seed=9), cache)
+        for length in (40, 62, 65):
+            with pytest.raises(ConfigError, match=f"holds 63 tokens and {length} ids"):
+                kv.save(prompt(length), cache)
+        assert kv.save(prompt(64, seed=9), DynamicCache()) == 0

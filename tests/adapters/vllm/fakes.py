@@ -1,0 +1,142 @@
+"""What vLLM hands over, as far as the plug-in reads it; for tests that need no vLLM."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+class HFConfig:
+    """A Hugging Face config: attributes and `to_dict`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = copy.deepcopy(values)
+        for name, value in self._values.items():
+            setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self._values)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(path: Path, *, fill: float = 1.0, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    save_file({"w": torch.full((4,), fill)}, path / "model.safetensors")
+    return path
+
+
+def load_config(model: Any, **_: Any) -> HFConfig:
+    return HFConfig(json.loads((Path(model) / "config.json").read_text()))
+
+
+def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any:
+    """A VllmConfig; `changes` by dotted path with `__` for the dot."""
+    loaded = load_config(model)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(model),
+            dtype=torch.float32,
+            hf_config=loaded,
+            hf_text_config=loaded,
+            quantization=None,
+            max_model_len=64,
+            get_total_num_kv_heads=lambda: 2,
+            get_head_size=lambda: 4,
+        ),
+        cache_config=SimpleNamespace(block_size=4, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            world_size=1,
+            rank=0,
+            distributed_executor_backend=None,
+        ),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="KVFerryConnector", kv_role=kv_role, kv_connector_extra_config={}
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        kv_events_config=None,
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        target = config
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, last, value)
+    return config
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 4
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    page_size_padded: int | None = None
+    prefix_replay_tokens: int = 0
+    extra_bytes: int = 0
+
+    @property
+    def page_size_bytes(self) -> int:
+        content = 2 * self.head_size * self.num_kv_heads * self.block_size
+        return content * self.dtype.itemsize + self.extra_bytes
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int | None = 8
+    extra_retained_tokens: int = 0
+
+
+@dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    num_kv_heads: int = 1
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.head_size * self.block_size * self.dtype.itemsize
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = 4
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+    block_size: int = 4
+
+
+@dataclass
+class Group:
+    layer_names: list[str]
+    kv_cache_spec: Any
+    enable_kv_transfer: bool = True
+
+
+@dataclass
+class KVCacheConfig:
+    kv_cache_groups: list[Group] = field(default_factory=list)
+
+
+def names(*numbers: int) -> list[str]:
+    return [f"model.layers.{number}.self_attn.attn" for number in numbers]

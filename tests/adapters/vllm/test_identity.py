@@ -1,0 +1,256 @@
+"""Two engines agree on a model's identity exactly if they make the same KV from the same tokens."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+import torch
+
+from kvferry.adapters.vllm.identity import LoraIdentities, model_identity
+from kvferry.errors import ConfigError
+from kvferry.keys import Namespace, effective_config, weights_digest
+from kvferry.types import KVGroup
+
+from .fakes import HFConfig, load_config, make_config, write_model
+
+GROUP = KVGroup(num_layers=2, num_kv_heads=2, content_size=8, dtype="float32", block_size=4)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def namespace(config, version=None):
+    return Namespace.of(model_identity(config, version, load_config), (GROUP,), 128).digest
+
+
+def test_a_model_run_as_it_is_written_is_what_its_files_say(model):
+    identity = model_identity(make_config(model), None, load_config)
+    expected = effective_config(model)
+    expected.pop("torch_dtype")
+    assert identity.config == {**expected, "dtype": "float32"}
+    assert identity.weights == weights_digest(model)
+
+
+def test_a_copy_elsewhere_is_the_same_model(model, tmp_path):
+    other = tmp_path / "elsewhere"
+    shutil.copytree(model, other)
+    assert namespace(make_config(model)) == namespace(make_config(other))
+
+
+def test_other_weights_under_the_same_path_are_another_model(model):
+    before = namespace(make_config(model))
+    write_model(model, fill=2.0)
+    assert namespace(make_config(model)) != before
+
+
+OVERRIDES = {
+    "dtype": {"model_config__dtype": torch.bfloat16},
+    "kv dtype": {"cache_config__cache_dtype": "fp8_e4m3"},
+    "online quantisation": {"model_config__quantization": "fp8"},
+}
+
+
+@pytest.mark.parametrize("changes", OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_what_the_operator_changes_is_another_model(model, changes):
+    assert namespace(make_config(model, **changes)) != namespace(make_config(model))
+
+
+def test_an_override_of_rope_is_another_model(model):
+    config = make_config(model)
+    values = config.model_config.hf_config.to_dict()
+    values["rope_parameters"]["rope_theta"] = 5e5
+    config.model_config.hf_config = HFConfig(values)
+    assert namespace(config) != namespace(make_config(model))
+
+
+def test_quantisation_by_the_checkpoint_is_told_by_its_config_alone(tmp_path):
+    model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
+    marlin = make_config(model, model_config__quantization="fp8_marlin")
+    assert namespace(marlin) == namespace(make_config(model, model_config__quantization="fp8"))
+
+
+@pytest.mark.parametrize(("rope_type", "differs"), [("default", False), ("dynamic", True)])
+def test_the_context_length_counts_where_rope_depends_on_it(tmp_path, rope_type, differs):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4}
+    model = write_model(tmp_path / "m", rope_parameters=rope)
+    short = namespace(make_config(model))
+    long = namespace(make_config(model, model_config__max_model_len=128))
+    assert (short != long) == differs
+
+
+def test_latents_are_for_vllm_alone(model):
+    config = model_identity(
+        make_config(model, model_config__use_mla=True), None, load_config
+    ).config
+    assert config["latents_of"] == "vllm on unknown"
+    assert "latents_of" not in model_identity(make_config(model), None, load_config).config
+
+
+def test_a_weights_version_makes_another_namespace(model):
+    assert namespace(make_config(model), "step-1") != namespace(make_config(model), "step-2")
+
+
+def test_weights_that_are_nowhere_on_disk_need_a_version(model, tmp_path):
+    config = make_config(model, model_config__model=str(tmp_path / "not-here"))
+    with pytest.raises(ConfigError, match='set "weights_version"') as caught:
+        model_identity(config, None, load_config)
+    assert "\n" not in str(caught.value)
+    first = model_identity(config, "v1", load_config)
+    assert first.weights != model_identity(config, "v2", load_config).weights
+
+
+def test_a_config_taken_from_elsewhere_is_another_model(model, tmp_path):
+    elsewhere = write_model(tmp_path / "elsewhere", rope_parameters={"rope_theta": 5e5})
+    changes = {
+        "model_config__hf_config": load_config(elsewhere),
+        "model_config__hf_config_path": str(elsewhere),
+    }
+    assert namespace(make_config(model, **changes)) != namespace(make_config(model))
+
+
+def test_a_config_in_another_format_counts_where_it_differs(model):
+    def by_format(path, *, config_format, **_):
+        values = load_config(path).to_dict()
+        return HFConfig(values if config_format == "hf" else {**values, "rope_theta": 5e5})
+
+    def digest(config_format):
+        config = make_config(model, model_config__config_format=config_format)
+        config.model_config.hf_config = by_format(model, config_format=config_format)
+        return Namespace.of(model_identity(config, None, by_format), (GROUP,), 128).digest
+
+    assert digest("mistral") != digest("hf")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "is_shared"),
+    [("safetensors", True), ("fastsafetensors", True), ("pt", False), ("mistral", False)],
+)
+def test_a_format_that_reads_other_files_is_another_model(model, load_format, is_shared):
+    found = namespace(make_config(model, load_config__load_format=load_format))
+    assert (found == namespace(make_config(model))) == is_shared
+    assert found == namespace(make_config(model, load_config__load_format=load_format))
+
+
+def test_weights_from_a_loader_that_nobody_knows_need_a_version_to_be_shared(model):
+    config = make_config(model, load_config__load_format="tensorizer")
+    assert namespace(config) != namespace(config)
+    assert namespace(config, "v1") == namespace(config, "v1") != namespace(config, "v2")
+
+
+def write_hub(cache, fill):
+    """A hub's cache that holds one commit of `some/model`."""
+    commit = f"{int(fill):040x}"
+    model = write_model(cache / "models--some--model" / "snapshots" / commit, fill=fill)
+    refs = cache / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    return model
+
+
+def test_a_model_of_a_hub_is_the_commit_in_the_cache_that_the_operator_names(tmp_path):
+    digests = []
+    for fill in (1.0, 2.0):
+        cache = tmp_path / str(fill)
+        expected = weights_digest(write_hub(cache, fill))
+        config = make_config(
+            cache / "models--some--model" / "snapshots" / f"{int(fill):040x}",
+            model_config__model="some/model",
+            load_config__download_dir=str(cache),
+        )
+        digests.append(model_identity(config, None, lambda *_, **__: HFConfig({})).weights)
+        assert digests[-1] == expected
+    assert digests[0] != digests[1]
+
+
+def test_a_single_file_of_weights_is_hashed(model, tmp_path):
+    other = write_model(tmp_path / "other", fill=2.0)
+    first, second = (
+        namespace(make_config(path, model_config__model_weights=str(path / "model.safetensors")))
+        for path in (model, other)
+    )
+    assert first != second
+
+
+def test_dummy_weights_are_shared_with_nobody(model):
+    config = make_config(model, load_config__load_format="dummy")
+    assert namespace(config) != namespace(config)
+
+
+def test_scales_taken_from_requests_are_refused(model):
+    config = make_config(
+        model, cache_config__cache_dtype="fp8", cache_config__calculate_kv_scales=True
+    )
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        model_identity(config, None, load_config)
+
+
+def test_a_config_that_cannot_be_read_again_counts_as_a_whole(model):
+    def unreadable(*_, **__):
+        raise OSError("gone")
+
+    identity = model_identity(make_config(model), None, unreadable)
+    assert identity.config["overrides"]["num_hidden_layers"] == 2
+
+
+class Lora:
+    def __init__(self, path, number=1, *, load_inplace=False):
+        self.lora_int_id = number
+        self.lora_path = str(path)
+        self.load_inplace = load_inplace
+
+
+def write_adapter(path, fill):
+    write_model(path, fill=fill)
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    return path
+
+
+def settled(identities, request):
+    """Ask until there is an answer, as later requests would."""
+    deadline = time.monotonic() + 20
+    while (found := identities(request)) is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def test_adapters_are_told_apart_by_content(tmp_path):
+    first, second = (write_adapter(tmp_path / str(fill), fill) for fill in (1.0, 2.0))
+    copied = tmp_path / "copy"
+    shutil.copytree(first, copied)
+    identities = LoraIdentities()
+    digests = [settled(identities, Lora(p, n)) for n, p in enumerate((first, second, copied))]
+    identities.close()
+    assert None not in digests
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_first_request_under_an_adapter_waits_for_nothing(tmp_path):
+    identities = LoraIdentities()
+    assert identities(Lora(write_adapter(tmp_path / "a", 1.0))) is None
+    identities.close()
+
+
+@pytest.mark.parametrize("lora", [Lora("", 1), Lora("/a", 2, load_inplace=True)])
+def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
+    identities = LoraIdentities()
+    assert identities(lora) is None
+    assert identities._jobs == {}
+    identities.close()
+
+
+def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
+    path = write_adapter(tmp_path / "a", 1.0)
+    identities = LoraIdentities(recheck_seconds=0.0)
+    assert settled(identities, Lora(path)) is not None
+    write_adapter(path, 2.0)
+    deadline = time.monotonic() + 20
+    while identities(Lora(path)) is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert "cannot be relied on" in caplog.text
+    for _ in range(50):
+        assert identities(Lora(path)) is None
+    identities.close()

@@ -1,0 +1,187 @@
+"""vLLM's groups of layers become components of the model, and tables over them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.adapters.vllm.spec import engine_spec
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity, Namespace
+
+from .fakes import (
+    FullAttentionSpec,
+    Group,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    make_config,
+    names,
+    write_model,
+)
+
+IDENTITY = ModelIdentity(weights=b"w" * 32, config={})
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model", num_hidden_layers=6)
+
+
+def spec_of(config, *groups):
+    cache = KVCacheConfig(list(groups)) if groups else None
+    return engine_spec(config, cache, IDENTITY, carries_worker_meta=True, publishes=False)
+
+
+def test_one_group_is_one_table(model):
+    spec = spec_of(make_config(model), Group(names(1, 0), FullAttentionSpec()))
+    (group,), (part,) = spec.groups, spec.table_parts
+    assert (group.num_layers, group.num_kv_heads, group.content_size) == (2, 2, 8)
+    assert part.layer_names == tuple(names(0, 1))
+
+
+def test_layers_spread_over_groups_are_one_component_in_layer_order(model):
+    spec = spec_of(
+        make_config(model),
+        Group(names(0, 3), SlidingWindowSpec()),
+        Group(names(1, 4), SlidingWindowSpec()),
+        Group(names(2, 5), FullAttentionSpec(block_size=8)),
+    )
+    assert [(g.num_layers, g.window) for g in spec.groups] == [(4, 8), (2, None)]
+    assert [(p.table, p.group, p.layers) for p in spec.table_parts] == [
+        (0, 0, (0, 2)),
+        (1, 0, (1, 3)),
+        (2, 1, (0, 1)),
+    ]
+    assert [(p.block_size, p.window) for p in spec.table_parts] == [(4, 8), (4, 8), (8, None)]
+
+
+def test_a_host_that_keeps_all_tokens_of_sliding_layers_names_the_same_components(tmp_path):
+    kinds = ["sliding_attention", "full_attention"]
+    model = write_model(tmp_path / "m", layer_types=kinds, sliding_window=8)
+    apart = spec_of(
+        make_config(model),
+        Group(names(0), SlidingWindowSpec()),
+        Group(names(1), FullAttentionSpec()),
+    )
+    # Without the hybrid allocator vLLM merges both kinds into one group, with the window of one.
+    merged = spec_of(make_config(model), Group(names(0, 1), FullAttentionSpec(sliding_window=8)))
+    spaces = {Namespace.of(IDENTITY, spec.groups, 128).digest for spec in (apart, merged)}
+    assert len(spaces) == 1
+    assert {part.window for part in merged.table_parts} == {None}
+
+
+def test_tokens_that_a_drafter_reads_again_widen_the_table_and_not_the_window(model):
+    spec = spec_of(make_config(model), Group(names(0), SlidingWindowSpec(extra_retained_tokens=3)))
+    assert [group.window for group in spec.groups] == [8]
+    assert [part.window for part in spec.table_parts] == [11]
+
+
+def test_a_uniform_group_may_hold_layers_of_several_kinds(model):
+    specs = dict(
+        zip(names(0, 1), [FullAttentionSpec(), FullAttentionSpec(head_size=8)], strict=True)
+    )
+    spec = spec_of(make_config(model), Group(names(0, 1), UniformTypeKVCacheSpecs(specs)))
+    assert [group.content_size for group in spec.groups] == [8, 16]
+    assert {part.table for part in spec.table_parts} == {0}
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "per_rank", "total", "heads"),
+    [(1, 0, 2, 2, (0, 2)), (2, 1, 1, 2, (1, 2)), (4, 1, 1, 2, (0, 1)), (2, 1, 4, 8, (4, 8))],
+)
+def test_heads_are_split_or_repeated_over_ranks(model, tp, rank, per_rank, total, heads):
+    config = make_config(
+        model, parallel_config__tensor_parallel_size=tp, parallel_config__rank=rank
+    )
+    config.parallel_config.world_size = tp
+    spec = spec_of(config, Group(names(0), FullAttentionSpec(num_kv_heads=per_rank)))
+    assert spec.groups[0].num_kv_heads == total
+    assert spec.shard.groups[0].heads == heads
+
+
+def test_a_latent_is_one_head_on_every_rank_and_written_once(model):
+    writes = []
+    for rank in range(2):
+        config = make_config(
+            model, parallel_config__tensor_parallel_size=2, parallel_config__rank=rank
+        )
+        spec = spec_of(config, Group(names(0), MLAAttentionSpec(head_size=20)))
+        assert (spec.groups[0].num_kv_heads, spec.groups[0].content_size) == (1, 20)
+        writes.append(spec.shard.groups[0].writes)
+    assert writes == [True, False]
+
+
+def test_draft_layers_and_groups_that_take_no_part_are_left_out(model):
+    spec = spec_of(
+        make_config(model),
+        Group(names(0), MambaSpec(), enable_kv_transfer=False),
+        Group([*names(0, 6), "draft_model.model.layers.0.attn"], FullAttentionSpec()),
+    )
+    (part,) = spec.table_parts
+    assert (part.table, part.layer_names) == (1, tuple(names(0)))
+
+
+@pytest.mark.parametrize(
+    ("role", "flags"),
+    [("kv_both", (True, True)), ("kv_producer", (False, True)), ("kv_consumer", (True, False))],
+)
+def test_the_role_says_whether_to_load_and_save(model, role, flags):
+    spec = spec_of(make_config(model, kv_role=role), Group(names(0), FullAttentionSpec()))
+    assert (spec.loads, spec.saves) == flags
+
+
+@pytest.mark.parametrize(
+    ("executor", "world_size", "expected"),
+    [(None, 1, False), ("uni", 1, False), ("mp", 1, True), ("ray", 1, True), (None, 2, True)],
+)
+def test_workers_in_other_processes_need_a_store_for_several(model, executor, world_size, expected):
+    config = make_config(model, parallel_config__distributed_executor_backend=executor)
+    config.parallel_config.world_size = world_size
+    assert spec_of(config, Group(names(0), FullAttentionSpec())).multi_process is expected
+
+
+REFUSED = {
+    "recurrent state": (MambaSpec(), "MambaSpec"),
+    "the end of a hit computed again": (
+        SlidingWindowSpec(prefix_replay_tokens=8),
+        "prefix_replay_tokens=8",
+    ),
+    "more than keys and values": (FullAttentionSpec(extra_bytes=64), "what else is in it"),
+}
+
+
+@pytest.mark.parametrize(("kv_spec", "part"), REFUSED.values(), ids=REFUSED.keys())
+def test_layers_that_cannot_be_stored_are_refused_by_name(model, kv_spec, part):
+    with pytest.raises(ConfigError, match=part) as caught:
+        spec_of(make_config(model), Group(names(0), kv_spec))
+    assert names(0)[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_parallelism_that_is_not_followed_is_refused_by_name(model, name):
+    config = make_config(model, **{f"parallel_config__{name}": 2})
+    with pytest.raises(ConfigError, match=f"{name}=2"):
+        spec_of(config, Group(names(0), FullAttentionSpec()))
+
+
+def test_without_groups_the_configuration_says_it_all(model):
+    spec = spec_of(make_config(model))
+    assert spec.groups[0].num_layers == 6
+    assert spec.tables is None
+
+
+@pytest.mark.parametrize(
+    ("given", "ordered"),
+    [
+        (("layer",), ("layer",)),
+        (("layer_2", "layer_1"), ("layer_1", "layer_2")),
+        (("b", "a"), ("b", "a")),
+        (("model.layers.3.attn.7", "model.layers.2.attn.9"), None),
+    ],
+)
+def test_names_that_say_no_place_keep_the_order_of_the_host(model, given, ordered):
+    (part,) = spec_of(make_config(model), Group(given, FullAttentionSpec())).table_parts
+    assert part.layer_names == (ordered or given[::-1])

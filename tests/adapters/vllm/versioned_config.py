@@ -1,0 +1,152 @@
+"""The configuration of an engine, as a release of vLLM spells it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from .released import Release
+from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """A model directory: a config and weights to be told apart by."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": HEADS * HEAD_SIZE,
+        "intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = torch.arange(16, dtype=torch.float32) + seed
+    save_file({"model.embed_tokens.weight": weights}, str(folder / "model.safetensors"))
+    return folder
+
+
+def make_config(
+    release: Release,
+    model: Path,
+    *,
+    world: int = 1,
+    extra: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """A `VllmConfig` of the release, as far as it has these attributes.
+
+    Args:
+        release: of vLLM.
+        model: a directory.
+        world: tensor-parallel ranks.
+        extra: `kv_connector_extra_config`.
+        changes: attributes by `config__name`, for example `cache_config__block_size=8`.
+    """
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(model)
+    wanted: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": str(model),
+            "dtype": torch.float32,
+            "hf_config": hf_config,
+            "hf_text_config": hf_config,
+            "quantization": None,
+            "max_model_len": 4096,
+            "revision": None,
+            "seed": 0,
+            "hf_config_path": None,
+        },
+        "cache_config": {
+            "block_size": BLOCK,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": True,
+            "sliding_window": None,
+            "calculate_kv_scales": False,
+            "kv_cache_layout": None,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": world,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "data_parallel_size": 1,
+            "world_size": world,
+            "rank": 0,
+            "distributed_executor_backend": "uni" if world == 1 else "mp",
+        },
+        "scheduler_config": {"disable_hybrid_kv_cache_manager": False, "async_scheduling": False},
+        "kv_transfer_config": {
+            "kv_connector": "KVFerryConnector",
+            "kv_role": "kv_both",
+            "engine_id": "engine",
+            "kv_connector_extra_config": dict(extra or {}),
+        },
+    }
+    for name, value in changes.items():
+        config, _, attribute = name.partition("__")
+        wanted[config][attribute] = value
+    records = {}
+    for name, values in wanted.items():
+        class_name = {"kv_transfer_config": "KVTransferConfig"}.get(name) or "".join(
+            part.title() for part in name.split("_")
+        )
+        records[name] = release.record(class_name, **values)
+    records["model_config"].get_total_num_kv_heads = lambda: HEADS
+    records["model_config"].get_num_kv_heads = lambda parallel: HEADS // world
+    records["model_config"].get_head_size = lambda: HEAD_SIZE
+    records["model_config"].use_mla = False
+    records["parallel_config"].distributed_executor_backend = "uni" if world == 1 else "mp"
+    return SimpleNamespace(**records, load_config=SimpleNamespace(load_format="auto"))
+
+
+def at_rank(vllm_config: Any, rank: int) -> Any:
+    """The configuration as that rank's worker sees it."""
+    parallel = SimpleNamespace(**vllm_config.parallel_config.__dict__)
+    parallel.rank = rank
+    return SimpleNamespace(**{**vllm_config.__dict__, "parallel_config": parallel})
+
+
+def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
+    """One group of full attention; None on releases that do not tell connectors of groups."""
+    if all(call["positional"] == 2 for call in release.facts["construction"]):
+        return None
+    heads = HEADS // world
+    spec_class = release.types["FullAttentionSpec"]
+    page = 2 * heads * HEAD_SIZE * BLOCK * 4
+    spec = spec_class.__new__(type("FullAttentionSpec", (spec_class,), {"page_size_bytes": page}))
+    values = {
+        "block_size": BLOCK,
+        "num_kv_heads": heads,
+        "head_size": HEAD_SIZE,
+        "head_size_v": HEAD_SIZE,
+        "dtype": torch.float32,
+        "page_size_padded": None,
+        "sliding_window": None,
+        "attention_chunk_size": None,
+    }
+    spec.__dict__.update(values)
+    group = release.record(
+        "KVCacheGroupSpec",
+        layer_names=layer_names(),
+        kv_cache_spec=spec,
+        is_eagle_group=False,
+        host_resident=False,
+        enable_kv_transfer=True,
+    )
+    return release.record(
+        "KVCacheConfig",
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[group],
+        kv_cache_layout="LBHNC",
+    )

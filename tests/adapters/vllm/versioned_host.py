@@ -1,0 +1,406 @@
+"""An engine that drives a connector as one release of vLLM does, without a model.
+
+What differs between releases is taken from the snapshot: which hooks are called, with what, and how
+a step is spelled. The KV of a token is a function of all tokens up to it, so a byte that is stale,
+misplaced or somebody else's is seen wherever it lands.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .released import Release
+from .versioned_config import at_rank, make_kv_cache_config
+from .versioned_kv import (
+    BLOCK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    LayerKV,
+    Running,
+    expected_kv,
+    layer_names,
+    make_layer,
+    shapes_of,
+)
+
+
+class VersionedHost:
+    """The engine of one release around one connector class.
+
+    Args:
+        release: whose engine.
+        connector_class: built on the release's base class.
+        vllm_config: see `make_config`.
+        backend: attention backend, one of `BACKENDS`.
+        in_multi: hand over counters and messages as `MultiConnector` does.
+        resumes_as_new: show resumed requests as new ones, as the second model runner does.
+    """
+
+    def __init__(
+        self,
+        release: Release,
+        connector_class: type[Any],
+        vllm_config: Any,
+        *,
+        backend: str = "FlashAttentionBackend",
+        in_multi: bool = False,
+        resumes_as_new: bool = False,
+        num_blocks: int = 64,
+    ) -> None:
+        self.release = release
+        self.world = vllm_config.parallel_config.tensor_parallel_size
+        self._resumes_as_new = resumes_as_new
+        self._in_multi = in_multi
+        role = release.types["KVConnectorRole"]
+        axes = shapes_of(release)[backend]
+        vllm_config.compilation_config = SimpleNamespace(
+            static_forward_context=dict.fromkeys(layer_names(), make_layer(backend, axes))
+        )
+        groups = make_kv_cache_config(release, num_blocks, self.world)
+        more = release.construction(groups)[-1]
+        self.scheduler = connector_class(vllm_config, role.SCHEDULER, *more)
+        self.workers = []
+        self.layers: list[list[LayerKV]] = []
+        for rank in range(self.world):
+            config = at_rank(vllm_config, rank)
+            self.workers.append(connector_class(config, role.WORKER, *more))
+            heads = HEADS // self.world
+            layers = [LayerKV(axes, backend, num_blocks, heads) for _ in range(LAYERS)]
+            self.layers.append(layers)
+            self.workers[rank].register_kv_caches(
+                dict(zip(layer_names(), (kv.tensor for kv in layers), strict=True))
+            )
+            if release.has("set_host_xfer_buffer_ops"):
+                self.workers[rank].set_host_xfer_buffer_ops(None)
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+        self.counters: dict[str, float] = {}
+        self.hooks_skipped_at_rest = not release.has("get_transfer_results")
+
+    @staticmethod
+    def groups_of(release: Release) -> Any:
+        return make_kv_cache_config(release, 64, 1)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def run(
+        self, request_id: str, tokens: Sequence[int], *, budget: int = 10**9, generate: int = 0
+    ) -> Running:
+        """Prefill, check every byte, generate, finish."""
+        request = self.add(request_id, tokens)
+        self.admit(request)
+        self.prefill(request, budget)
+        for number in range(generate):
+            self.append(request, 1000 + number)
+            self.prefill(request, 1)
+        self.finish(request)
+        return request
+
+    def add(self, request_id: str, tokens: Sequence[int]) -> Running:
+        view = self.release.record(
+            "Request",
+            request_id=request_id,
+            prompt_token_ids=list(tokens),
+            all_token_ids=list(tokens),
+            num_prompt_tokens=len(tokens),
+            num_tokens=len(tokens),
+            num_computed_tokens=0,
+            num_preemptions=0,
+            prompt_embeds=None,
+            cache_salt=None,
+            lora_request=None,
+            mm_features=[],
+            mm_hashes=[],
+            mm_positions=[],
+            kv_transfer_params=None,
+            skip_reading_prefix_cache=False,
+            block_hashes=[],
+        )
+        if self.release.has("on_new_request"):
+            self.scheduler.on_new_request(view)
+        return Running(view, list(tokens), len(tokens))
+
+    def append(self, request: Running, token: int) -> None:
+        request.tokens.append(token)
+        request.view.all_token_ids.append(token)
+        request.view.num_tokens = len(request.tokens)
+
+    def admit(self, request: Running, timeout: float = 20.0) -> int:
+        """Ask until there is an answer, allocate, tell. Returns the hit."""
+        deadline = time.monotonic() + timeout
+        while True:
+            hit, is_async = self.scheduler.get_num_new_matched_tokens(request.view, 0)
+            assert is_async is False
+            if hit is not None:
+                break
+            self.step([])
+            assert time.monotonic() < deadline, "told to ask again for too long"
+            time.sleep(0.0005)
+        assert 0 <= hit < len(request.tokens)
+        assert hit % BLOCK == 0
+        request.hit = request.num_computed = hit
+        self._grow(request, len(request.tokens))
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
+        self.scheduler.update_state_after_alloc(request.view, blocks, hit)
+        return int(hit)
+
+    def prefill(self, request: Running, budget: int = 10**9) -> None:
+        """Compute every known token, then check all KV."""
+        while request.num_computed < len(request.tokens):
+            self.step([(request, min(budget, len(request.tokens) - request.num_computed))])
+        assert self.wrong_tokens(request) == 0
+
+    def preempt(self, request: Running) -> None:
+        """Its blocks are somebody else's at once; the next step says so."""
+        self._release_blocks(request)
+        request.num_computed = 0
+        request.resumed = True
+        self._preempted.add(request.request_id)
+
+    def finish(self, request: Running) -> None:
+        call = "request_finished"
+        argument: Any = list(request.blocks)
+        if self.release.facts["supports_hma"]:
+            call, argument = "request_finished_all_groups", (argument,)
+        delay, params = getattr(self.scheduler, call)(request.view, argument)
+        assert delay is False
+        assert params is None
+        self._finished.add(request.request_id)
+        self._release_blocks(request)
+
+    def settle(self, timeout: float = 10.0) -> None:
+        """As an idle engine: one step for what finished; more only while the connector asks."""
+        self.step([])
+        deadline = time.monotonic() + timeout
+        if self.release.has("has_pending_push_work"):
+            while self.scheduler.has_pending_push_work() and time.monotonic() < deadline:
+                self.step([])
+                time.sleep(0.001)
+
+    def rest_until_saved(self, timeout: float = 10.0) -> None:
+        """Steps of an engine that has other things to do, until no counter moves."""
+        deadline, quiet = time.monotonic() + timeout, 0
+        while quiet < 80 and time.monotonic() < deadline:
+            before = dict(self.counters)
+            self.step([])
+            quiet = quiet + 1 if self.counters == before else 0
+            time.sleep(0.002)
+
+    def shutdown(self) -> None:
+        for connector in (*self.workers, self.scheduler):
+            connector.shutdown()
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def step(self, scheduled: Sequence[tuple[Running, int]]) -> None:
+        """`schedule`, the workers, `update_from_output`."""
+        output = self._scheduler_output(scheduled)
+        metadata = self.scheduler.build_connector_meta(output)
+        assert isinstance(metadata, self.release.types["KVConnectorMetadata"])
+        sync_loads = any(request.num_computed and not request.shown for request, _ in scheduled)
+        wire = pickle.dumps((metadata, output.finished_req_ids))
+        preempted, self._preempted = self._preempted, set()
+        reports = [
+            self._work(rank, wire, scheduled, preempted, sync_loads) for rank in range(self.world)
+        ]
+        for request, num_tokens in scheduled:
+            request.num_computed += num_tokens
+            request.view.num_computed_tokens = request.num_computed
+            request.shown, request.resumed = True, False
+        self._finished = set()
+        self._update(self._fold(reports))
+
+    def _work(
+        self,
+        rank: int,
+        wire: bytes,
+        scheduled: Sequence[tuple[Running, int]],
+        preempted: set[str],
+        sync_loads: bool,
+    ) -> Any:
+        """One worker's part of a step. Returns its `KVConnectorOutput`."""
+        release, worker = self.release, self.workers[rank]
+        metadata, finished = pickle.loads(wire)
+        if release.has("handle_preemptions"):
+            if "kv_connector_metadata" in release.methods["handle_preemptions"]["signature"]:
+                worker.handle_preemptions(metadata)
+            elif preempted:
+                worker.handle_preemptions(preempted)
+        worker.bind_connector_metadata(metadata)
+        if release.has("has_connector_metadata"):
+            assert worker.has_connector_metadata()
+        context = SimpleNamespace(attn_metadata=None, no_compile_layers={}, virtual_engine=0)
+        loads_late = release.has("get_transfer_results") and not sync_loads
+        if not loads_late:
+            worker.start_load_kv(context)
+        for number, kv in enumerate(self.layers[rank] if scheduled else ()):
+            name = layer_names()[number]
+            worker.wait_for_layer_load(name)
+            for request, num_tokens in scheduled:
+                self._compute(rank, number, request, num_tokens)
+            worker.save_kv_layer(name, kv.tensor, None)
+        if loads_late:
+            worker.start_load_kv(context)
+        if scheduled or not self.hooks_skipped_at_rest:
+            worker.wait_for_save()
+        return self._report(worker, finished)
+
+    def _report(self, worker: Any, finished: set[str]) -> Any:
+        release = self.release
+        if release.has("get_transfer_results"):
+            results = worker.get_transfer_results(finished)
+            values = {name: getattr(results, name) for name in _RESULTS}
+        else:
+            sending, recving = worker.get_finished(finished)
+            values = {"finished_sending": sending, "finished_recving": recving}
+        for field_name, getter in (
+            ("invalid_block_ids", "get_block_ids_with_load_errors"),
+            ("kv_connector_stats", "get_kv_connector_stats"),
+            ("kv_cache_events", "get_kv_connector_kv_cache_events"),
+            ("kv_connector_worker_meta", "build_connector_worker_meta"),
+        ):
+            if release.has(getter):
+                values[field_name] = getattr(worker, getter)()
+        worker.clear_connector_metadata()
+        if release.has("has_connector_metadata"):
+            assert not worker.has_connector_metadata()
+        return pickle.loads(pickle.dumps(release.make("KVConnectorOutput", **values)))
+
+    def _compute(self, rank: int, layer: int, request: Running, num_tokens: int) -> None:
+        heads = range(rank * HEADS // self.world, (rank + 1) * HEADS // self.world)
+        seeds = request.seeds()
+        for token in range(request.num_computed, request.num_computed + num_tokens):
+            keys, values = self._slot(rank, layer, request, token)
+            kv = expected_kv(layer, heads, seeds[token])
+            keys.copy_(kv[:, :HEAD_SIZE])
+            values.copy_(kv[:, HEAD_SIZE:])
+
+    def _slot(self, rank: int, layer: int, request: Running, token: int) -> Any:
+        return self.layers[rank][layer].token(request.blocks[token // BLOCK], token % BLOCK)
+
+    def wrong_tokens(self, request: Running) -> int:
+        """Token slots, over layers and ranks, that hold anything but the right KV."""
+        seeds = request.seeds()
+        wrong = 0
+        for rank in range(self.world):
+            heads = range(rank * HEADS // self.world, (rank + 1) * HEADS // self.world)
+            for layer in range(LAYERS):
+                for token in range(request.num_computed):
+                    found = torch.cat(self._slot(rank, layer, request, token), dim=-1)
+                    wrong += not torch.equal(found, expected_kv(layer, heads, seeds[token]))
+        return wrong
+
+    # -- the scheduler's side of a step ---------------------------------------------------------
+
+    def _scheduler_output(self, scheduled: Sequence[tuple[Running, int]]) -> Any:
+        new, continuing = [], []
+        for request, num_tokens in scheduled:
+            is_new = not request.shown or (request.resumed and self._resumes_as_new)
+            (new if is_new else continuing).append((request, num_tokens))
+        release = self.release
+        return release.record(
+            "SchedulerOutput",
+            scheduled_new_reqs=[self._new(request) for request, _ in new],
+            scheduled_cached_reqs=self._cached([request for request, _ in continuing]),
+            num_scheduled_tokens={request.request_id: n for request, n in scheduled},
+            total_num_scheduled_tokens=sum(n for _, n in scheduled),
+            finished_req_ids=set(self._finished),
+            preempted_req_ids=set(self._preempted) or None,
+            has_sync_kv_loads=False,
+            kv_connector_metadata=None,
+        )
+
+    def _new(self, request: Running) -> Any:
+        return self.release.record(
+            "NewRequestData",
+            req_id=request.request_id,
+            prompt_token_ids=request.tokens[: request.num_prompt],
+            prefill_token_ids=request.tokens,
+            block_ids=(list(request.blocks),),
+            num_computed_tokens=request.num_computed,
+            lora_request=None,
+            prompt_embeds=None,
+            mm_features=[],
+            mm_hashes=[],
+            mm_positions=[],
+        )
+
+    def _cached(self, requests: Sequence[Running]) -> Any:
+        resumed = [request.resumed for request in requests]
+        return self.release.record(
+            "CachedRequestData",
+            req_ids=[request.request_id for request in requests],
+            resumed_from_preemption=resumed,
+            resumed_req_ids={r.request_id for r in requests if r.resumed},
+            new_token_ids=[],
+            new_block_ids=[(list(r.blocks),) if r.resumed else self._added(r) for r in requests],
+            num_computed_tokens=[request.num_computed for request in requests],
+            num_output_tokens=[len(r.tokens) - r.num_prompt for r in requests],
+            all_token_ids={},
+        )
+
+    def _added(self, request: Running) -> tuple[list[int], ...] | None:
+        """Blocks for tokens beyond those that the request has; None if it needs none."""
+        before = len(request.blocks)
+        self._grow(request, len(request.tokens))
+        return (request.blocks[before:],) if len(request.blocks) > before else None
+
+    def _fold(self, reports: Sequence[Any]) -> Any:
+        first = reports[0]
+        fields = self.release.fields("KVConnectorOutput")
+        for other in reports[1:]:
+            for name in ("kv_connector_stats", "kv_connector_worker_meta"):
+                if name not in fields or getattr(other, name) is None:
+                    continue
+                mine, theirs = getattr(first, name), getattr(other, name)
+                setattr(first, name, theirs if mine is None else mine.aggregate(theirs))
+            if "invalid_block_ids" in fields:
+                first.invalid_block_ids |= other.invalid_block_ids
+        assert not first.finished_sending
+        assert not first.finished_recving
+        return first
+
+    def _update(self, output: Any) -> None:
+        stats = output.kv_connector_stats
+        own = None
+        if self.release.has("get_kv_connector_stats"):
+            own = self.scheduler.get_kv_connector_stats()
+        if own is not None:
+            stats = own if stats is None else stats.aggregate(own)
+        if self._in_multi and output.kv_connector_stats is not None:
+            name = type(self.scheduler).__name__
+            wrapper = type(output.kv_connector_stats).__mro__[1]
+            output.kv_connector_stats = wrapper(data={name: output.kv_connector_stats})
+        self.scheduler.update_connector_output(output)
+        assert list(self.scheduler.take_events() or ()) == []
+        if stats is not None:
+            # In one process `MultiConnector` reads it as what it would be in another.
+            assert stats["data"] is stats.data
+            json.dumps(stats.data)  # it goes on to another process as a plain value
+            for name, amount in stats.data.items():
+                self.counters[name] = self.counters.get(name, 0) + amount
+
+    def _grow(self, request: Running, num_tokens: int) -> None:
+        while len(request.blocks) * BLOCK < num_tokens:
+            request.blocks.append(self._free.pop())
+
+    def _release_blocks(self, request: Running) -> None:
+        """Whoever still reads or writes them is seen."""
+        for layers in self.layers:
+            for kv in layers:
+                kv.keys[request.blocks] = float("nan")
+                kv.values[request.blocks] = float("nan")
+        self._free.extend(request.blocks)
+        request.blocks = []
+
+
+_RESULTS = ("finished_sending", "finished_recving", "failed_recving")

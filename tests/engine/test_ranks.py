@@ -1,0 +1,156 @@
+"""Engines of several ranks when something goes wrong; ranks beyond the first are threads here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.engine import SamplingParams
+from kvferry.engine.channel import Channel
+from kvferry.engine.rank_process import report_failure
+from kvferry.engine.ranks import Ranks
+from kvferry.errors import ConfigError, RankError, StoreError
+from kvferry.observe import Counters
+from tests.engine.rank_threads import RankThread, ThreadedLLM
+from tests.engine.test_llm import assert_same, own_generation, prompt
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def store_options(root: Path, **options):
+    return {
+        "store": f"file://{root}/store?max_bytes=64MiB",
+        "connector_options": {"chunk_tokens": 16, **options},
+        "tensor_parallel_size": 2,
+    }
+
+
+def damage(root: Path) -> int:
+    """Flip a byte in the last kv head of every record, which is read by the last rank only."""
+    records = sorted((root / "store").rglob("*.safetensors"))
+    for path in records:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    return len(records)
+
+
+@pytest.mark.parametrize("promise", ["in_hand", "index"])
+def test_what_one_rank_finds_broken_is_computed_by_all(model_dir, tmp_path, promise):
+    path = model_dir()
+    expected = own_generation(path, [prompt(101)], 6)
+    options = store_options(tmp_path, promise=promise)
+    with ThreadedLLM(path, **options) as llm:
+        assert_same(llm.generate([prompt(101)], GREEDY), expected)
+        assert llm.drain(10.0)
+    assert damage(tmp_path) == 6
+    observer = Counters()
+    with ThreadedLLM(path, observer=observer, **options) as llm:
+        completions = llm.generate([prompt(101)], GREEDY)
+        assert_same(completions, expected)
+        assert completions[0].num_external_tokens == 0
+        assert llm.drain(10.0)
+    assert observer["hook_failed"] == 0
+    # Counted on the second rank, told to the observer of the engine.
+    assert observer["records_corrupt"] > 0
+
+
+def test_preempted_requests_agree_on_all_ranks(model_dir):
+    path = model_dir("qwen3")
+    prompts = [prompt(40, seed=seed) for seed in range(3)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, return_logits=True)
+    observer = Counters()
+    options = {"num_blocks": 11, "prefix_caching": False, "max_batched_tokens": 32}
+    with ThreadedLLM(path, tensor_parallel_size=2, observer=observer, **options) as llm:
+        assert_same(llm.generate(prompts, params), own_generation(path, prompts, 24))
+    assert observer["preempted"] > 0
+
+
+def test_close_leaves_no_thread_and_ends_streams(model_dir):
+    threads = threading.active_count()
+    llm = ThreadedLLM(model_dir(), tensor_parallel_size=2)
+    stream = llm.stream(prompt(20), SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    llm.close()
+    llm.close()
+    assert list(stream) == []
+    assert threading.active_count() == threads
+
+
+class FailingRank(RankThread):
+    """A rank that says why it ends, at once."""
+
+    error: Exception = ConfigError("no such thing")
+
+    def _run(self) -> None:
+        self._status = report_failure(self._channel, self._fail)
+        self._channel.close()
+
+    def _fail(self):
+        raise self.error
+
+
+class SilentRank(RankThread):
+    """A rank that ends without a word."""
+
+    def _run(self) -> None:
+        self._status = 7
+        self._channel.close()
+
+
+class BrokenRank(FailingRank):
+    error = StoreError("a disk\nwith more to say")
+
+
+@pytest.mark.parametrize(
+    ("launch", "error", "reason"),
+    [
+        (FailingRank, ConfigError, "rank 1 failed: no such thing"),
+        (BrokenRank, RankError, "rank 1 failed: a disk$"),
+        (SilentRank, RankError, r"rank 1 died \(exit status 7\)"),
+    ],
+)
+def test_a_rank_that_cannot_start_is_named(model_dir, launch, error, reason):
+    class Engine(ThreadedLLM):
+        def _start_ranks(self, model, engine, num_blocks, choice):
+            args = (model.model_dir, engine, num_blocks, choice, self._observer)
+            return Ranks(*args, launch=launch)
+
+    with pytest.raises(error, match=reason):
+        Engine(model_dir(), tensor_parallel_size=2)
+
+
+def test_a_channel_says_when_the_other_end_is_gone_or_only_slow():
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        ours.receive(0.01)
+    theirs.send({"a": b"x" * 100_000}, 5.0)
+    assert ours.receive(5.0) == {"a": b"x" * 100_000}
+    with pytest.raises(RankError, match="cannot reach"):
+        ours.send(b"x" * 10_000_000, 0.05)  # nobody reads
+    ours.close()
+    theirs.close()
+    with pytest.raises(RankError, match="cannot reach"):
+        theirs.send(1, 1.0)
+
+
+def test_a_channel_that_is_closed_within_a_message_is_gone():
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    theirs.sendall(b"\x10\0\0")
+    theirs.close()
+    with pytest.raises(RankError, match="is gone"):
+        channel.receive(1.0)
+    channel.close()

@@ -1,0 +1,172 @@
+"""The Triton kernels. Without a GPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from kvferry.errors import LayoutError
+from kvferry.layout.device import TorchCopies
+from tests.layout.paging import LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def triton_copies():
+    """The class; its kernels are interpreted if there is no GPU (`tests/conftest.py`)."""
+    from kvferry.layout.kernels import TritonCopies
+
+    return TritonCopies
+
+
+def make_cache(layout: str, **options) -> Cache:
+    """Sizes in whole words of 8 bytes, and no power of two where it may be none."""
+    options = {"head_dim": 6, "block_size": 3, "num_blocks": 8} | options
+    cache = Cache(layout, device=DEVICE, **options)
+    cache.fill()
+    return cache
+
+
+@pytest.mark.parametrize("rows_on", sorted({"cpu", DEVICE}))
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MLA_LAYOUTS])
+def test_gather_and_scatter_agree_with_the_elements(layout, rows_on, triton_copies):
+    cache = make_cache(layout, num_heads=1 if layout in MLA_LAYOUTS else 3)
+    paged = cache.paged(copies=triton_copies)
+    ids = [7, 2, 3, 0, 5]
+    runs = paged.runs(ids, 1, 14)
+    rows = torch.full((2, cache.num_heads, 16, 12), -1, dtype=torch.int32, device=rows_on)
+    paged.gather(rows, 0, 0, runs, 0)
+    expected = expected_rows(cache, ids, 1, 14)
+    there = [t for t in range(1, 14) if t // 3 != 3]
+    found = rows.cpu().numpy()
+    assert np.array_equal(found[:, :, there], expected[:, :, [t - 1 for t in there]])
+    assert (np.delete(found, there, axis=2) == -1).all()
+    target = make_cache(layout, num_heads=cache.num_heads, block_size=5)
+    wanted = target.elements
+    for token in there:
+        wanted[:, [6, 1, 4][token // 5], :, token % 5] = found[:, :, token]
+    into = target.paged(copies=triton_copies)
+    for first, stop in ((1, 9), (12, 14)):
+        used = [6, 1, 4][first // 5 : -(-stop // 5)]
+        into.scatter(rows, 0, 0, into.runs(used, first, stop), 0)
+    assert np.array_equal(target.elements, wanted)
+
+
+def test_some_layers_and_heads_in_memory_of_their_own(triton_copies):
+    cache = make_cache("2BNHD", num_layers=3, num_heads=4)
+    expected = expected_rows(cache, [4, 2], 0, 6)
+    cache.tensors = [tensor.clone() for tensor in cache.tensors]
+    paged = cache.paged(copies=triton_copies)
+    rows = torch.zeros((2, 2, 6, 12), dtype=torch.int32, device=DEVICE)
+    paged.gather(rows, 1, 1, paged.runs([4, 2], 0, 6), 0)
+    assert np.array_equal(rows.cpu().numpy(), expected[1:, 1:3])
+    paged.scatter(rows + 1, 1, 1, paged.runs([4, 2], 0, 6), 0)
+    paged.gather(rows, 1, 1, paged.runs([4, 2], 0, 6), 0)
+    assert np.array_equal(rows.cpu().numpy(), expected[1:, 1:3] + 1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "leaf_bytes"),
+    # Tokens of 64 bytes: leaves of one block of the hash, of parts of blocks, and a short last one.
+    [(16, 1024), (16, 512), (17, 1088), (40, 1024), (36, 2048), (33, 65536), (1024, 65536)],
+)
+def test_digests_are_those_of_the_reference(num_tokens, leaf_bytes, triton_copies):
+    cache = make_cache("B2NHD", num_layers=1, num_heads=2, head_dim=8, block_size=8, num_blocks=131)
+    paged = cache.paged(copies=triton_copies)
+    ids = list(range(130, 130 - -(-num_tokens // 8), -1))
+    runs = paged.runs(ids, 0, num_tokens)
+    rows = torch.zeros((1, 2, num_tokens, 16), dtype=torch.int32)
+    digests = paged.gather_with_digests(rows, 0, 0, runs, 0, leaf_bytes=leaf_bytes)
+    expected = expected_rows(cache, ids, 0, num_tokens)
+    assert np.array_equal(rows.numpy(), expected)
+    leaves = [
+        row.tobytes()[start : start + leaf_bytes]
+        for row in expected.reshape(2, -1)
+        for start in range(0, num_tokens * 64, leaf_bytes)
+    ]
+    assert digests == b"".join(map(xxhash.xxh3_128_digest, leaves))
+    assert paged.digests(rows.to(DEVICE), leaf_bytes) == digests
+    rows[0, 1, num_tokens - 1, 15] ^= 1
+    assert paged.digests(rows.to(DEVICE), leaf_bytes)[-16:] != digests[-16:]
+
+
+def test_leaves_the_kernel_cannot_hash_are_left_to_the_host(triton_copies):
+    cache = make_cache("BHNC")
+    paged = cache.paged(copies=triton_copies)
+    rows = torch.zeros((2, 3, 3, 12), dtype=torch.int32)  # rows of 144 bytes
+    runs = paged.runs([5], 0, 3)
+    assert paged.gather_with_digests(rows, 0, 0, runs, 0, leaf_bytes=65536) is None
+    assert np.array_equal(rows.numpy(), expected_rows(cache, [5], 0, 3))
+    assert paged.digests(rows, 65536) is None
+
+
+def test_digests_need_every_token(triton_copies):
+    paged = make_cache("BHNC").paged(copies=triton_copies)
+    rows = torch.zeros((2, 3, 6, 12), dtype=torch.int32)
+    with pytest.raises(LayoutError, match="6 tokens to hash, and 3 of them in blocks"):
+        paged.gather_with_digests(rows, 0, 0, paged.runs([5, 0], 0, 6), 0, leaf_bytes=65536)
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 1}, {"head_dim": 3, "dtype": "bfloat16"}])
+def test_kv_that_is_not_whole_words_is_left_to_torch(options, triton_copies):
+    kinds = []
+
+    def choose(parts, storages):
+        kinds.append(triton_copies.serves(parts))
+        return TorchCopies(parts, storages)
+
+    make_cache("2BNHD", **options).paged(copies=choose)
+    make_cache("2BNHD").paged(copies=choose)
+    assert kinds == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_cuda_cache_uses_the_kernels_where_it_can(triton_copies):
+    assert isinstance(make_cache("NHD").paged()._copies, triton_copies)
+    assert isinstance(make_cache("2BNHD", head_dim=1).paged()._copies, TorchCopies)
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvferry.layout import kernels
+
+POINTERS = {"rows", "slots", "bases", "digests", "constants"}
+for kernel, warps, constants in [
+    (kernels._copy_kernel, 4, {"parts": 2, "tile": 1024, "to_rows": True}),
+    (kernels._copy_kernel, 4, {"parts": 1, "tile": 1024, "to_rows": False}),
+    (kernels._hash_kernel, 1, {"parts": 2, "gathers": True}),
+    (kernels._hash_kernel, 1, {"parts": 1, "gathers": False}),
+]:
+    names = kernel.arg_names
+    types = {name: "*i64" if name in POINTERS else "i32" for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(len(done.asm["cubin"]) > 0)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True, text=True, timeout=200, check=False,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4

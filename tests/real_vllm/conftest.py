@@ -1,0 +1,155 @@
+"""Tests inside real vLLM: `make test-vllm`. Where vLLM is not installed nothing here is collected;
+`scripts/test-vllm` fails if nothing was."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.models import make_tiny_model
+from tests.real_vllm.damage import DAMAGES, by_position
+from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_records
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+MakePrompt = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny random Llamas: `plain`, and `other`, whose files differ from it in the weights alone."""
+    root = tmp_path_factory.mktemp("models")
+    shape = {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "max_position_embeddings": 4096,
+    }
+    return {
+        "plain": make_tiny_model(root / "plain", seed=1, **shape),
+        "other": make_tiny_model(root / "other", seed=2, **shape),
+    }
+
+
+@pytest.fixture
+def make_prompt(request: pytest.FixtureRequest) -> MakePrompt:
+    """A factory of prompts of random tokens: other ones in each test, the same in each run."""
+    source = random.Random(request.node.nodeid)
+
+    def make(num_tokens: int = 300, start: list[int] | None = None) -> list[int]:
+        start = start or []
+        return start + [source.randrange(3, 320) for _ in range(num_tokens - len(start))]
+
+    return make
+
+
+class Pool:
+    """Processes that live through the session: what a test leaves in one is no other test's.
+
+    Importing vLLM takes 10 s, an engine in a process that has done so 3 s.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[str, Process] = {}
+
+    def get(self, name: str, **env: str) -> Process:
+        """The process of that name, a new one if there is none or the old one died.
+
+        Args:
+            env: environment of a new one.
+        """
+        process = self._processes.get(name)
+        if process is not None and process.usable:
+            return process
+        self.discard(name)
+        self._processes[name] = Process(self._folder / f"{name}.log", env).__enter__()
+        return self._processes[name]
+
+    def discard(self, name: str) -> None:
+        process = self._processes.pop(name, None)
+        if process is not None:
+            process.__exit__(None, None, None)
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.discard(name)
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(tmp_path_factory.mktemp("logs"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def first(pool: Pool) -> Process:
+    """A process that writes."""
+    return pool.get("first")
+
+
+@pytest.fixture
+def second(pool: Pool) -> Process:
+    """Another process, that reads."""
+    return pool.get("second")
+
+
+@pytest.fixture(scope="session")
+def oracle(models: dict[str, Path], pool: Pool) -> Iterator[Oracle]:
+    """The engine without a connector."""
+    oracle = Oracle(models["plain"], pool.get("oracle"))
+    yield oracle
+    oracle.close()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A store that was written once, with three chunks of each prompt.
+
+    Attributes:
+        store: its directory. Copy it.
+        files: of each prompt, first chunk first, relative to the store.
+        own: what the engine says by its own prefix hit.
+    """
+
+    store: Path
+    prompts: list[list[int]]
+    files: list[list[Path]]
+    own: list[Answer]
+
+    def copy_to(self, path: Path) -> Path:
+        """A copy at `path`, which is returned."""
+        shutil.copytree(self.store, path)
+        return path
+
+
+@pytest.fixture(scope="session")
+def stored(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
+) -> Stored:
+    """One prompt per kind of damage, and one more."""
+    source = random.Random(20)
+    lengths = [3 * 128 + 16] * (len(DAMAGES) + 1)
+    prompts = [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
+    store = tmp_path_factory.mktemp("stored") / "store"
+    files: list[list[Path]] = []
+    seen: set[Path] = set()
+    with pool.get("first").engine(models["plain"], kvferry(store)) as engine:
+        for prompt in prompts:
+            engine.generate([prompt], max_tokens=1)
+            new = wait_for_records(store, len(seen) + 3) - seen
+            seen |= new
+            files.append(list(new))
+    positions = by_position(store)
+    in_order = [
+        [path.relative_to(store) for path in sorted(new, key=positions.__getitem__)]
+        for new in files
+    ]
+    return Stored(store, prompts, in_order, list(oracle(prompts)))

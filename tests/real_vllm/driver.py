@@ -1,0 +1,239 @@
+"""vLLM in a process of its own, told what to do line by line: `python driver.py ANSWERS_FD`.
+
+Reads one JSON command per line from standard input and answers each with one JSON line on the given
+descriptor (standard output belongs to vLLM's log). Every command has a deadline of its own; the
+harness kills the process group if even that passes. Imports nothing of this project: an engine
+must find the connector the way an operator's engine does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+Json = dict[str, Any]
+
+
+class Driver:
+    """At most one engine at a time."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.events: Any = None
+        self.num_requests = 0
+
+    def start(self, engine: Json, connector: Json | None) -> Json:
+        """Build an engine; the answer says how long it took."""
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        began = time.monotonic()
+        arguments = dict(engine)
+        if connector is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**connector)
+        if "kv_events_endpoint" in arguments:
+            self.events = subscribe(arguments.pop("kv_events_endpoint"), arguments)
+        self.llm = LLM(**arguments)
+        return {"seconds": time.monotonic() - began}
+
+    def generate(self, requests: list[Json], *, together: bool, deadline: float) -> Json:
+        """Run `requests`, one after the other or all at once.
+
+        A request names `token_ids`, `max_tokens`, `logprobs`, and maybe `salt`, `lora` and
+        `abort_after` (steps of the engine after which it is aborted).
+        """
+        before = metrics()
+        until = time.monotonic() + deadline
+        groups = [requests] if together else [[request] for request in requests]
+        results = [result for group in groups for result in self._run(group, until)]
+        return {"results": results, "metrics": difference(before, metrics())}
+
+    def settle(self, deadline: float) -> Json:
+        """Step until the engine has nothing to do, as a serving engine's own loop would."""
+        until = time.monotonic() + deadline
+        scheduler = self._scheduler()
+        steps = 0
+        while scheduler is not None and scheduler.has_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the engine has work after {steps} steps without a request")
+            self.llm.llm_engine.step()
+            steps += 1
+        return {"steps": steps}
+
+    def step(self, count: int) -> Json:
+        """That many steps, with whatever is or is not to do."""
+        for _ in range(count):
+            self.llm.llm_engine.step()
+        return {}
+
+    def reset(self, *, connector: bool) -> Json:
+        return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def metrics(self) -> Json:
+        return {"metrics": metrics()}
+
+    def take_events(self) -> Json:
+        return {"events": list(received(self.events))}
+
+    def stop(self) -> Json:
+        """Shut the engine down; the answer says how long it took."""
+        began = time.monotonic()
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+        gc.collect()
+        return {"seconds": time.monotonic() - began}
+
+    def _scheduler(self) -> Any:
+        """The scheduler if the engine's core lives in this process."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        return getattr(core, "scheduler", None)
+
+    def _run(self, requests: list[Json], until: float) -> list[Json]:
+        engine = self.llm.llm_engine
+        names = [self._add(request) for request in requests]
+        aborts = {
+            name: request["abort_after"]
+            for name, request in zip(names, requests, strict=True)
+            if request.get("abort_after") is not None
+        }
+        began, outputs, first_token = time.monotonic(), {}, {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"requests unfinished after {steps} steps: {sorted(outputs)}")
+            due = [name for name, after in aborts.items() if after == steps]
+            if due:
+                engine.abort_request(due)
+                aborts = {name: after for name, after in aborts.items() if name not in due}
+            for output in engine.step():
+                outputs[output.request_id] = output
+                first_token.setdefault(output.request_id, time.monotonic() - began)
+            steps += 1
+        return [describe(outputs.get(name), first_token.get(name)) for name in names]
+
+    def _add(self, request: Json) -> str:
+        from vllm import SamplingParams
+
+        prompt: Json = {"prompt_token_ids": request["token_ids"]}
+        if request.get("salt") is not None:
+            prompt["cache_salt"] = request["salt"]
+        lora = request.get("lora")
+        if lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            lora = LoRARequest(lora["name"], lora["id"], lora["path"])
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_tokens"],
+            logprobs=request["logprobs"],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self.num_requests += 1
+        name = f"request-{self.num_requests}"
+        self.llm.llm_engine.add_request(name, prompt, params, lora_request=lora)
+        return name
+
+
+def describe(output: Any, seconds_to_first: float | None) -> Json:
+    """What a test needs of a request's last output; None of it if there was no output."""
+    if output is None:
+        return {"tokens": [], "logprobs": [], "cached": None, "reason": "none", "seconds": None}
+    [answer] = output.outputs
+    return {
+        "tokens": list(answer.token_ids),
+        "logprobs": [
+            {str(token): entry.logprob for token, entry in position.items()}
+            for position in answer.logprobs or []
+        ],
+        "cached": output.num_cached_tokens,
+        "reason": answer.finish_reason,
+        "seconds": seconds_to_first,
+    }
+
+
+def metrics() -> dict[str, float]:
+    """Counts of this process's Prometheus registry by name, over all labels."""
+    from prometheus_client import REGISTRY
+
+    found: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.endswith(("_created", "_bucket")):
+                continue
+            if "kvferry" in sample.name or sample.name.startswith("vllm:"):
+                labels = {k: v for k, v in sample.labels.items() if k not in _COMMON_LABELS}
+                name = sample.name
+                if "kvferry" in name and labels:
+                    name += json.dumps(labels, sort_keys=True)
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+_COMMON_LABELS = ("model_name", "engine")
+
+
+def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    changed = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: value for name, value in changed.items() if value}
+
+
+def subscribe(endpoint: str, arguments: Json) -> Any:
+    """Have the engine publish KV events at `endpoint`, and listen there."""
+    import zmq
+    from vllm.config import KVEventsConfig
+
+    arguments["kv_events_config"] = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv"
+    )
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"kv")
+    socket.connect(endpoint.replace("*", "127.0.0.1"))
+    return socket
+
+
+def received(socket: Any) -> Iterator[Json]:
+    """Events published until nothing came for a second."""
+    import msgspec
+    import zmq
+    from vllm.distributed.kv_events import KVEventBatch
+
+    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+    while socket.poll(1000, zmq.POLLIN):
+        *_, payload = socket.recv_multipart()
+        for event in decoder.decode(payload).events:
+            yield {
+                "type": type(event).__name__,
+                "medium": getattr(event, "medium", None),
+                "num_blocks": len(getattr(event, "block_hashes", [])),
+                "block_size": getattr(event, "block_size", None),
+                "num_tokens": len(getattr(event, "token_ids", None) or []),
+            }
+
+
+def serve(answers: Any) -> None:
+    """Answer commands until standard input ends."""
+    driver = Driver()
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("command")
+        try:
+            answer = getattr(driver, name)(**command)
+        except Exception as error:  # the test decides what an error means
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[1]), "w") as pipe:
+        serve(pipe)

@@ -1,0 +1,392 @@
+"""Processes that run vLLM (`driver.py`), and what tests compare about their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+DRIVER = Path(__file__).with_name("driver.py")
+START_SECONDS = 240.0
+GENERATE_SECONDS = 120.0
+STOP_SECONDS = 30.0
+TOLERANCE = 1e-3
+
+CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+
+
+class EngineError(Exception):
+    """The engine raised; the message is what it said."""
+
+
+class EngineHungError(Exception):
+    """No answer within the deadline; the process was killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What became of one request.
+
+    Attributes:
+        tokens: generated.
+        logprobs: by token (as text), one mapping per generated token.
+        cached: prompt tokens that were not computed, wherever they came from.
+        reason: why it ended: length, abort, error, or none if nothing ever came.
+        seconds: to the first token.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    cached: int | None
+    reason: str | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Of one `generate`, in the order of the requests.
+
+    Attributes:
+        metrics: what changed in the process's metrics, by name.
+    """
+
+    answers: list[Answer]
+    metrics: dict[str, float]
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answer]: ...
+    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
+        return self.answers[index]
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self.answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    @property
+    def external(self) -> int:
+        """Prompt tokens that came from the connector."""
+        return int(self.metrics.get("vllm:external_prefix_cache_hits_total", 0))
+
+    @property
+    def local(self) -> int:
+        """Prompt tokens that the engine had itself."""
+        return int(self.metrics.get("vllm:prefix_cache_hits_total", 0))
+
+    def counted(self, *parts: str) -> float:
+        """Sum of our metrics whose name holds one of `parts`."""
+        ours = {n: v for n, v in self.metrics.items() if "kvferry" in n}
+        return sum(v for n, v in ours.items() if any(part in n for part in parts))
+
+
+@dataclass
+class Process:
+    """A process that runs engines, one after the other. A context manager.
+
+    Attributes:
+        log: receives the engine's log.
+        env: beyond the environment of the tests.
+    """
+
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Process:
+        self.usable = True
+        read_fd, write_fd = os.pipe()
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "2",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TORCHDYNAMO_DISABLE": "1",  # one helper of the sampler, which takes 10 s to compile
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(DRIVER), str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_fd,),
+                env=environment | self.env,
+                start_new_session=True,
+            )
+        os.close(write_fd)
+        self._answers = os.fdopen(read_fd, "rb", buffering=0)
+        self._rest = b""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(timeout=20)
+        except (subprocess.TimeoutExpired, OSError):
+            pass
+        finally:
+            self.kill()
+            self._answers.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9, the process and all it started."""
+        self.usable = False
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=20)
+
+    def finish(self, seconds: float) -> None:
+        """Let the process end by itself.
+
+        Raises:
+            EngineHungError: it did not, in time.
+            EngineError: it ended with an error.
+        """
+        self.usable = False
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            status = self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise EngineHungError(f"the process did not end in {seconds:.0f} s") from None
+        if status:
+            raise EngineError(f"the process ended with {status}\n{self.tail()}")
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Send a command without waiting for its answer."""
+        assert self._process.stdin is not None
+        line = json.dumps({"command": command, **arguments}) + "\n"
+        self._process.stdin.write(line.encode())
+        self._process.stdin.flush()
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The answer to the oldest command without one.
+
+        Raises:
+            EngineError: the engine raised, or its process died.
+            EngineHungError: there was none in time.
+        """
+        until = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                self.kill()
+                raise EngineHungError(f"no answer within {seconds:.0f} s\n{self.tail()}")
+            data = self._answers.read(1 << 20)
+            if not data:
+                self.usable = False
+                status = self._process.wait(timeout=20)
+                raise EngineError(f"the process ended with {status}\n{self.tail()}")
+            self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        return answer
+
+    def call(self, command: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        self.send(command, **arguments)
+        return self.receive(seconds)
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of the engine's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    @contextmanager
+    def engine(
+        self, model: Path, connector: dict[str, Any] | None = None, **engine: Any
+    ) -> Iterator[Engine]:
+        """A fresh engine; shut down, within a deadline, afterwards."""
+        self.start(model, connector, **engine)
+        try:
+            yield Engine(self)
+        except BaseException:
+            self.kill()  # what state it is in nobody knows
+            raise
+        self.call("stop", STOP_SECONDS)
+
+    def start(self, model: Path, connector: dict[str, Any] | None = None, **engine: Any) -> None:
+        """Start an engine that nobody shuts down but the end of the process."""
+        arguments = {
+            "model": str(model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "block_size": 128,
+            "kv_cache_memory_bytes": 256 << 20,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_logprobs": -1,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        self.call("start", START_SECONDS, engine=arguments | engine, connector=connector)
+
+
+@dataclass
+class Engine:
+    """The engine of a process, as long as it lives."""
+
+    process: Process
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | dict[str, Any]],
+        *,
+        max_tokens: int = 4,
+        logprobs: int = 20,
+        together: bool = False,
+        settle: bool = True,
+        deadline: float = GENERATE_SECONDS,
+    ) -> Answers:
+        """Run prompts: token ids, or a mapping with more (see `Driver.generate`).
+
+        Args:
+            settle: afterwards let the engine run on until it is idle, as a server would.
+        """
+        self.send(
+            prompts, max_tokens=max_tokens, logprobs=logprobs, together=together, deadline=deadline
+        )
+        answers = self.receive(deadline)
+        if settle:
+            self.settle()
+        return answers
+
+    def send(
+        self,
+        prompts: Sequence[Sequence[int] | dict[str, Any]],
+        *,
+        max_tokens: int = 4,
+        logprobs: int = 20,
+        together: bool = False,
+        deadline: float = GENERATE_SECONDS,
+    ) -> None:
+        """Begin what `receive` ends."""
+        common = {"max_tokens": max_tokens, "logprobs": logprobs}
+        requests = [
+            common | (prompt if isinstance(prompt, dict) else {"token_ids": list(prompt)})
+            for prompt in prompts
+        ]
+        self.process.send("generate", requests=requests, together=together, deadline=deadline)
+
+    def receive(self, deadline: float = GENERATE_SECONDS) -> Answers:
+        answer = self.process.receive(deadline + 10)
+        return Answers(
+            answers=[Answer(**result) for result in answer["results"]], metrics=answer["metrics"]
+        )
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Let the engine run until it has nothing to do."""
+        self.process.call("settle", seconds + 10, deadline=seconds)
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = self.process.call("metrics", 30)["metrics"]
+        return found
+
+
+class Oracle:
+    """What the engine itself says, by its own prefix hit.
+
+    One engine without a connector; started at the first question.
+    """
+
+    def __init__(self, model: Path, process: Process, **engine: Any) -> None:
+        self._model = model
+        self._process = process
+        self._options = engine
+        self._engine: Engine | None = None
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 4, logprobs: int = 20
+    ) -> Answers:
+        """The second of two equal runs: all whole blocks of each prompt were there already."""
+        if self._engine is None:
+            self._process.start(self._model, max_model_len=4096, **self._options)
+            self._engine = Engine(self._process)
+        self._engine.generate(prompts, max_tokens=1)
+        answers = self._engine.generate(prompts, max_tokens=max_tokens, logprobs=logprobs)
+        whole = sum((len(prompt) - 1) // 128 * 128 for prompt in prompts)
+        assert answers.local == whole, "the engine's own prefix cache was too small"
+        return answers
+
+    def close(self) -> None:
+        if self._engine is not None and self._process.usable:
+            self._process.call("stop", STOP_SECONDS)
+
+
+def kvferry(store: Path | str, policy: str = "fail", **options: Any) -> dict[str, Any]:
+    """The connector's JSON, as an operator writes it.
+
+    Args:
+        store: directory, or a URL.
+        policy: `kv_load_failure_policy`.
+        options: of `kv_connector_extra_config`.
+    """
+    url = store if isinstance(store, str) else f"file://{store}"
+    return {
+        **CONNECTOR,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"store": url, **options},
+    }
+
+
+def records(store: Path) -> set[Path]:
+    """Files of the stored chunks."""
+    return set((store / "records").glob("*/*.safetensors"))
+
+
+def wait_for_records(store: Path, count: int, seconds: float = 20.0) -> set[Path]:
+    """Wait until `count` chunks are stored; that many or more are returned."""
+    until = time.monotonic() + seconds
+    while len(found := records(store)) < count:
+        if time.monotonic() > until:
+            raise AssertionError(f"{len(found)} of {count} records after {seconds:.0f} s")
+        time.sleep(0.02)
+    return found
+
+
+def largest_difference(reference: Answer, other: Answer) -> float:
+    """Of any logprob at any position; both must be about the same tokens."""
+    assert len(reference.logprobs) == len(other.logprobs) > 0
+    largest = 0.0
+    for ours, theirs in zip(reference.logprobs, other.logprobs, strict=True):
+        common = ours.keys() & theirs.keys()
+        assert len(common) >= len(ours) - 2  # the last of the top ones may change places
+        largest = max(largest, *(abs(ours[token] - theirs[token]) for token in common))
+    return largest
+
+
+def assert_same(
+    reference: Iterable[Answer], others: Iterable[Answer], tolerance: float = TOLERANCE
+) -> None:
+    """Equal tokens and reasons, and logprobs within `tolerance`."""
+    for index, (one, other) in enumerate(zip(reference, others, strict=True)):
+        assert other.reason == one.reason == "length", f"prompt {index}: ended by {other.reason}"
+        assert other.tokens == one.tokens, f"prompt {index}: other tokens"
+        difference = largest_difference(one, other)
+        assert difference <= tolerance, f"prompt {index}: logprobs differ by {difference}"
+
+
+def expected_hit(num_tokens: int, *, chunk: int = 128, block: int = 128) -> int:
+    """Tokens that a prompt of `num_tokens` finds of an equal one stored before."""
+    whole = min(num_tokens // chunk * chunk, num_tokens - 1)
+    return max(0, whole // block * block)

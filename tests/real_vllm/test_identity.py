@@ -1,0 +1,147 @@
+"""What decides KV besides tokens keeps requests apart: salt, tenant, LoRA adapter, epoch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.harness import (
+    Oracle,
+    Process,
+    assert_same,
+    kvferry,
+    records,
+    wait_for_records,
+)
+
+Models = dict[str, Path]
+Request = dict[str, Any]
+
+
+def test_salts_and_tenants_share_nothing(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompt = make_prompt(400)
+    own = list(oracle([prompt])) * 3
+    requests: list[Request] = [
+        {"token_ids": prompt, "salt": salt} for salt in ("mine", "yours", None)
+    ]
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        cold = engine.generate(requests)
+    assert_same(own, cold)
+    assert cold.external == 0
+    assert len(wait_for_records(tmp_path, 9)) == 9
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        warm = engine.generate(requests)
+        other = engine.generate([{"token_ids": prompt, "salt": "theirs"}])
+    assert_same(own, warm)
+    assert (warm.external, other.external) == (3 * 384, 0)
+    with second.engine(models["plain"], kvferry(tmp_path, tenant="another")) as engine:
+        assert engine.generate(requests).external == 0
+
+
+def test_resetting_the_connector_begins_an_epoch_and_deletes_nothing(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompt = make_prompt(400)
+    own = oracle([prompt])
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate([prompt])
+        stored = wait_for_records(tmp_path, 3)
+        assert first.call("reset", 30, connector=True)["done"]
+        after = engine.generate([prompt])
+        assert_same(own, after)
+        assert (after.local, after.external) == (0, 0)
+        wait_for_records(tmp_path, 6)
+        assert first.call("reset", 30, connector=False)["done"]
+        again = engine.generate([prompt])
+        assert_same(own, again)
+        assert (again.local, again.external) == (0, 384)
+    assert stored < records(tmp_path)
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        assert engine.generate([prompt]).external == 384
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> dict[str, Path]:
+    """Two LoRA adapters for the tiny model."""
+    return {name: _make_adapter(tmp_path / name, seed) for seed, name in enumerate(("a", "b"))}
+
+
+def _make_adapter(path: Path, seed: int) -> Path:
+    path.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn"
+        for module, size in (("q_proj", 256), ("v_proj", 128)):
+            weights = (
+                torch.randn(8, 256, generator=generator),
+                torch.randn(size, 8, generator=generator),
+            )
+            tensors[f"{prefix}.{module}.lora_A.weight"] = weights[0] * 0.1
+            tensors[f"{prefix}.{module}.lora_B.weight"] = weights[1] * 0.1
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_lora_adapters_share_by_content(
+    tmp_path: Path, models: Models, adapters: dict[str, Path], make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(400) for _ in range(2)]
+
+    def under(name: str | None, number: int = 1) -> list[Request]:
+        lora = None
+        if name is not None:
+            lora = {"name": "tuned", "id": number, "path": str(adapters[name])}
+        return [{"token_ids": prompt, "lora": lora} for prompt in prompts]
+
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    store = tmp_path / "store"
+    with second.engine(models["plain"], **lora) as engine:
+        own = {
+            name: engine.generate(under(name, number))
+            for number, name in enumerate(("a", "b", None), start=1)
+        }
+    with pytest.raises(AssertionError):
+        assert_same(own["a"], own[None])
+    with first.engine(models["plain"], kvferry(store), **lora) as engine:
+        assert_same(own["a"], engine.generate(under("a")))
+        first.call("reset", 30, connector=False)
+        cold = engine.generate(under("a"))  # by now the adapter is hashed
+        assert_same(own["a"], cold)
+        wait_for_records(store, 6)
+        base = engine.generate(under(None))
+        assert_same(own[None], base)
+        assert base.external == 0
+    wait_for_records(store, 12)
+    with second.engine(models["plain"], kvferry(store), **lora) as engine:
+        assert_same(own["a"], engine.generate(under("a", 7)))
+        second.call("reset", 30, connector=False)
+        warm = engine.generate(under("a", 7))
+        assert_same(own["a"], warm)
+        assert warm.external == 2 * 384
+    with second.engine(models["plain"], kvferry(store), **lora) as engine:
+        other = engine.generate(under("b", 7))
+        assert_same(own["b"], other)
+        assert other.external == 0
+        second.call("reset", 30, connector=False)
+        assert_same(own["b"], engine.generate(under("b", 7)))

@@ -1,0 +1,56 @@
+"""What an operator sees: Prometheus metrics and KV events."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.harness import Process, kvferry, wait_for_records
+
+Models = dict[str, Path]
+
+
+def test_metrics_say_what_was_stored_hit_and_missed(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process, second: Process
+) -> None:
+    prompts = [make_prompt(n) for n in (300, 100)]
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate(prompts)
+        wait_for_records(tmp_path, 2)
+        engine.generate([make_prompt(40)])  # counts travel with steps
+        counts = engine.metrics()
+    size = sum(path.stat().st_size for path in wait_for_records(tmp_path, 2))
+    assert counts["vllm:kvferry_saved_bytes_total"] == size
+    assert counts["vllm:kvferry_requests_missed_total"] == 3
+    assert counts["vllm:kvferry_hits_total"] == 0
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate(prompts)
+        counts = engine.metrics()
+    assert counts["vllm:kvferry_hits_total"] == 1
+    assert counts["vllm:kvferry_hit_tokens_total"] == 256
+    assert counts["vllm:kvferry_loaded_tokens_total"] == 256
+    assert counts["vllm:kvferry_requests_missed_total"] == 1
+    assert counts["vllm:external_prefix_cache_hits_total"] == 256
+    for name in ("hook_failed", "load_failed_chunks", "records_corrupt", "save_failed"):
+        assert counts[f"vllm:kvferry_{name}_total"] == 0
+
+
+def test_stored_and_removed_chunks_are_published_with_their_tier(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, second: Process
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://*:{probe.getsockname()[1]}"
+    small = f"file://{tmp_path / 'store'}?max_bytes=3MiB"  # five chunks
+    with second.engine(models["plain"], kvferry(small), kv_events_endpoint=endpoint) as engine:
+        seen = []
+        for _ in range(6):
+            engine.generate([make_prompt(400)])
+            seen += second.call("take_events", 60)["events"]
+    stored = [e for e in seen if e["type"] == "BlockStored" and e["medium"] == "STORAGE"]
+    removed = [e for e in seen if e["type"] == "BlockRemoved" and e["medium"] == "STORAGE"]
+    assert sum(event["num_blocks"] for event in stored) >= 12
+    assert {event["block_size"] for event in stored} == {128}
+    assert all(event["num_tokens"] == 128 * event["num_blocks"] for event in stored)
+    assert sum(event["num_blocks"] for event in removed) >= 3

@@ -1,0 +1,99 @@
+"""Two tensor-parallel ranks and one read what the other stored.
+
+An engine of two ranks takes long to start, so two of them serve all tests here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.real_vllm.conftest import Pool
+from tests.real_vllm.damage import by_position, flip_in_payload
+from tests.real_vllm.harness import (
+    Answer,
+    Answers,
+    Oracle,
+    assert_same,
+    expected_hit,
+    kvferry,
+    records,
+    wait_for_records,
+)
+
+LENGTHS = (300, 385, 777)
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What came out.
+
+    Attributes:
+        own: by name of the prompts, what one rank says by its own prefix hit.
+        runs: by "writer -> reader".
+        num_records: after all.
+    """
+
+    own: dict[str, list[Answer]]
+    runs: dict[str, Answers]
+    num_records: int
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
+) -> Runs:
+    source = random.Random(30)
+    prompts = {
+        name: [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
+        for name, lengths in {"one": LENGTHS, "two": LENGTHS, "damaged": (400,)}.items()
+    }
+    own = {name: list(oracle(asked)) for name, asked in prompts.items()}
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    model, connector, runs = models["plain"], kvferry(store), {}
+    with pool.get("first").engine(model, connector) as engine:
+        runs["1"] = engine.generate(prompts["one"])
+    stored = len(wait_for_records(store, 2 + 3 + 6))
+    with pool.get("ranks").engine(model, connector, **TWO_RANKS) as engine:
+        runs["1 -> 2"] = engine.generate(prompts["one"])
+        runs["2"] = engine.generate(prompts["two"])
+        stored = len(wait_for_records(store, stored + 2 + 3 + 6))
+        before = records(store)
+        runs["2 before the damage"] = engine.generate(prompts["damaged"])
+        new = wait_for_records(store, stored + 3) - before
+    positions = by_position(store)
+    with pool.get("ranks").engine(model, connector, **TWO_RANKS) as engine:
+        runs["2 -> 2"] = engine.generate(prompts["two"])
+        flip_in_payload(sorted(new, key=positions.__getitem__))
+        runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])
+    pool.discard("ranks")
+    with pool.get("second").engine(model, connector) as engine:
+        runs["2 -> 1"] = engine.generate(prompts["two"])
+    return Runs(own, runs, len(records(store)))
+
+
+@pytest.mark.parametrize(
+    ("run", "prompts"), [("1 -> 2", "one"), ("2 -> 2", "two"), ("2 -> 1", "two")]
+)
+def test_a_number_of_ranks_reads_what_another_number_stored(
+    run: str, prompts: str, outcome: Runs
+) -> None:
+    assert_same(outcome.own[prompts], outcome.runs[run])
+    assert [answer.cached for answer in outcome.runs[run]] == [expected_hit(n) for n in LENGTHS]
+    assert outcome.runs[run].external == sum(expected_hit(n) for n in LENGTHS)
+
+
+def test_two_ranks_that_store_say_what_one_says(outcome: Runs) -> None:
+    assert_same(outcome.own["two"], outcome.runs["2"])
+    assert outcome.runs["2"].external == 0
+
+
+def test_a_byte_that_one_rank_alone_reads_is_a_miss_for_both(outcome: Runs) -> None:
+    damaged = outcome.runs["2 damaged -> 2"]
+    assert_same(outcome.own["damaged"], damaged)
+    assert damaged.external == 128
+    assert damaged.counted("corrupt")

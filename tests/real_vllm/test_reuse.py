@@ -1,0 +1,193 @@
+"""One engine stores, another reads: lengths, block sizes, budgets, preemption, aborts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.harness import (
+    Oracle,
+    Process,
+    assert_same,
+    expected_hit,
+    kvferry,
+    records,
+    wait_for_records,
+)
+
+Models = dict[str, Path]
+
+
+def num_chunks(prompts: list[list[int]], chunk: int = 128) -> int:
+    return sum(len(prompt) // chunk for prompt in prompts)
+
+
+def test_a_new_process_reads_what_another_stored_and_says_the_same(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (300, 385, 777, 1000)]
+    own = oracle(prompts)
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        cold = engine.generate(prompts)
+    wait_for_records(tmp_path, num_chunks(prompts))
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    assert cold.external == 0
+    assert [answer.cached for answer in warm] == [expected_hit(len(p)) for p in prompts]
+    assert warm.external == sum(expected_hit(len(p)) for p in prompts)
+
+
+EDGES = [1, 2, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 255, 256, 257, 383, 384, 385]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block", "lengths"),
+    [(32, 32, list(range(1, 98))), (128, 128, EDGES), (128, 32, EDGES), (96, 64, EDGES)],
+)
+def test_prompts_of_one_token_to_three_blocks_and_one_hit_whole_blocks_but_never_the_last_token(
+    chunk: int, block: int, lengths: list[int], tmp_path: Path, models: Models,
+    make_prompt: MakePrompt, oracle: Oracle, first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in lengths]
+    own = oracle(prompts, max_tokens=2)
+    connector = kvferry(tmp_path, chunk_tokens=chunk)
+    with first.engine(models["plain"], connector, block_size=block) as engine:
+        cold = engine.generate(prompts, max_tokens=2)
+    wait_for_records(tmp_path, num_chunks(prompts, chunk))
+    with second.engine(models["plain"], connector, block_size=block) as engine:
+        warm = engine.generate(prompts, max_tokens=2)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    hits = [expected_hit(n, chunk=chunk, block=block) for n in lengths]
+    assert [answer.cached for answer in warm] == hits
+
+
+@pytest.mark.parametrize(("stored", "read"), [(32, 128), (128, 32)])
+def test_blocks_of_one_size_are_read_into_blocks_of_another(
+    stored: int, read: int, tmp_path: Path, models: Models, make_prompt: MakePrompt,
+    oracle: Oracle, first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (129, 300, 384, 700)]
+    own = oracle(prompts)
+    with first.engine(models["plain"], kvferry(tmp_path), block_size=stored) as engine:
+        engine.generate(prompts)
+    wait_for_records(tmp_path, num_chunks(prompts))
+    with second.engine(models["plain"], kvferry(tmp_path), block_size=read) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, warm)
+    assert [answer.cached for answer in warm] == [
+        expected_hit(len(prompt), block=read) for prompt in prompts
+    ]
+
+
+def test_a_prompt_prefilled_in_chunks_is_stored_and_read_whole(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (1000, 1581, 2049)]
+    own = oracle(prompts)
+    budget = {"max_num_batched_tokens": 512, "max_model_len": 4096}
+    with first.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
+        cold = engine.generate(prompts, together=True)
+    wait_for_records(tmp_path, num_chunks(prompts))
+    with second.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
+        warm = engine.generate(prompts, together=True)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    assert [answer.cached for answer in warm] == [896, 1536, 2048]
+
+
+def test_three_quarters_of_a_prompt_shared_hit_all_their_whole_blocks(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    shared = make_prompt(1581)
+    stored, asked = make_prompt(2108, start=shared), make_prompt(2108, start=shared)
+    [own] = oracle([asked])
+    with first.engine(models["plain"], kvferry(tmp_path), max_model_len=4096) as engine:
+        engine.generate([stored])
+    wait_for_records(tmp_path, 16)
+    with second.engine(models["plain"], kvferry(tmp_path), max_model_len=4096) as engine:
+        warm = engine.generate([asked])
+        wait_for_records(tmp_path, 16 + 4)
+        again = engine.generate([asked])
+    assert_same([own], warm)
+    assert_same([own], again)
+    assert warm.external == 12 * 128
+    assert again.local == 16 * 128
+
+
+def test_without_the_engines_own_prefix_cache_every_hit_is_ours(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, first: Process
+) -> None:
+    prompts = [make_prompt(n) for n in (300, 513)]
+    own = oracle(prompts)
+    connector = kvferry(tmp_path)
+    with first.engine(models["plain"], connector, enable_prefix_caching=False) as engine:
+        cold = engine.generate(prompts)
+        wait_for_records(tmp_path, num_chunks(prompts))
+        warm = engine.generate(prompts)
+        warmer = engine.generate(prompts, together=True)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    assert_same(own, warmer)
+    assert (cold.external, warm.external, warmer.external) == (0, 768, 768)
+
+
+def test_what_the_engine_has_itself_is_not_loaded_again(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    start = make_prompt(300)
+    prompt = make_prompt(900, start=start)
+    [own] = oracle([prompt])
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate([prompt])
+    wait_for_records(tmp_path, 7)
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        beginning = engine.generate([start])
+        rest = engine.generate([prompt])
+    assert_same([own], rest)
+    assert (beginning.external, rest.local, rest.external) == (256, 256, 640)
+
+
+def test_requests_that_are_preempted_and_resumed_say_the_same(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (250, 251, 253, 254)]
+    own = oracle(prompts, max_tokens=40)
+    small = {"num_gpu_blocks_override": 10, "max_model_len": 512}  # 8 of 2 blocks, then of 3
+    connector = kvferry(tmp_path, save_generated=True)
+    with first.engine(models["plain"], connector, **small) as engine:
+        cold = engine.generate(prompts, max_tokens=40, together=True)
+    wait_for_records(tmp_path, 4)
+    with second.engine(models["plain"], connector, **small) as engine:
+        warm = engine.generate(prompts, max_tokens=40, together=True)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    for run in (cold, warm):
+        assert run.metrics["vllm:num_preemptions_total"] > 0
+    assert warm.external >= 4 * 128
+
+
+def test_aborts_while_loading_or_saving_leave_an_engine_that_serves_and_leaks_no_block(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(900) for _ in range(8)]
+    own = oracle(prompts)
+    small = {"num_gpu_blocks_override": 20}
+    aborted = [{"token_ids": prompt, "abort_after": index} for index, prompt in enumerate(prompts)]
+    for process in (first, second):  # the second finds what the first could store
+        with process.engine(models["plain"], kvferry(tmp_path), **small) as engine:
+            engine.generate(aborted, max_tokens=6, together=True)
+            answers = engine.generate(prompts, together=True)
+            assert engine.metrics()["vllm:kv_cache_usage_perc"] == 0
+        assert_same(own, answers)
+    assert len(records(tmp_path)) == num_chunks(prompts)

@@ -1,0 +1,142 @@
+"""Starting: names, modules, refusals, beside other connectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_vllm.conftest import MakePrompt, Pool
+from tests.real_vllm.harness import (
+    CONNECTOR,
+    EngineError,
+    Oracle,
+    Process,
+    assert_same,
+    kvferry,
+    wait_for_records,
+)
+
+Models = dict[str, Path]
+
+REFUSED = [
+    ({"stor": "memory://x"}, ["stor", "store"]),
+    ({"store": "ftp://somewhere/else"}, ["ftp", "file"]),
+    ({"store": "file://relative/path"}, ["file://relative/path"]),
+    ({"store": "file:///dev/null/store"}, ["/dev/null/store"]),
+    ({"store": "memory://x?max_bytes=1KiB"}, ["max_bytes", "chunk"]),
+    ({"store": "memory://x", "chunk_tokens": 0}, ["chunk_tokens", "0"]),
+    ({"store": "memory://x", "promise": "sometimes"}, ["promise", "sometimes", "in_hand"]),
+    ({"store": "memory://x", "io_threads": "many"}, ["io_threads", "many"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_a_configuration_that_cannot_be_served_is_refused_in_one_line(
+    options: dict[str, Any], words: list[str], models: Models, second: Process
+) -> None:
+    connector = {**CONNECTOR, "kv_connector_extra_config": options}
+    with pytest.raises(EngineError) as refusal:
+        second.start(models["plain"], connector)
+    said = str(refusal.value)
+    assert said.startswith("ConfigError: ")
+    assert len(said.splitlines()) == 1
+    for word in words:
+        assert word in said
+    second.call("stop", 30)
+
+
+def test_an_engine_starts_after_one_that_was_refused(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, second: Process
+) -> None:
+    prompts = [make_prompt(300)]
+    with pytest.raises(EngineError):
+        second.start(models["plain"], kvferry("ftp://x/y"))
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        assert_same(oracle(prompts), engine.generate(prompts))
+
+
+def test_without_entry_points_the_module_path_is_enough(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    pool: Pool, first: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(300)]
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate(prompts)
+    wait_for_records(tmp_path, 2)
+    connector = {**kvferry(tmp_path), "kv_connector_module_path": "kvferry.adapters.vllm"}
+    bare = pool.get("bare", VLLM_PLUGINS="")
+    with bare.engine(models["plain"], connector) as engine:
+        warm = engine.generate(prompts)
+    pool.discard("bare")
+    assert_same(oracle(prompts), warm)
+    assert warm.external == 256
+    assert warm.counted("hit_tokens") == 256
+
+
+def test_inside_multi_connector_each_store_is_written_and_one_is_read(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (300, 400)]
+    own = oracle(prompts)
+    stores = [tmp_path / "one", tmp_path / "two"]
+    children = [kvferry(store) for store in stores]
+    for child in children:
+        del child["kv_load_failure_policy"]
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    with first.engine(models["plain"], several) as engine:
+        assert_same(own, engine.generate(prompts))
+        for store in stores:
+            wait_for_records(store, 5)
+    with second.engine(models["plain"], several) as engine:
+        warm = engine.generate(prompts)
+        shutil.rmtree(stores[0])
+        second.call("reset", 30, connector=False)
+        from_the_other = engine.generate(prompts)
+    for answers in (warm, from_the_other):
+        assert_same(own, answers)
+        assert answers.external == 256 + 384
+        assert answers.counted("hit_tokens") == 256 + 384
+    with second.engine(models["plain"], kvferry(stores[1])) as engine:
+        assert engine.generate(prompts).external == 256 + 384
+
+
+WATCH = """
+import json, sys, time
+began = time.perf_counter()
+import kvferry.adapters.vllm
+seconds = time.perf_counter() - began
+own = sorted(sys.modules)
+from kvferry.adapters.vllm import KVFerryConnector
+import torch
+print(json.dumps({
+    "seconds": seconds,
+    "light": [n for n in ("torch", "vllm", "numba", "llvmlite", "transformers") if n in own],
+    "heavy": [n for n in ("numba", "llvmlite") if n in sys.modules],
+    "cuda": torch.cuda.is_initialized(),
+    "threads": torch.get_num_threads() > 0,
+}))
+"""
+
+
+def test_importing_the_plug_in_is_cheap_and_touches_no_device() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH], env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["light"] == []
+    assert seen["seconds"] < 1.0
+    assert seen["heavy"] == []
+    assert not seen["cuda"]

@@ -1,0 +1,109 @@
+"""A store that takes long to open: start-up goes on, and it is used once it is there."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.store.base import PutResult
+from kvferry.store.late import LateStore
+from kvferry.store.memory import MemoryStore
+from kvferry.types import ChunkKey
+
+KEY = ChunkKey(b"k" * 32)
+
+
+class Opening:
+    """An `open_store` that returns when it is let."""
+
+    def __init__(self, error=None):
+        self.go = threading.Event()
+        self.store = MemoryStore("late", None)
+        self.error = error
+
+    def __call__(self):
+        assert self.go.wait(20)
+        if self.error is not None:
+            raise self.error
+        return self.store
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_store_that_opens_in_time_is_handed_out_itself():
+    opening = Opening()
+    opening.go.set()
+    with LateStore("memory://late", opening, 20.0) as late:
+        assert late.opened is opening.store
+
+
+def test_an_error_in_time_is_raised():
+    opening = Opening(ConfigError("no such place"))
+    opening.go.set()
+    with pytest.raises(ConfigError, match="no such place"):
+        LateStore("memory://late", opening, 20.0)
+
+
+def test_until_it_is_open_everything_is_a_miss(caplog):
+    opening = Opening()
+    late = LateStore("memory://late", opening, 0.01)
+    assert "did not open within 0.01 s" in caplog.text
+    assert late.opened is None
+    assert not late.contains(KEY)
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    assert late.begin(KEY, 1) is PutResult.FAILED
+    assert not late.write_at("s", 0, [b"x"])
+    assert late.commit("s", b"h") is PutResult.FAILED
+    assert not late.delete(KEY)
+    assert not late.wait_indexed(0.0)
+    assert late.stat().num_records == 0
+    with pytest.raises(StoreError, match="not open yet"):
+        late.open_read(KEY)
+    for call in (
+        lambda: late.touch([KEY]),
+        lambda: late.probe([KEY]),
+        lambda: late.note_stored(KEY),
+        lambda: late.discard(KEY, "broken"),
+        lambda: late.abort("s"),
+    ):
+        call()
+    opening.go.set()
+    late.close()
+
+
+def test_once_it_is_open_it_is_used():
+    opening = Opening()
+    late = LateStore("memory://late", opening, 0.0)
+    opening.go.set()
+    wait_until(lambda: late.opened is not None)
+    assert late.put(KEY, [b"bytes"]) is PutResult.STORED
+    assert late.contains(KEY)
+    assert late.stat().num_records == 1
+    late.close()
+    assert opening.store.put(KEY, [b"x"]) is PutResult.FAILED
+
+
+def test_an_error_after_the_time_is_logged_and_stays_a_miss(caplog):
+    opening = Opening(ConfigError("mount went away"))
+    late = LateStore("memory://late", opening, 0.0)
+    opening.go.set()
+    wait_until(lambda: "mount went away" in caplog.text)
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    late.close()
+
+
+def test_a_store_that_opens_after_close_is_closed():
+    opening = Opening()
+    late = LateStore("memory://late", opening, 0.0)
+    late.close()
+    opening.go.set()
+    wait_until(lambda: opening.store.put(KEY, [b"x"]) is PutResult.FAILED)
+    assert late.opened is None
