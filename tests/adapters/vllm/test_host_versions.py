@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from kvferry.errors import ConfigError
 
@@ -145,6 +146,36 @@ def test_hits_inside_a_multi_connector_too(engine):
     host.run("cold", prompt())
     host.rest_until_saved()
     assert host.run("warm", prompt()).hit == whole_blocks(NUM_TOKENS)
+
+
+@pytest.mark.parametrize("in_multi", [False, True])
+def test_what_the_scheduler_counts_is_told_in_the_step_although_workers_have_nothing_to_tell(
+    in_multi, engine
+):
+    host = engine(in_multi=in_multi)
+    for number_ in range(3):
+        host.run(f"short {number_}", prompt(count=CHUNK - 1))
+        assert host.counters["requests_missed"] == number_ + 1
+
+
+def test_asked_for_metrics_once_per_child_of_a_multi_connector_there_is_one_set(release, plugin):
+    registry = CollectorRegistry()
+
+    def counter(**kwargs):
+        return Counter(**kwargs, registry=registry)
+
+    def build():
+        return plugin.KVFerryConnector.build_prom_metrics(
+            None, {Counter: counter}, ["engine"], {0: ["0"]}
+        )
+
+    first = build()
+    if first is None:
+        assert "KVConnectorPromMetrics" not in release.types
+        return
+    assert build() is None
+    first.observe({"hits": 2})
+    assert registry.get_sample_value("vllm:kvferry_hits_total", {"engine": "0"}) == 2
 
 
 @pytest.mark.parametrize("as_new", [False, True])

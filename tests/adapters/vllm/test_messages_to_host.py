@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvferry.adapters.vllm.events import EventTranslator
+from kvferry.adapters.vllm.host import own_report
 from kvferry.adapters.vllm.metrics import (
     METRICS,
     IntervalCounters,
@@ -89,6 +90,22 @@ def test_messages_ride_along_and_do_not_reach_the_log():
     across = pickle.loads(pickle.dumps(first.aggregate(second)))
     assert across.carried_meta.meta.what == ("x", "y")
     assert across.to_dict() == {"a": 1}
+
+
+@dataclass
+class HostOutput:
+    kv_connector_stats: Any
+
+
+def test_of_what_workers_count_a_connector_hears_its_own_and_nothing_if_that_is_empty():
+    def heard(stats):
+        return own_report(HostOutput(stats), "KVFerryConnector").kv_connector_stats
+
+    empty, full = FerryStats(), FerryStats(data={"a": 1})
+    assert heard(None) is heard(empty) is heard(HostStats({"KVFerryConnector": empty})) is None
+    assert heard(full) is heard(HostStats({"KVFerryConnector": full, "Other": HostStats()})) is full
+    others = HostStats({"Other": HostStats()})
+    assert heard(others) is others
 
 
 class HostPromMetrics:

@@ -372,7 +372,10 @@ class VersionedHost:
     def _update(self, output: Any) -> None:
         stats = output.kv_connector_stats
         own = None
-        if self.release.has("get_kv_connector_stats"):
+        # Before there were messages from workers, a scheduler's counters went along with theirs.
+        if self.release.has("get_kv_connector_stats") and (
+            stats is not None or self.release.has("build_connector_worker_meta")
+        ):
             own = self.scheduler.get_kv_connector_stats()
         if own is not None:
             stats = own if stats is None else stats.aggregate(own)

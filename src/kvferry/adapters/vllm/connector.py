@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.adapters.vllm import caches
 from kvferry.adapters.vllm.events import EventTranslator
-from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, unwrapped
+from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
 from kvferry.adapters.vllm.identity import LoraIdentities, local_model, model_identity
 from kvferry.adapters.vllm.items import ItemIdentities
 from kvferry.adapters.vllm.metrics import IntervalCounters
@@ -17,7 +17,6 @@ from kvferry.adapters.vllm.spec import engine_spec
 from kvferry.adapters.vllm.startup import log_start, warn_not_cached
 from kvferry.connectors.registry import EngineSpec, default_options, open_parts
 from kvferry.connectors.v1_facade import HostTypes, OneRole
-from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.v1_messages import CarriedMeta, PlanMetadata
 from kvferry.errors import ConfigError
 
@@ -124,14 +123,15 @@ class FerryConnector(OneRole):
         """Nothing to do: saves copy out of the blocks in the step that computed them."""
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
-        # Roles of ours count through the observer alone; a message may ride along.
+        # Roles of ours count through the observer alone.
         counts = self._observer.take()
         half = self._worker_half
-        if not counts and (half is None or half.output is EMPTY_OUTPUT):
-            return None
-        rides_along = half is not None and not self.host_types.carries_worker_meta
-        meta = half.output.meta if half is not None and rides_along else None
-        if not counts and meta is None:
+        if half is None or self.host_types.carries_worker_meta:
+            return self.host_types.make_stats(counts, None) if counts else None
+        # On a host without messages they ride along. Such a host asks the scheduler's half only if
+        # a worker has something: so there is something, empty maybe, whenever there is a plan.
+        meta = half.output.meta
+        if not counts and meta is None and not half.is_bound:
             return None
         return self.host_types.make_stats(counts, None if meta is None else CarriedMeta(meta))
 
@@ -139,7 +139,7 @@ class FerryConnector(OneRole):
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - the host's
         if self.host.worker_meta is None:
-            connector_output = unwrapped(connector_output, type(self).__name__)
+            connector_output = own_report(connector_output, type(self).__name__)
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[Any]:
@@ -225,7 +225,13 @@ def make_connector_class(
         ) -> Any:  # noqa: ANN401
             if prom_metrics is None:
                 return None
-            return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            try:
+                return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            except ValueError as error:  # prometheus_client's
+                # Early hosts ask once for each of several connectors in one `MultiConnector`.
+                if "Duplicated timeseries" not in str(error):
+                    raise
+                return None  # the ones of the first are there
 
     KVFerryConnector.host = host
     _adopt_messages(host)

@@ -148,16 +148,21 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     return not (on_cpu and vllm_config.model_config.use_mla)
 
 
-def unwrapped(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
-    """`output` with the counters of the connector class `name` alone.
+def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
+    """`output` with the counters of the connector class `name` alone, and none if they are empty.
 
     `MultiConnector` puts those of its children into one object, by class, and hands all of it to
     each of them. Since 0.18 nothing that matters rides on counters.
     """
-    held = getattr(output.kv_connector_stats, "data", None)
-    if not isinstance(held, dict) or not hasattr(held.get(name), "carried_meta"):
+    stats = output.kv_connector_stats
+    held = getattr(stats, "data", None)
+    if isinstance(held, dict) and hasattr(held.get(name), "carried_meta"):
+        stats = held[name]
+    if hasattr(stats, "carried_meta") and stats.is_empty():
+        stats = None  # a step that brings nothing else is no news
+    if stats is output.kv_connector_stats:
         return output
-    return replace(output, kv_connector_stats=held[name])
+    return replace(output, kv_connector_stats=stats)
 
 
 def check_host(host: Host) -> None:
