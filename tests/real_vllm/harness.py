@@ -82,8 +82,12 @@ class Answers:
 
     @property
     def local(self) -> int:
-        """Prompt tokens that the engine had itself."""
-        return int(self.metrics.get("vllm:prefix_cache_hits_total", 0))
+        """Prompt tokens that the engine had itself.
+
+        Not its metric, to which 0.14 adds the same tokens again in each step in which a request
+        waits for a connector to look it up.
+        """
+        return sum(answer.cached or 0 for answer in self.answers) - self.external
 
     def counted(self, *parts: str) -> float:
         """Sum of our metrics whose name holds one of `parts`."""
@@ -216,8 +220,8 @@ class Process:
         self, model: Path, connector: dict[str, Any] | None = None, **engine: Any
     ) -> Iterator[Engine]:
         """A fresh engine; shut down, within a deadline, afterwards."""
-        self.start(model, connector, **engine)
         try:
+            self.start(model, connector, **engine)
             yield Engine(self)
         except BaseException:
             self.kill()  # what state it is in nobody knows

@@ -8,6 +8,7 @@ import pytest
 
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import Process, assert_same, kvferry, records, wait_for_records
+from tests.real_vllm.host import does
 
 Models = dict[str, Path]
 
@@ -19,7 +20,13 @@ NGRAM = {
 }
 
 
-@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        pytest.param(None, id="plain"),
+        pytest.param(NGRAM, id="ngram", marks=does("speculates", since=(0, 28))),
+    ],
+)
 def test_a_second_turn_finds_what_the_first_generated_and_no_drafts(
     speculative: dict[str, object] | None, tmp_path: Path, models: Models,
     make_prompt: MakePrompt, pool: Pool,
@@ -51,6 +58,7 @@ def test_a_second_turn_finds_what_the_first_generated_and_no_drafts(
         pool.discard(name)
 
 
+@does("keeps a prefix cache of FP8 KV", since=(0, 28))
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_of_another_type_is_right_and_shares_nothing_with_the_models_own(
     dtype: str, tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process

@@ -7,6 +7,7 @@ from pathlib import Path
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, assert_same, kvferry, records
+from tests.real_vllm.host import does
 
 # The smallest that vLLM's kernels for latent attention take.
 SHAPE = {
@@ -19,6 +20,7 @@ SHAPE = {
 }
 
 
+@does("runs latent attention", since=(0, 28))
 def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warning(
     tmp_path: Path, make_prompt: MakePrompt, first: Process
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Oracle, Process, kvferry, wait_for_records
+from tests.real_vllm.host import RELEASE
 
 START_SECONDS = 240.0
 STOP_SECONDS = 60.0
@@ -45,9 +46,10 @@ def served(model: Path, connector: dict[str, Any], log: Path) -> Iterator[int]:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"),
         *("--skip-tokenizer-init", "--block-size", "128", "--max-model-len", "1024"),
-        *("--max-num-seqs", "8", "--enable-scale-out"),  # prompts and answers as token ids
-        *("--kv-transfer-config", json.dumps(connector)),
+        *("--max-num-seqs", "8", "--kv-transfer-config", json.dumps(connector)),
     ]
+    if RELEASE >= (0, 32):
+        command.append("--enable-scale-out")  # prompts and answers as token ids; always on before
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -22,6 +22,7 @@ from tests.real_vllm.harness import (
     kvferry,
     wait_for_records,
 )
+from tests.real_vllm.host import RELEASE
 
 Models = dict[str, Path]
 
@@ -106,8 +107,9 @@ def test_inside_multi_connector_each_store_is_written_and_one_is_read(
         from_the_other = engine.generate(prompts)
     for answers in (warm, from_the_other):
         assert_same(own, answers)
-        assert answers.external == 256 + 384
-        assert answers.counted("hit_tokens") == 256 + 384
+        if RELEASE >= (0, 18):  # before, what workers of two tell is mixed, and hits may be lost
+            assert answers.external == 256 + 384
+            assert answers.counted("hit_tokens") == 256 + 384
     with second.engine(models["plain"], kvferry(stores[1])) as engine:
         assert engine.generate(prompts).external == 256 + 384
 

@@ -1,0 +1,28 @@
+"""Which release of vLLM the tests run in, and marks for what an earlier one cannot do at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+
+def _release() -> tuple[int, int]:
+    [package] = importlib.metadata.packages_distributions()["vllm"]
+    major, minor, *_ = importlib.metadata.version(package).split(".")
+    return int(major), int(minor)
+
+
+RELEASE = _release()
+
+
+def does(what: str, *, since: tuple[int, int]) -> pytest.MarkDecorator:
+    """A mark for tests of what vLLM on a CPU does not do in earlier releases, connector or not.
+
+    Args:
+        what: later ones do.
+        since: the earliest release that was seen to do it. Not all were looked at.
+    """
+    return pytest.mark.skipif(
+        since > RELEASE, reason=f"unlike vLLM {since[0]}.{since[1]}, this one never {what}"
+    )
