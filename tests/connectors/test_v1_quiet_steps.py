@@ -12,7 +12,7 @@ import torch
 from kvferry.bench.step import FacadeHost, Request
 from kvferry.connectors.registry import EngineSpec, create_roles
 from kvferry.connectors.v1_facade import RolesAsV1
-from kvferry.contract.abilities import SupportsIdle
+from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsIdle
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
@@ -21,6 +21,7 @@ from kvferry.contract.v1_messages import PlanMetadata
 from kvferry.contract.worker import WorkerRole
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
+from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 from tests.contract.test_v1_connector import make_config
@@ -343,3 +344,51 @@ def test_decoding_asks_nothing_of_the_shared_storage_roles(tmp_path):
     roles.scheduler.close()
     roles.worker.close()
     roles.close_last()
+
+
+class WaitingWorker(IdleWorker):
+    is_idle = False
+
+    def wait(self, seconds):
+        self.calls.append("wait")
+        self.seconds = seconds
+
+
+def plan_of(facade, tokens):
+    facade.bind_connector_metadata(PlanMetadata(EMPTY_PLAN, has_tokens=tokens))
+    facade.start_load_kv(None)
+    facade.get_transfer_results(set())
+    facade.clear_connector_metadata()
+
+
+def test_a_worker_waits_in_steps_without_tokens_only():
+    facade, role = worker_facade(WaitingWorker())
+    plan_of(facade, tokens=True)
+    assert "wait" not in role.calls
+    role.calls.clear()
+    plan_of(facade, tokens=False)
+    assert role.calls == ["begin", "load", "save", "wait", "collect", "end"]
+    assert role.seconds == IDLE_WAIT_SECONDS
+
+
+def test_a_worker_that_fails_to_wait_is_asked_all_the_same():
+    class Broken(WaitingWorker):
+        def wait(self, seconds):
+            raise OSError("broken")
+
+    counters = Counters()
+    role = Broken()
+    facade = RolesAsV1(make_config(), KVConnectorRole.WORKER, worker=role, observer=counters)
+    plan_of(facade, tokens=False)
+    assert role.calls[-2:] == ["collect", "end"]
+    assert counters["hook_failed_wait"] == 1
+
+
+def test_the_step_lifecycle_waits_in_steps_without_tokens_only():
+    role = WaitingWorker()
+    lifecycle = StepLifecycle(role)
+    with lifecycle.step(EMPTY_PLAN, ()):
+        pass
+    assert "wait" not in role.calls
+    lifecycle.no_forward(EMPTY_PLAN, ())
+    assert role.calls.count("wait") == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvferry.errors import ConfigError
@@ -40,3 +43,28 @@ def test_too_little_and_too_much_are_refused():
         Staging(4096, 4096)
     with pytest.raises(ConfigError, match="set it lower"):
         Staging(1 << 61, 4096)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is not prepared elsewhere")
+def test_prepared_memory_is_there_before_it_is_used_and_keeps_what_it_holds():
+    size = 64 << 20
+    staging = Staging(4 * size, size)
+    before = resident_bytes()
+    view = staging.view(staging.acquire())
+    view[:8] = b"contents"
+    staging.prepare(size)
+    assert size * 0.9 < resident_bytes() - before < size * 1.5
+    assert view[:8] == b"contents"
+    staging.prepare(100 * size)  # more than there is
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is not prepared elsewhere")
+def test_a_system_that_cannot_prepare_memory_is_no_fault(monkeypatch):
+    monkeypatch.setattr("kvferry.store.staging._MADV_POPULATE_WRITE", 9999)
+    staging = Staging(4 * ALIGN, ALIGN)
+    staging.prepare(ALIGN)
+    assert staging.num_free == 4

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 
 from kvferry.connectors.v1_host import HostRequests, HostStep
-from kvferry.contract.abilities import SupportsLayerwise
+from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.reports import ReportRules
@@ -156,6 +156,8 @@ class WorkerHalf:
             # Hosts before 0.30 leave wait_for_save out of steps without tokens. (With tokens, a
             # host that decodes speculatively may ask for results first and save later.)
             self.save()
+        if not metadata.has_tokens:
+            self.role.wait(IDLE_WAIT_SECONDS)
         output = self.role.collect(finished_request_ids)
         self.output = self._rules.admit(
             output, finished_request_ids, lambda: self.role.planned_blocks(metadata.plan)

@@ -35,6 +35,24 @@ class SupportsIdle(Protocol):
         """
 
 
+IDLE_WAIT_SECONDS = 0.01
+"""How long a worker may wait in a step without tokens. Hosts pause for about a millisecond after
+such a step and ask again, and each time take the interpreter's lock from the threads that bring
+what is waited for. A request that arrives meanwhile waits no longer than this: a decode step."""
+
+
+@runtime_checkable
+class SupportsWait(Protocol):
+    """A worker with work in the background that requests wait for."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when `collect` has something to report that a request waits for, when nothing of
+        the kind is under way, or after `seconds`.
+
+        Called, if at all, in a step without tokens, just before `collect`. Runs in: worker.
+        """
+
+
 @runtime_checkable
 class SupportsHandshake(Protocol):
     """A worker whose peers must know something of it before the first transfer."""

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.contract.abilities import SupportsHandshake, SupportsIdle, SupportsLayerwise
+from kvferry.contract.abilities import (
+    SupportsHandshake,
+    SupportsIdle,
+    SupportsLayerwise,
+    SupportsWait,
+)
 from kvferry.contract.faults import Faults, RepairedPlan
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
@@ -42,6 +47,7 @@ class GuardedWorker(WorkerRole):
         """Wrap `role`; `observer` receives the `hook_failed...` counts."""
         self._role = role
         self._idler = role if isinstance(role, SupportsIdle) else None
+        self._waiter = role if isinstance(role, SupportsWait) else None
         self._faults = Faults(role, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
@@ -164,6 +170,15 @@ class GuardedWorker(WorkerRole):
             self._role.save()
         except Exception:
             self._faults.fault("save", "this step saves nothing")
+
+    def wait(self, seconds: float) -> None:
+        """Nothing for a role that cannot tell."""
+        if self._waiter is None:
+            return
+        try:
+            self._waiter.wait(seconds)
+        except Exception:
+            self._faults.fault("wait", "nobody waits for it")
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         try:

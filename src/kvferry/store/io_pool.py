@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -57,6 +57,43 @@ class Job(Generic[T]):
         self._lock.release()
 
 
+class _Shared(Generic[T]):
+    """Items that several threads work on; each takes the next one when it is through with its
+    last."""
+
+    def __init__(self, items: Sequence[T], work: Callable[[T], None]) -> None:
+        self._work = work
+        self._todo: Iterator[tuple[int, T]] = iter(enumerate(items))
+        self._changed = threading.Condition()
+        self._num_running = 0
+        self.errors: list[Exception | None] = [None] * len(items)
+
+    def run(self) -> None:
+        """Work until nothing is left to take."""
+        while (taken := self._take()) is not None:
+            index, item = taken
+            try:
+                self._work(item)
+            except Exception as error:
+                self.errors[index] = error
+            finally:
+                with self._changed:
+                    self._num_running -= 1
+                    self._changed.notify_all()
+
+    def _take(self) -> tuple[int, T] | None:
+        with self._changed:
+            taken = next(self._todo, None)
+            self._num_running += taken is not None
+            return taken
+
+    def end(self) -> None:
+        """Hand out nothing more, and wait for what was handed out."""
+        with self._changed:
+            self._todo = iter(())
+            self._changed.wait_for(lambda: not self._num_running)
+
+
 class IOPool:
     """Runs jobs in order of submission on `num_threads` threads, started with the first job.
 
@@ -95,6 +132,29 @@ class IOPool:
                 self._threads.append(thread)
         self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
         return job
+
+    def spread(
+        self, items: Sequence[T], work: Callable[[T], None], *, alone: bool = False
+    ) -> list[Exception | None]:
+        """Do `work` on every item, here and on threads of the pool that are free by then. For work
+        in memory: it waits for no job that is under way or queued, only for items begun.
+
+        Args:
+            items: what to work on; begun in this order.
+            work: called once for each, by up to `num_threads` threads at a time.
+            alone: by this thread only.
+
+        Returns:
+            What it raised, by item.
+        """
+        shared = _Shared(items, work)
+        for _ in range(0 if alone else min(len(items), self._num_threads) - 1):
+            self.submit(lambda _job: shared.run())
+        try:
+            shared.run()
+        finally:
+            shared.end()
+        return shared.errors
 
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 from typing import Protocol
 
 from kvferry.errors import ConfigError
 from kvferry.record.schema import ALIGN
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14; Python has no name for it."""
+
+_PREPARED_AT_ONCE = 4 << 20
+"""The interpreter's lock is held for so many bytes at a time."""
 
 
 class Reached(Protocol):
@@ -61,6 +68,17 @@ class Staging:
             with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
                 self._region.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._region)
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have the first slots to be used backed by memory now, so that no read or write waits for
+        that. Does nothing where the system cannot do it beforehand."""
+        stop = min(num_bytes, self.total_bytes)
+        if sys.platform != "linux":
+            return
+        with contextlib.suppress(OSError):  # Linux before 5.14
+            for start in range(0, stop, _PREPARED_AT_ONCE):
+                length = min(_PREPARED_AT_ONCE, stop - start)
+                self._region.madvise(_MADV_POPULATE_WRITE, start, length)
 
     @property
     def num_free(self) -> int:

@@ -160,6 +160,26 @@ def test_a_stalled_read_is_given_up_at_the_deadline_and_lands_only_in_staging(
     assert staging.num_free == staging.num_slots
 
 
+def test_a_worker_waits_for_its_reads_and_not_for_ever(make_host):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read_into"}))
+    worker = host.ranks[0].worker
+    host.scheduler.lookup(host.add("reader", PROMPT), 0)
+    host.step([])  # starts the reads
+    started = time.monotonic()
+    worker.wait(0.05)
+    assert 0.05 <= time.monotonic() - started < 2
+    assert host.step([])  # no news
+    gate.release()
+    worker.wait(10)
+    assert time.monotonic() - started < 5
+    assert not host.step([])
+    started = time.monotonic()
+    worker.wait(10)  # nothing is read any more
+    assert time.monotonic() - started < 5
+
+
 def test_close_does_not_wait_for_a_stalled_read(make_host):
     store, _keys = store_prompt(make_host)
     gate = Gate()

@@ -6,15 +6,14 @@ Runs in: worker, on the model runner's thread; the jobs on I/O threads.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.load_memory import DirectMemory, LoadSlot
 from kvferry.connectors.shared_storage.messages import ChunkRef, Load, Prefetch, Prefetched
 from kvferry.connectors.shared_storage.rank_device import (
-    DEVICE_SECONDS,
     REACHED,
     ChunkCopy,
     RankDevice,
@@ -39,36 +38,12 @@ logger = logging.getLogger(__name__)
 _Run = Callable[[Job[MissReason | None]], MissReason | None]
 
 
-class _Slot:
-    """A staging slot shared by an operation and whoever asked for it: free when both are through,
-    so that a read that outlives its deadline writes to memory that nobody else has."""
-
-    __slots__ = ("_after", "_holders", "_lock", "_staging", "index")
-
-    def __init__(self, staging: Staging, index: int) -> None:
-        self._staging = staging
-        self._lock = threading.Lock()
-        self._holders = 2
-        self._after = REACHED
-        self.index = index
-
-    def drop(self, after: Mark = REACHED) -> None:
-        """One of the two holders is through, or will be after a mark."""
-        with self._lock:
-            self._holders -= 1
-            if after is not REACHED:
-                self._after = after
-            last = self._holders == 0
-        if last:
-            self._staging.release(self.index, after=self._after)
-
-    @property
-    def view(self) -> memoryview:
-        return self._staging.view(self.index)
-
-
 STALLED_SECONDS = 30.0
 """How long direct loads do not wait for a store that missed a deadline."""
+
+
+SPREAD_BYTES = 1 << 20
+"""Copies of fewer bytes are over before another thread has woken up."""
 
 
 @dataclass(slots=True)
@@ -79,61 +54,18 @@ class _Fetch:
     started: float
     ended: float = 0.0
     """When the last read so far ended; written by the reads."""
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[LoadSlot] = field(default_factory=list)
     jobs: list[Job[MissReason | None]] = field(default_factory=list)
     told: int = 0
     """Leading chunks in hand, as last reported."""
     done: bool = False
 
-    def in_hand(self, key: bytes) -> _Slot | None:
+    def in_hand(self, key: bytes) -> LoadSlot | None:
         """The slot of a chunk that was read and verified."""
         for chunk, slot, job in zip(self.op.chunks, self.slots, self.jobs, strict=False):
             if chunk.key == key:
                 return slot if _succeeded(job) else None
         return None
-
-
-class _DirectMemory:
-    """Where a direct load reads to: small scratch that stays in the cache for a record in memory, a
-    staging slot for the whole of one on a medium or for a device, if there is one free.
-    Runs in: I/O thread."""
-
-    def __init__(self, rows: RankRows, device: RankDevice, staging: Staging) -> None:
-        self._rows = rows
-        self._device = device
-        self._staging = staging
-        self._scratch = rows.scratch()
-        self._slot: int | None = None
-
-    @property
-    def head(self) -> memoryview:
-        return self._rows.head_of(self._scratch)
-
-    def parts(self, cached: bool) -> Sequence[RowRange]:
-        if not cached or self._device.overlaps:
-            self._slot = self._staging.acquire()
-        return self._rows.pieces if self._slot is None else self._rows.large_pieces
-
-    def buffer_for(self, piece: RowRange) -> memoryview:
-        if self._slot is None:
-            return self._rows.scratch_piece(self._scratch, piece)
-        return self._rows.piece_of(self._staging.view(self._slot), piece)
-
-    def delivered(self, mark: Mark) -> None:
-        """A piece is on its way to the blocks, its memory read until `mark`.
-
-        Raises:
-            TransferError: the device did not come to it.
-        """
-        # In a slot each piece has its own place; scratch is where the next one goes.
-        if self._slot is None and not mark.wait(DEVICE_SECONDS):
-            raise TransferError(f"a piece was not copied in {DEVICE_SECONDS} s")
-
-    def close(self) -> None:
-        """Give the slot back: the read has ended, so nothing of it can land there any more."""
-        if self._slot is not None:
-            self._staging.release(self._slot, after=self._device.done())
-            self._slot = None
 
 
 class Loads:
@@ -183,12 +115,12 @@ class Loads:
                 # What fits is still a hit; the scheduler role learns how much did.
                 self._observer.count(f"miss_{MissReason.NO_STAGING}")
                 break
-            slot = _Slot(self._staging, index)
+            slot = LoadSlot(self._staging, index)
             job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
             fetch.slots.append(slot)
             fetch.jobs.append(job)
 
-    def _prefetch_job(self, fetch: _Fetch, chunk: ChunkRef, slot: _Slot) -> _Run:
+    def _prefetch_job(self, fetch: _Fetch, chunk: ChunkRef, slot: LoadSlot) -> _Run:
         rows, view = self._rows, slot.view
         wanted = rows.pieces_of(rows.groups_of(fetch.op, chunk.first_token))
         read = RecordRead(
@@ -237,6 +169,16 @@ class Loads:
                 fetch.told = good
                 self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
 
+    def wait(self, seconds: float) -> None:
+        """Return when the oldest prefetch that has not ended does, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        fetch = next((fetch for fetch in self._fetches.values() if not fetch.done), None)
+        if fetch is not None:
+            # The last one first: a thread of theirs is disturbed once, not at each end.
+            for job in reversed(fetch.jobs):
+                if not job.wait(max(0.0, deadline - time.monotonic())):
+                    return
+
     @property
     def under_way(self) -> bool:
         """Whether a prefetch is kept, in hand or not."""
@@ -257,27 +199,48 @@ class Loads:
         engine submits from here on comes after the copies."""
         fetch = self._fetches.get(ticket)
         started = time.perf_counter()
-        before = self._device.mark()
         try:
-            for chunk in load.chunks:
-                slot = None if fetch is None else fetch.in_hand(chunk.key)
-                if fetch is None or slot is None:
-                    self._fail(load, chunk)
-                    continue
-                try:
-                    groups = self._rows.groups_of(fetch.op, chunk.first_token)
-                    runs = self._rows.staged_runs(load, chunk.first_token, groups)
-                    copy = ChunkCopy(slot.view, runs, chunk.first_token)
-                    self._device.bring_in(copy, after=before)
-                except (LayoutError, TransferError) as error:
+            staged = self._staged(load, fetch)
+            for (chunk, _copy), error in zip(staged, self._bring_in(staged), strict=True):
+                if isinstance(error, LayoutError | TransferError):
                     logger.error("load of %s refused: %s", load.request_id, error)
                     self._fail(load, chunk)
+                elif error is not None:
+                    raise error
         finally:
             # Also if one failed: the engine computes its blocks anew, after what was on its way.
             self._device.hold()
             self.release(ticket, self._device.done())
         self._observer.observe("load_copy", time.perf_counter() - started)
         self._observer.count("loaded_tokens", load.stop - load.start)
+
+    def _staged(self, load: Load, fetch: _Fetch | None) -> list[tuple[ChunkRef, ChunkCopy]]:
+        """From where to where, for the chunks that are in hand and fit; the others have failed."""
+        staged = []
+        for chunk in load.chunks:
+            slot = None if fetch is None else fetch.in_hand(chunk.key)
+            if fetch is None or slot is None:
+                self._fail(load, chunk)
+                continue
+            try:
+                groups = self._rows.groups_of(fetch.op, chunk.first_token)
+                runs = self._rows.staged_runs(load, chunk.first_token, groups)
+            except LayoutError as error:
+                logger.error("load of %s refused: %s", load.request_id, error)
+                self._fail(load, chunk)
+            else:
+                staged.append((chunk, ChunkCopy(slot.view, runs, chunk.first_token)))
+        return staged
+
+    def _bring_in(self, staged: list[tuple[ChunkRef, ChunkCopy]]) -> list[Exception | None]:
+        """Copy all; what was raised, for each."""
+        before = self._device.mark()
+
+        def copy(one: tuple[ChunkRef, ChunkCopy]) -> None:
+            self._device.bring_in(one[1], after=before)
+
+        small = len(staged) * self._rows.slot_bytes < SPREAD_BYTES
+        return self._pool.spread(staged, copy, alone=small or self._device.overlaps)
 
     def from_store(self, loads: Sequence[Load]) -> None:
         """Read, verify and copy now, bounded by one deadline for all `loads` of a step. When this
@@ -324,7 +287,7 @@ class Loads:
         runs = self._rows.runs_of(load, chunk.first_token)
 
         def run(job: Job[MissReason | None]) -> MissReason | None:
-            memory = _DirectMemory(self._rows, self._device, self._staging)
+            memory = DirectMemory(self._rows, self._device, self._staging)
 
             def deliver(piece: RowRange) -> bool:
                 if not job.claim():

@@ -44,6 +44,11 @@ DEVICE_CLOSE_SECONDS = 2.0
 """How long copies under way are waited for, before their memory may go."""
 
 
+PREPARED_BYTES = 64 << 20
+"""Memory of staging to have ready at start: slots are used again before fresh ones are, so that
+much is enough for most of an engine's life."""
+
+
 class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
@@ -66,6 +71,7 @@ class SharedStorageWorker(WorkerRole):
         setup: DeviceSetup,
     ) -> None:
         self._rank = rows.rank
+        self._staging = staging
         self._rows = rows
         self._device = RankDevice(rows, staging, setup)
         self._plan = EMPTY_PLAN
@@ -93,6 +99,7 @@ class SharedStorageWorker(WorkerRole):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._device.register(kv_caches)
+        self._staging.prepare(PREPARED_BYTES)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
@@ -151,6 +158,10 @@ class SharedStorageWorker(WorkerRole):
         self._loads.collect()
         self._saves.collect()
         return self._report.take(self._rank) if self._report.any() else EMPTY_OUTPUT
+
+    def wait(self, seconds: float) -> None:
+        """See `kvferry.contract.abilities.SupportsWait`."""
+        self._loads.wait(seconds)
 
     @property
     def is_idle(self) -> bool:

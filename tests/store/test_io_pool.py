@@ -1,0 +1,92 @@
+"""Threads for blocking work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from kvferry.store.io_pool import IOPool
+
+
+@pytest.fixture
+def pool():
+    pool = IOPool(3, "test")
+    yield pool
+    assert pool.close(5)
+
+
+def test_spread_does_every_item_once_and_tells_what_failed(pool):
+    done = Counter()
+
+    def work(item):
+        done[item] += 1
+        if item % 7 == 0:
+            raise ValueError(item)
+
+    for _ in range(50):
+        done.clear()
+        errors = pool.spread(range(40), work)
+        assert done == Counter(range(40))
+        assert [error and error.args[0] for error in errors] == [
+            item if item % 7 == 0 else None for item in range(40)
+        ]
+
+
+def test_spread_uses_threads_of_the_pool_and_waits_for_what_they_began(pool):
+    together = threading.Barrier(3, timeout=5)
+    names, ended = set(), []
+
+    def work(item):
+        together.wait()  # passes only if three items are worked on at a time
+        names.add(threading.current_thread().name)
+        time.sleep(0.01 * item)
+        ended.append(item)
+
+    assert pool.spread(range(3), work) == [None] * 3
+    assert sorted(ended) == [0, 1, 2]
+    assert len(names) == 3
+
+
+def test_spread_alone_stays_on_its_thread(pool):
+    names = set()
+    pool.spread(range(9), lambda _item: names.add(threading.current_thread().name), alone=True)
+    assert names == {threading.current_thread().name}
+
+
+def test_spread_does_not_wait_for_threads_that_hang(pool):
+    gate, done = threading.Event(), []
+    hanging = [pool.submit(lambda _job: gate.wait(30)) for _ in range(3)]
+    try:
+        pool.spread(range(5), done.append)
+        assert done == list(range(5))
+        assert not any(job.poll() for job in hanging)
+    finally:
+        gate.set()
+
+
+def test_an_interrupted_spread_leaves_nothing_under_way(pool):
+    begun, ended = threading.Event(), threading.Event()
+    main = threading.current_thread()
+
+    def work(_item):
+        if threading.current_thread() is main:
+            begun.wait(5)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.05)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.spread(range(2), work)
+    assert ended.is_set()
+
+
+def test_spread_on_a_closed_pool_does_the_work_itself():
+    pool = IOPool(3, "test")
+    assert pool.close(1)
+    done = []
+    pool.spread(range(5), done.append)
+    assert done == list(range(5))
