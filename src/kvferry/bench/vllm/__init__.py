@@ -15,7 +15,8 @@ rows.py      medians of what they measured
 Phases:
     cold     nothing is stored: time to first token, and CPU time until every save has ended
     own_hit  the same prompt again in the same engine: the prefix cache that vLLM has itself
-    warm     another process, after `cold`: the hit comes from the connector
+    warm     another process, after `cold`: the hit comes from the connector; then the same prompt
+             again, to tell what the connector's hit takes beyond one of the engine's own
     decode   steps of one request: what the hooks take of each
     serve    four requests at a time that find nothing stored, while saves run
 """

@@ -145,7 +145,7 @@ def _run_case(measured: Measured, jobs: tuple[Json, Json], directory: Path) -> N
     store.mkdir(parents=True)
     connector = None if case.connector is None else case.connector(store)
     cold, warm = ({**job, "connector": connector} for job in jobs)
-    cold["again"] = connector is None
+    cold["again"], warm["again"] = connector is None, True
     log = directory / "log"
     try:
         with lmcache_server(store, log) if case.server else nullcontext():

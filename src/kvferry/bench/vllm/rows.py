@@ -35,7 +35,8 @@ COLUMNS = (
 
 cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
 alone in the same round: to its `cold`, its `own_hit` for warm rows. wall_s: to the first token.
-beyond_ms: of wall_s, what the engine's own prefix hit does not take, in the same round.
+beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
+process, which then has its prefix itself.
 p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
 bytes_per_token: stored, per token of whole blocks that were computed. us_per_step: inside hooks."""
 
@@ -52,9 +53,9 @@ def rows_of(found: Sequence[Measured]) -> list[Row]:
             continue
         rows.append(_cold_row(measured, alone, note))
         if measured is alone:
-            rows.append(_reuse_row(measured, "own_hit", _all(alone.cold, "again"), alone, None))
+            rows.append(_own_row(alone))
         else:
-            rows.append(_reuse_row(measured, "warm", _all(measured.warm, "prompts"), alone, note))
+            rows.append(_warm_row(measured, alone, note))
         rows.append(_decode_row(measured, alone))
         rows.append(_serve_row(measured, alone))
     return rows
@@ -83,17 +84,27 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     )
 
 
-def _reuse_row(
-    measured: Measured, phase: str, prompts: list[Json], alone: Measured, note: str | None
-) -> Row:
+def _own_row(alone: Measured) -> Row:
+    again = _all(alone.cold, "again")
+    return _row(
+        alone,
+        "own_hit",
+        cpu_s=_median(p["cpu_s"] for p in again),
+        wall_s=_median(p["wall_s"] for p in again),
+        hit_tokens=_median(p["hit_tokens"] for p in again),
+    )
+
+
+def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
+    prompts, again = _all(measured.warm, "prompts"), _all(measured.warm, "again")
     own = _all(alone.cold, "again")
     return _row(
         measured,
-        phase,
+        "warm",
         cpu_s=_median(p["cpu_s"] for p in prompts),
         cpu_ratio=_ratio(prompts, own),
         wall_s=_median(p["wall_s"] for p in prompts),
-        beyond_ms=1e3 * _median(p["wall_s"] - o["wall_s"] for p, o in _pairs(prompts, own)),
+        beyond_ms=1e3 * _median(p["wall_s"] - a["wall_s"] for p, a in _pairs(prompts, again)),
         hit_tokens=_median(p["hit_tokens"] for p in prompts),
         equal=all(is_equal(p, o) for p, o in _pairs(prompts, own)),
         note=note,
