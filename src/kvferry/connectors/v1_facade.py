@@ -248,7 +248,9 @@ class OneRole:
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.learn(connector_output)
+        half = self._scheduler
+        if not half.learns_nothing(connector_output):
+            half.learn(connector_output)
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]

@@ -48,6 +48,10 @@ class SchedulerHalf:
         self._quiet = PlanMetadata(empty, has_tokens=True, is_quiet=True)
         self._quiet_without_tokens = PlanMetadata(empty, has_tokens=False, is_quiet=True)
 
+    def learns_nothing(self, output: KVConnectorOutput) -> bool:
+        """Whether the role can be left out of an output."""
+        return self._idle and self._tells_empty and output.is_empty()
+
     @property
     def awake(self) -> SchedulerHalf:
         """This half, for a hook that tells the role something."""
@@ -66,8 +70,6 @@ class SchedulerHalf:
 
     def learn(self, output: KVConnectorOutput) -> None:
         """Tell the role what the workers report."""
-        if self._idle and self._tells_empty and output.is_empty():
-            return
         self._idle = False
         self.role.update_output(self.read_output(output))
 

@@ -124,10 +124,12 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        counts = self._observer.take()
         half = self._worker_half
         if half is None or self.host_types.carries_worker_meta:
-            return self.host_types.make_stats(counts, None) if counts else None
+            if not self._observer.has_counts:
+                return None
+            return self.host_types.make_stats(self._observer.take(), None)
+        counts = self._observer.take()
         # On a host without messages they ride along. Such a host asks the scheduler's half only if
         # a worker has something: so there is something, empty maybe, whenever there is a plan.
         meta = half.output.meta
@@ -136,11 +138,6 @@ class FerryConnector(OneRole):
         return self.host_types.make_stats(counts, None if meta is None else CarriedMeta(meta))
 
     # Scheduler side.
-
-    def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - the host's
-        if self.host.worker_meta is None:
-            connector_output = own_report(connector_output, type(self).__name__)
-        super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[Any]:
         if self._translator is None:
@@ -234,8 +231,15 @@ def make_connector_class(
                 return None  # the ones of the first are there
 
     KVFerryConnector.host = host
+    if host.worker_meta is None:
+        KVFerryConnector.update_connector_output = _update_from_stats  # type: ignore[assignment, method-assign]
     _adopt_messages(host)
     return KVFerryConnector
+
+
+def _update_from_stats(self: FerryConnector, connector_output: Any) -> None:  # noqa: ANN401
+    """`update_connector_output` on hosts where messages from workers ride along on counters."""
+    OneRole.update_connector_output(self, own_report(connector_output, type(self).__name__))
 
 
 def _nothing(results: Callable[..., Any]) -> Any:  # noqa: ANN401 - the host's

@@ -36,27 +36,33 @@ METRICS = {
 
 
 class IntervalCounters(Observer):
-    """What was counted since the last `take`. Thread-safe."""
+    """What was counted since the last `take`. Thread-safe.
+
+    Attributes:
+        has_counts: whether there is anything to take.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
+        self.has_counts = False
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self._sums[name] = self._sums.get(name, 0) + amount
+            self.has_counts = True
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             for key, amount in ((f"{name}_seconds", seconds), (f"{name}_count", 1)):
                 self._sums[key] = self._sums.get(key, 0) + amount
+            self.has_counts = True
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, which begin anew. Costs nothing if there are none."""
-        if not self._sums:
-            return {}
+        """The sums since the last call, which begin anew."""
         with self._lock:
             sums, self._sums = self._sums, {}
+            self.has_counts = False
         return sums
 
 
