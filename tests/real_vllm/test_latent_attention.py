@@ -20,7 +20,7 @@ SHAPE = {
 }
 
 
-@does("runs latent attention", since=(0, 28))
+@does("runs latent attention", since=(0, 32))
 def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warning(
     tmp_path: Path, make_prompt: MakePrompt, first: Process
 ) -> None:

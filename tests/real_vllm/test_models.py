@@ -117,8 +117,10 @@ def test_engines_that_keep_a_window_or_all_tokens_share_records(
     sets = [[make_prompt(n) for n in lengths] for _ in range(3)]
     chunks = sum(n // 64 for n in lengths)
     hits = [expected_hit(n, chunk=64, block=64) for n in lengths]
+    # Where every layer has a window, the blocks of 0.28 are of 16 tokens, whatever one asks for.
+    block = 16 if arch == "mistral" and RELEASE == (0, 28) else 64
     with second.engine(model, **APART, block_size=64) as engine:
-        own = [own_answers(engine, prompts) for prompts in sets]
+        own = [own_answers(engine, prompts, block) for prompts in sets]
     connector = kvferry(tmp_path, **CHUNKS)
 
     by_embedded = embedded(model, tmp_path, sets[0], connector_options=CHUNKS)
@@ -162,8 +164,8 @@ def test_attention_sinks_and_experts_with_a_window_read_what_was_stored(
     prompts = [make_prompt(n) for n in lengths]
     connector = kvferry(tmp_path, **CHUNKS)
     options = {**APART, "block_size": 64}
-    if RELEASE < (0, 28):
-        options["dtype"] = "bfloat16"  # the kernel of 0.14 takes sinks of no other type
+    if RELEASE < (0, 32):
+        options["dtype"] = "bfloat16"  # the kernel took sinks of no other type
     with first.engine(model, connector, **options) as engine:
         own = own_answers(engine, prompts)
     wait_for_records(tmp_path, sum(n // 64 for n in lengths))
@@ -173,7 +175,7 @@ def test_attention_sinks_and_experts_with_a_window_read_what_was_stored(
     assert warm.external == sum(expected_hit(n, chunk=64, block=64) for n in lengths)
 
 
-@does("runs latent attention", since=(0, 28))
+@does("runs latent attention", since=(0, 32))
 def test_latent_attention_on_a_cpu_is_served_without_the_cache(
     tmp_path: Path, make_prompt: MakePrompt, first: Process
 ) -> None:
