@@ -31,8 +31,8 @@ class RecordRead:
         first_token: position of the chunk in its prompt.
         head: scratch of at least `schema.head_bytes`.
         buffer_for: where the bytes of some rows shall land; called once per piece, in order.
-        parts: `pieces` of the rows wanted; asked once, with whether the record seems to be in
-            memory. A record on a medium is read faster in one large piece.
+        parts: `pieces` of the rows wanted; asked once, with the open record, which tells whether it
+            seems to be in memory. From a medium, one large piece is read faster.
         deliver: called with the same rows once they are there and verified; False stops the read
             (its job was cancelled). None: landing in the buffer is all.
     """
@@ -41,7 +41,7 @@ class RecordRead:
     first_token: int
     head: memoryview
     buffer_for: Callable[[RowRange], memoryview]
-    parts: Callable[[bool], Sequence[RowRange]]
+    parts: Callable[[Source], Sequence[RowRange]]
     deliver: Callable[[RowRange], bool] | None = None
 
 
@@ -113,7 +113,7 @@ def _read(
         if reason is not None:
             return reason
         table = head[schema.header_bytes + DIGEST_BYTES :]
-        for rows in read.parts(source.is_cached()):
+        for rows in read.parts(source):
             if cancelled():
                 return MissReason.CANCELLED
             buffer = read.buffer_for(rows)

@@ -21,6 +21,7 @@ from kvferry.store.recordio import pieces
 
 if TYPE_CHECKING:
     from kvferry.adapters.transformers.loaded_cache import LoadedCache
+    from kvferry.store.base import Source
 
 
 class Image:
@@ -35,13 +36,13 @@ class Image:
     def head(self) -> memoryview:
         return self.view[: self._schema.head_bytes]
 
-    def parts(self, cached: bool) -> Sequence[RowRange]:
+    def parts(self, record: Source) -> Sequence[RowRange]:
         """All rows, in the pieces to read them in."""
         every = [
             RowRange(index, 0, component.num_rows)
             for index, component in enumerate(self._schema.components)
         ]
-        if cached:
+        if record.is_cached():
             return tuple(pieces(self._schema, every))
         return tuple(pieces(self._schema, every, self._schema.record_bytes))
 

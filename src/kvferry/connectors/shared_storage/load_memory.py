@@ -13,6 +13,7 @@ from kvferry.record.schema import RowRange
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.rank_rows import RankRows
+    from kvferry.store.base import Source
     from kvferry.store.staging import Staging
 
 
@@ -60,8 +61,8 @@ class DirectMemory:
     def head(self) -> memoryview:
         return self._rows.head_of(self._scratch)
 
-    def parts(self, cached: bool) -> Sequence[RowRange]:
-        if not cached or self._device.overlaps:
+    def parts(self, record: Source) -> Sequence[RowRange]:
+        if self._device.overlaps or not record.is_cached():
             self._slot = self._staging.acquire()
         return self._rows.pieces if self._slot is None else self._rows.large_pieces
 

@@ -128,7 +128,7 @@ class Loads:
             first_token=chunk.first_token,
             head=rows.head_of(view),
             buffer_for=lambda piece: rows.piece_of(view, piece),
-            parts=lambda _cached: wanted,
+            parts=lambda _record: wanted,
         )
 
         schema = rows.schema
