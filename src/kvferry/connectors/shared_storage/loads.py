@@ -60,12 +60,10 @@ class _Fetch:
     """Leading chunks in hand, as last reported."""
     done: bool = False
 
-    def in_hand(self, key: bytes) -> LoadSlot | None:
-        """The slot of a chunk that was read and verified."""
-        for chunk, slot, job in zip(self.op.chunks, self.slots, self.jobs, strict=False):
-            if chunk.key == key:
-                return slot if _succeeded(job) else None
-        return None
+    def in_hand(self) -> dict[bytes, LoadSlot]:
+        """The slots of the chunks that were read and verified, by key."""
+        held = zip(self.op.chunks, self.slots, self.jobs, strict=False)
+        return {chunk.key: slot for chunk, slot, job in held if _succeeded(job)}
 
 
 class Loads:
@@ -217,8 +215,9 @@ class Loads:
     def _staged(self, load: Load, fetch: _Fetch | None) -> list[tuple[ChunkRef, ChunkCopy]]:
         """From where to where, for the chunks that are in hand and fit; the others have failed."""
         staged = []
+        held = {} if fetch is None else fetch.in_hand()
         for chunk in load.chunks:
-            slot = None if fetch is None else fetch.in_hand(chunk.key)
+            slot = held.get(chunk.key)
             if fetch is None or slot is None:
                 self._fail(load, chunk)
                 continue
