@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -90,3 +91,65 @@ def test_spread_on_a_closed_pool_does_the_work_itself():
     done = []
     pool.spread(range(5), done.append)
     assert done == list(range(5))
+
+
+def test_items_before_one_are_complete_whoever_works_on_them(pool):
+    done, hold = [], threading.Event()
+    main = threading.current_thread()
+
+    def work(item):
+        if item >= 30 and threading.current_thread() is not main:
+            hold.wait(20)
+        else:
+            time.sleep(0.0005)
+        done.append(item)
+
+    spread = pool.begin(range(40), work, 3)
+    try:
+        for stop in (1, 10, 10, 30):
+            spread.complete(stop)
+            assert set(range(stop)) <= set(done)
+        assert not set(range(37)) <= set(done)
+    finally:
+        hold.set()
+    spread.complete(40)
+    assert sorted(done) == list(range(40))
+    assert spread.end() == 40
+
+
+def test_an_end_hands_out_no_more_items(pool):
+    begun, hold, done = threading.Semaphore(0), threading.Event(), []
+
+    def work(item):
+        begun.release()
+        hold.wait(20)
+        done.append(item)
+
+    spread = pool.begin(range(40), work, 2)
+    assert begun.acquire(timeout=5)
+    assert begun.acquire(timeout=5)
+    threading.Timer(0.05, hold.set).start()
+    assert spread.end() == 2
+    assert sorted(done) == [0, 1]
+    spread.run()
+    assert sorted(done) == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system ties no threads")
+def test_threads_do_not_share_the_processor_that_an_engine_thread_is_tied_to():
+    cpus = os.sched_getaffinity(0)
+    found = []
+
+    def engine():
+        os.sched_setaffinity(0, {min(cpus)})
+        pool = IOPool(1, "tied")
+        job = pool.submit(lambda _job: os.sched_getaffinity(0))
+        assert job.wait(5)
+        found.append(job.result)
+        assert os.sched_getaffinity(0) == {min(cpus)}
+        pool.close(5)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    thread.join()
+    assert found == [cpus]

@@ -61,8 +61,9 @@ class WorkerRole(ABC):
     @abstractmethod
     def start_load(self) -> None:
         """Bring what the plan promised. Sync loads are complete when this returns, or reported as
-        failed; async work is only started. Runs in steps without tokens as well. If it raises,
-        nothing that it started may write to engine blocks any more."""
+        failed; async work is only started. A role that is `SupportsLayerwise` may leave the loads
+        of a layer to its hook, if the host is known to call that. Runs in steps without tokens as
+        well. If it raises, nothing that it started may write to engine blocks any more."""
 
     @abstractmethod
     def save(self) -> None:

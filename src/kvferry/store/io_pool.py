@@ -9,8 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from kvferry.store.cpus import leave_processor
 
 T = TypeVar("T")
 
@@ -57,41 +59,57 @@ class Job(Generic[T]):
         self._lock.release()
 
 
-class _Shared(Generic[T]):
+class Spread(Generic[T]):
     """Items that several threads work on; each takes the next one when it is through with its
-    last."""
+    last.
+
+    Attributes:
+        errors: what was raised, by item.
+    """
 
     def __init__(self, items: Sequence[T], work: Callable[[T], None]) -> None:
+        self._items = items
         self._work = work
-        self._todo: Iterator[tuple[int, T]] = iter(enumerate(items))
+        self._next = 0
+        self._stop = len(items)
         self._changed = threading.Condition()
-        self._num_running = 0
+        self._running: set[int] = set()
         self.errors: list[Exception | None] = [None] * len(items)
 
-    def run(self) -> None:
-        """Work until nothing is left to take."""
-        while (taken := self._take()) is not None:
-            index, item = taken
+    def run(self, stop: int | None = None) -> None:
+        """Work until nothing (before item `stop`) is left to take."""
+        while (index := self._take(stop)) is not None:
             try:
-                self._work(item)
+                self._work(self._items[index])
             except Exception as error:
                 self.errors[index] = error
             finally:
                 with self._changed:
-                    self._num_running -= 1
+                    self._running.discard(index)
                     self._changed.notify_all()
 
-    def _take(self) -> tuple[int, T] | None:
+    def _take(self, stop: int | None) -> int | None:
         with self._changed:
-            taken = next(self._todo, None)
-            self._num_running += taken is not None
-            return taken
+            index = self._next
+            if index >= (self._stop if stop is None else min(stop, self._stop)):
+                return None
+            self._next += 1
+            self._running.add(index)
+            return index
 
-    def end(self) -> None:
-        """Hand out nothing more, and wait for what was handed out."""
+    def complete(self, stop: int) -> None:
+        """Have every item before `stop` done. Waits for no thread but those that have begun one of
+        them."""
+        self.run(stop)
         with self._changed:
-            self._todo = iter(())
-            self._changed.wait_for(lambda: not self._num_running)
+            self._changed.wait_for(lambda: all(index >= stop for index in self._running))
+
+    def end(self) -> int:
+        """Hand out nothing more, and wait for what was handed out; how many items were."""
+        with self._changed:
+            self._stop = self._next
+            self._changed.wait_for(lambda: not self._running)
+            return self._next
 
 
 class IOPool:
@@ -106,7 +124,7 @@ class IOPool:
         self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._name = name
         self._closed = False
 
@@ -119,7 +137,7 @@ class IOPool:
             job.cancelled = True
             job._done.set()
             return job
-        if len(self._threads) < self._num_threads:
+        if len(self._threads) < self.num_threads:
             thread = threading.Thread(
                 target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
             )
@@ -147,14 +165,25 @@ class IOPool:
         Returns:
             What it raised, by item.
         """
-        shared = _Shared(items, work)
-        for _ in range(0 if alone else min(len(items), self._num_threads) - 1):
-            self.submit(lambda _job: shared.run())
+        helpers = 0 if alone else min(len(items), self.num_threads) - 1
+        spread = self.begin(items, work, helpers)
         try:
-            shared.run()
+            spread.run()
         finally:
-            shared.end()
-        return shared.errors
+            spread.end()
+        return spread.errors
+
+    def begin(self, items: Sequence[T], work: Callable[[T], None], num_threads: int) -> Spread[T]:
+        """Let up to `num_threads` threads that are free by then work on items, while the caller
+        does something else. The caller ends it."""
+        spread = Spread(items, work)
+        try:
+            for _ in range(num_threads):
+                self.submit(lambda _job: spread.run())
+        except BaseException:
+            spread.end()
+            raise
+        return spread
 
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
@@ -172,6 +201,7 @@ class IOPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _loop(self) -> None:
+        leave_processor()
         while (item := self._queue.get()) is not None:
             job, run = item
             try:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.contract.abilities import SupportsLayerwise
 from kvferry.keys import ChunkKeys
 from kvferry.layout.ops import LAYOUTS, PagedKV
 from kvferry.store.memory import MemoryStore
@@ -359,8 +358,11 @@ def test_25_an_io_error_is_reported_not_raised(make_host):
 
 
 def test_26_nothing_depends_on_layer_hooks(make_host):
-    host = make_host()
-    assert not isinstance(host.ranks[0].worker, SupportsLayerwise)
+    host = stored(make_host)  # this host calls none
+    request = host.add("r", PROMPT)
+    assert host.admit(request) == 40
+    host.step([request], tokens=1)
+    assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
 
 
 def test_27_quota_eviction_reset_and_counts_exist(make_host, tmp_path):

@@ -1,4 +1,4 @@
-"""Bringing chunks in: prefetches into staging, copies from staging, direct loads.
+"""Bringing hits into the blocks: from staging, where a prefetch put them, or from the store.
 
 Runs in: worker, on the model runner's thread; the jobs on I/O threads.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.connectors.shared_storage.load_memory import DirectMemory, LoadSlot
-from kvferry.connectors.shared_storage.messages import ChunkRef, Load, Prefetch, Prefetched
-from kvferry.connectors.shared_storage.rank_device import (
-    REACHED,
-    ChunkCopy,
-    RankDevice,
-)
+import torch
+
+from kvferry.connectors.shared_storage.fetches import Fetches, Read, ReadJob, succeeded
+from kvferry.connectors.shared_storage.layer_copies import LayerCopies, LayerHooks
+from kvferry.connectors.shared_storage.load_memory import DirectMemory
+from kvferry.connectors.shared_storage.messages import ChunkRef, Load
+from kvferry.connectors.shared_storage.rank_device import ChunkCopy, RankDevice
 from kvferry.errors import LayoutError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RowRange
-from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.cpus import process_cpus
+from kvferry.store.io_pool import IOPool
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.types import ChunkKey
 
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Run = Callable[[Job[MissReason | None]], MissReason | None]
-
-
 STALLED_SECONDS = 30.0
 """How long direct loads do not wait for a store that missed a deadline."""
 
@@ -46,24 +43,20 @@ SPREAD_BYTES = 1 << 20
 """Copies of fewer bytes are over before another thread has woken up."""
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """A prefetch under way: one slot and one job per chunk, in order."""
+class _Staged(NamedTuple):
+    """A chunk in hand and where it goes."""
 
-    op: Prefetch
-    started: float
-    ended: float = 0.0
-    """When the last read so far ended; written by the reads."""
-    slots: list[LoadSlot] = field(default_factory=list)
-    jobs: list[Job[MissReason | None]] = field(default_factory=list)
-    told: int = 0
-    """Leading chunks in hand, as last reported."""
-    done: bool = False
+    load: Load
+    chunk: ChunkRef
+    copy: ChunkCopy
 
-    def in_hand(self) -> dict[bytes, LoadSlot]:
-        """The slots of the chunks that were read and verified, by key."""
-        held = zip(self.op.chunks, self.slots, self.jobs, strict=False)
-        return {chunk.key: slot for chunk, slot, job in held if _succeeded(job)}
+
+class _UnderWay(NamedTuple):
+    """Hits that are copied while the forward runs."""
+
+    copies: LayerCopies
+    loads: tuple[Load, ...]
+    staged: Sequence[_Staged]
 
 
 class Loads:
@@ -72,9 +65,10 @@ class Loads:
     Args:
         rows: what this rank moves.
         device: copies it.
-        store: where from.
-        staging: memory for chunks in hand.
-        num_threads: reads at once.
+        store: where direct loads read.
+        staging: memory for those.
+        fetches: what is in hand.
+        pool: threads that read and copy.
         timeout_seconds: bound of a direct load.
         report: receives news and failures.
         observer: receives counts.
@@ -86,8 +80,9 @@ class Loads:
         device: RankDevice,
         store: Store,
         staging: Staging,
+        fetches: Fetches,
+        pool: IOPool,
         *,
-        num_threads: int,
         timeout_seconds: float,
         report: Report,
         observer: Observer,
@@ -99,121 +94,54 @@ class Loads:
         self._timeout = timeout_seconds
         self._report = report
         self._observer = observer
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches = fetches
+        self._pool = pool
         self._stalled_until = 0.0
-        self._pool = IOPool(num_threads, "kvferry-load")
+        self._under_way: _UnderWay | None = None
+        self._seconds = 0.0  # that copies held up this step
+        self._spare_cores = 0
+        self._hooks = LayerHooks()
 
-    def prefetch(self, op: Prefetch) -> None:
-        """Start to bring chunks into staging. Never blocks."""
-        fetch = _Fetch(op, time.monotonic())
-        self._fetches[op.ticket] = fetch
-        for chunk in op.chunks:
-            index = self._staging.acquire()
-            if index is None:
-                # What fits is still a hit; the scheduler role learns how much did.
-                self._observer.count(f"miss_{MissReason.NO_STAGING}")
-                break
-            slot = LoadSlot(self._staging, index)
-            job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
-            fetch.slots.append(slot)
-            fetch.jobs.append(job)
-
-    def _prefetch_job(self, fetch: _Fetch, chunk: ChunkRef, slot: LoadSlot) -> _Run:
-        rows, view = self._rows, slot.view
-        wanted = rows.pieces_of(rows.groups_of(fetch.op, chunk.first_token))
-        read = RecordRead(
-            key=ChunkKey(chunk.key),
-            first_token=chunk.first_token,
-            head=rows.head_of(view),
-            buffer_for=lambda piece: rows.piece_of(view, piece),
-            parts=lambda _record: wanted,
+    def register(self) -> None:
+        """Called once the engine's threads and tensors are what they will be."""
+        # A core that computes is slowed down by a copy as much as one that waits for it.
+        self._spare_cores = min(
+            self._pool.num_threads, len(process_cpus()) - torch.get_num_threads()
         )
 
-        schema = rows.schema
+    def from_staging(self, loads: Sequence[Load], *, beside_forward: bool) -> None:
+        """Copy prefetched hits into the blocks and let their staging go. On a device, what the
+        engine submits from here on comes after the copies.
 
-        def run(job: Job[MissReason | None]) -> MissReason | None:
-            try:
-                return read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
-            finally:
-                fetch.ended = time.monotonic()
-                slot.drop()
-
-        return run
-
-    def collect(self) -> None:
-        """Report what came in hand since the last call."""
-        for fetch in self._fetches.values():
-            if fetch.done:
-                continue
-            # First: what ends while the good ones are counted is counted by the next call.
-            fetch.done = all(job.poll() for job in fetch.jobs)
-            good = 0
-            for job in fetch.jobs:
-                if not _succeeded(job):
-                    break
-                good += 1
-            if fetch.done:
-                broken = tuple(
-                    chunk.key
-                    for chunk, job in zip(fetch.op.chunks, fetch.jobs, strict=False)
-                    if not _succeeded(job)
-                )
-                seconds = max(0.0, fetch.ended - fetch.started)
-                self._report.prefetched.append(
-                    Prefetched(fetch.op.ticket, good, True, seconds, broken)
-                )
-                self._observer.observe("prefetch", seconds)
-            elif good > fetch.told:
-                fetch.told = good
-                self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
-
-    def wait(self, seconds: float) -> None:
-        """Return when the oldest prefetch that has not ended does, or after `seconds`."""
-        deadline = time.monotonic() + seconds
-        fetch = next((fetch for fetch in self._fetches.values() if not fetch.done), None)
-        if fetch is not None:
-            # The last one first: a thread of theirs is disturbed once, not at each end.
-            for job in reversed(fetch.jobs):
-                if not job.wait(max(0.0, deadline - time.monotonic())):
-                    return
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a prefetch is kept, in hand or not."""
-        return bool(self._fetches)
-
-    def release(self, ticket: int, after: Mark = REACHED) -> None:
-        """Drop a prefetch. A slot whose read still runs is freed when the read ends, and none
-        before `after`."""
-        fetch = self._fetches.pop(ticket, None)
-        if fetch is None:
-            return
-        for slot, job in zip(fetch.slots, fetch.jobs, strict=True):
-            job.cancel()
-            slot.drop(after)
-
-    def from_staging(self, load: Load, ticket: int) -> None:
-        """Copy a prefetched hit into the blocks and let its staging go. On a device, what the
-        engine submits from here on comes after the copies."""
-        fetch = self._fetches.get(ticket)
+        Args:
+            loads: the hits of a step.
+            beside_forward: there is a forward, so layers whose hook is relied on may still be under
+                way when this returns: `wait_for_layer` and `end_forward` have them complete.
+        """
         started = time.perf_counter()
+        staged: list[_Staged] = []
+        under_way: LayerCopies | None = None
         try:
-            staged = self._staged(load, fetch)
-            for (chunk, _copy), error in zip(staged, self._bring_in(staged), strict=True):
-                if isinstance(error, LayoutError | TransferError):
-                    logger.error("load of %s refused: %s", load.request_id, error)
-                    self._fail(load, chunk)
-                elif error is not None:
-                    raise error
+            for load in loads:
+                staged += self._staged(load)
+            under_way = self._begin_layers(staged) if beside_forward else None
+            if under_way is None:
+                self._bring_in(staged)
         finally:
             # Also if one failed: the engine computes its blocks anew, after what was on its way.
             self._device.hold()
-            self.release(ticket, self._device.done())
-        self._observer.observe("load_copy", time.perf_counter() - started)
-        self._observer.count("loaded_tokens", load.stop - load.start)
+            if under_way is None:
+                self._release_all(loads)
+        if under_way is not None:
+            self._under_way = _UnderWay(under_way, tuple(loads), staged)
+        self._seconds = time.perf_counter() - started
+        if under_way is None:
+            self._observer.observe("load_copy", self._seconds)
+        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
 
-    def _staged(self, load: Load, fetch: _Fetch | None) -> list[tuple[ChunkRef, ChunkCopy]]:
+    def _staged(self, load: Load) -> list[_Staged]:
         """From where to where, for the chunks that are in hand and fit; the others have failed."""
+        fetch = self._fetches.find(load.ticket)
         staged = []
         held = {} if fetch is None else fetch.in_hand()
         for chunk in load.chunks:
@@ -225,21 +153,93 @@ class Loads:
                 groups = self._rows.groups_of(fetch.op, chunk.first_token)
                 runs = self._rows.staged_runs(load, chunk.first_token, groups)
             except LayoutError as error:
-                logger.error("load of %s refused: %s", load.request_id, error)
-                self._fail(load, chunk)
+                self._refuse(load, chunk, error)
             else:
-                staged.append((chunk, ChunkCopy(slot.view, runs, chunk.first_token)))
+                copy = ChunkCopy(slot.view, runs, chunk.first_token)
+                staged.append(_Staged(load, chunk, copy))
         return staged
 
-    def _bring_in(self, staged: list[tuple[ChunkRef, ChunkCopy]]) -> list[Exception | None]:
-        """Copy all; what was raised, for each."""
+    def _begin_layers(self, staged: Sequence[_Staged]) -> LayerCopies | None:
+        """Copies that go on while the forward runs; None if there are to be none."""
+        if self._spare_cores <= 0 or self._device.overlaps or self._are_small(staged):
+            return None
+        hooked = [name for name in self._hooks.relied_on if name in self._rows.layers]
+        if not hooked:
+            return None
+        self._observer.count("loads_beside_forward")
+        copies = [one.copy for one in staged]
+        return LayerCopies(self._rows, self._pool, self._spare_cores, copies, hooked)
+
+    def _are_small(self, staged: Sequence[_Staged]) -> bool:
+        return len(staged) * self._rows.slot_bytes < SPREAD_BYTES
+
+    def _bring_in(self, staged: Sequence[_Staged]) -> None:
+        """Copy all."""
         before = self._device.mark()
 
-        def copy(one: tuple[ChunkRef, ChunkCopy]) -> None:
-            self._device.bring_in(one[1], after=before)
+        def copy(one: _Staged) -> None:
+            self._device.bring_in(one.copy, after=before)
 
-        small = len(staged) * self._rows.slot_bytes < SPREAD_BYTES
-        return self._pool.spread(staged, copy, alone=small or self._device.overlaps)
+        alone = self._device.overlaps or self._are_small(staged)
+        errors = self._pool.spread(staged, copy, alone=alone)
+        for one, error in zip(staged, errors, strict=True):
+            if isinstance(error, LayoutError | TransferError):
+                self._refuse(one.load, one.chunk, error)
+            elif error is not None:
+                raise error
+
+    def _refuse(self, load: Load, chunk: ChunkRef, error: Exception) -> None:
+        logger.error("load of %s refused: %s", load.request_id, error)
+        self._fail(load, chunk)
+
+    def _release_all(self, loads: Sequence[Load]) -> None:
+        done = self._device.done()
+        for load in loads:
+            if load.ticket is not None:
+                self._fetches.release(load.ticket, done)
+
+    def begin_step(self) -> None:
+        """Before any other call in a step."""
+        self._hooks.begin_step()
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Return when a layer's copies are complete."""
+        self._hooks.saw(layer_name)
+        if self._under_way is not None:
+            started = time.perf_counter()
+            self._under_way.copies.wait(layer_name)
+            self._seconds += time.perf_counter() - started
+
+    def end_forward(self) -> None:
+        """Have all copies complete, and those fail that a layer may not have waited for."""
+        self._hooks.end_forward()
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        missed = under_way.copies.missed
+        errors = under_way.copies.end()
+        self._release_all(under_way.loads)
+        self._observer.observe("load_copy", self._seconds)
+        if missed:
+            self._hooks.give_up()
+            self._observer.count("layer_hooks_missed")
+            logger.error(
+                "the host ran a forward without the hook of layer %s, which it called before: the "
+                "hits of this step are failed, later ones are copied before the forward",
+                missed[0],
+            )
+        for one, error in zip(under_way.staged, errors, strict=True):
+            if error is not None:
+                self._refuse(one.load, one.chunk, error)
+            elif missed:
+                self._fail(one.load, one.chunk)
+
+    def abandon(self) -> None:
+        """Write to no block any more: the step is over."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.copies.abandon()
+            self._release_all(under_way.loads)
 
     def from_store(self, loads: Sequence[Load]) -> None:
         """Read, verify and copy now, bounded by one deadline for all `loads` of a step. When this
@@ -251,7 +251,7 @@ class Loads:
         now = time.monotonic()
         waits = now >= self._stalled_until
         deadline = now + (self._timeout if waits else 0.0)
-        under_way: list[tuple[Load, ChunkRef, Job[MissReason | None]]] = []
+        under_way: list[tuple[Load, ChunkRef, ReadJob]] = []
         before = self._device.mark()
         try:
             for load in loads:
@@ -263,7 +263,7 @@ class Loads:
                     if waits:
                         self._stalled_until = now + STALLED_SECONDS
                     self._fail(load, chunk)
-                elif not _succeeded(job):
+                elif not succeeded(job):
                     self._fail(load, chunk)
         finally:
             for _load, _chunk, job in under_way:
@@ -271,7 +271,7 @@ class Loads:
             self._device.hold()
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
 
-    def _direct_jobs(self, load: Load, before: Mark) -> list[tuple[ChunkRef, _Run]]:
+    def _direct_jobs(self, load: Load, before: Mark) -> list[tuple[ChunkRef, Read]]:
         """One per chunk; none, and all of them failed, if its blocks are not all of this cache."""
         try:
             return [(chunk, self._direct_job(load, chunk, before)) for chunk in load.chunks]
@@ -281,11 +281,11 @@ class Loads:
                 self._fail(load, chunk)
             return []
 
-    def _direct_job(self, load: Load, chunk: ChunkRef, before: Mark) -> _Run:
+    def _direct_job(self, load: Load, chunk: ChunkRef, before: Mark) -> Read:
         schema = self._rows.schema
         runs = self._rows.runs_of(load, chunk.first_token)
 
-        def run(job: Job[MissReason | None]) -> MissReason | None:
+        def run(job: ReadJob) -> MissReason | None:
             memory = DirectMemory(self._rows, self._device, self._staging)
 
             def deliver(piece: RowRange) -> bool:
@@ -318,14 +318,3 @@ class Loads:
         self._report.failed_requests.add(load.request_id)
         self._report.broken.append(chunk.key)
         self._report.invalid.update(self._rows.blocks_of(load, chunk.first_token))
-
-    def close(self, timeout: float) -> bool:
-        """Cancel everything; True if every thread ended in time."""
-        for ticket in list(self._fetches):
-            self.release(ticket)
-        return self._pool.close(timeout)
-
-
-def _succeeded(job: Job[MissReason | None]) -> bool:
-    """Whether a read ended with everything verified. Its result is the reason why not."""
-    return job.poll() and job.error is None and job.result is None and not job.cancelled

@@ -84,6 +84,8 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     filled."""
     namespace: bytes | None = None
     """Set when the epoch changed: digest that records carry from now on."""
+    has_forward: bool = False
+    """Whether tokens are known to be computed in this step."""
 
 
 EMPTY_PLAN = SharedStoragePlan()

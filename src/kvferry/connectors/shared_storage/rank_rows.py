@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvferry.connectors.shared_storage.rank_tables import Box, RankTables, Runs
+from kvferry.connectors.shared_storage.rank_tables import Box, LayerPlace, RankTables, Runs
 from kvferry.connectors.shared_storage.tables import Table, Tables
 from kvferry.errors import LayoutError
 from kvferry.layout.ops import MakeCopies
@@ -107,6 +107,11 @@ class RankRows:
     def device(self) -> torch.device:
         """Where the engine's tensors are."""
         return self._tables.device
+
+    @property
+    def layers(self) -> Mapping[str, Sequence[LayerPlace]]:
+        """See `RankTables.layers`."""
+        return self._tables.layers
 
     def groups_of(self, fetch: Prefetch, first_token: int) -> frozenset[int]:
         """The groups that a prefetch brings of one of its chunks."""
@@ -237,6 +242,16 @@ class RankRows:
         for group in self._tables.groups_with(runs):
             box, rows = self._whole(slot, group)
             self._tables.scatter(group, box, rows, runs, first_token)
+
+    def scatter_layer(
+        self, slot: memoryview, place: LayerPlace, runs: Runs, first_token: int
+    ) -> None:
+        """`scatter_chunk` for one layer."""
+        box, rows = self._whole(slot, place.group)
+        num_bytes = len(rows) // box.shape[0]
+        part = rows[place.layer * num_bytes : (place.layer + 1) * num_bytes]
+        one = Box(place.layer, 0, (1, *box.shape[1:]))
+        self._tables.scatter(place.group, one, part, runs, first_token)
 
     def scatter_piece(
         self, part: memoryview, piece: RowRange, runs: Runs, first_token: int

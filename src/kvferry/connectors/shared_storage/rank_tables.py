@@ -40,6 +40,13 @@ class Box(NamedTuple):
     shape: tuple[int, int, int, int]
 
 
+class LayerPlace(NamedTuple):
+    """A layer of a group, counted within this rank."""
+
+    group: int
+    layer: int
+
+
 @dataclass(slots=True)
 class _Bound:
     """A part with its tensors."""
@@ -80,6 +87,10 @@ class RankTables:
     Args:
         spec: the engine and what this rank holds of it.
         tables: its block tables.
+
+    Attributes:
+        layers: what each registered tensor holds, by name; empty if some holds more than a layer.
+        device: of the tensors.
     """
 
     def __init__(self, spec: EngineSpec, tables: Sequence[Table]) -> None:
@@ -87,6 +98,7 @@ class RankTables:
         self._tables = tables
         self._of_group: tuple[tuple[_Bound, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
+        self.layers: Mapping[str, Sequence[LayerPlace]] = {}
         self.device = torch.device("cpu")
 
     def register(
@@ -104,6 +116,8 @@ class RankTables:
         """
         of_group: list[list[_Bound]] = [[] for _ in self._spec.groups]
         of_table: dict[int, list[PagedKV]] = {}
+        layers: dict[str, list[LayerPlace]] = {}
+        is_by_layer = True
         for part in self._spec.table_parts:
             if not part.layers:
                 continue
@@ -121,12 +135,18 @@ class RankTables:
                 null_block=NULL_BLOCK,
                 copies=copies,
             )
+            if len(names) == len(part.layers):
+                for name, layer in zip(names, part.layers, strict=True):
+                    layers.setdefault(name, []).append(LayerPlace(part.group, layer))
+            else:
+                is_by_layer = False
             of_group[part.group].append(_Bound(part.table, part.layers, paged))
             of_table.setdefault(part.table, []).append(paged)
         devices = {paged.device for several in of_table.values() for paged in several}
         if len(devices) > 1:
             raise LayoutError(f"KV groups on {len(devices)} devices: {sorted(map(str, devices))}")
         self.device = next(iter(devices), self.device)
+        self.layers = layers if is_by_layer else {}
         self._of_group = tuple(tuple(bound) for bound in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
 

@@ -241,6 +241,7 @@ class SharedStorageScheduler(SchedulerRole):
             releases=tuple(releases),
             failures_known=self._failures_known,
             namespace=namespace,
+            has_forward=any(item.num_scheduled_tokens for item in step.scheduled),
         )
 
     @property

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.fetches import Fetches
 from kvferry.connectors.shared_storage.loads import Loads
 from kvferry.connectors.shared_storage.messages import EMPTY_PLAN, Saved, SharedStoragePlan
 from kvferry.connectors.shared_storage.rank_device import DeviceSetup, RankDevice
@@ -21,6 +22,7 @@ from kvferry.connectors.shared_storage.saves import Saves
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
+from kvferry.store.io_pool import IOPool
 from kvferry.types import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -76,13 +78,17 @@ class SharedStorageWorker(WorkerRole):
         self._device = RankDevice(rows, staging, setup)
         self._plan = EMPTY_PLAN
         self._saved = False
+        self._load_failed = False  # in this step
         self._report = Report()
+        self._load_pool = IOPool(config.io_threads, "kvferry-load")
+        self._fetches = Fetches(rows, store, staging, self._load_pool, self._report, observer)
         self._loads = Loads(
             rows,
             self._device,
             store,
             staging,
-            num_threads=config.io_threads,
+            self._fetches,
+            self._load_pool,
             timeout_seconds=config.load_timeout_seconds,
             report=self._report,
             observer=observer,
@@ -99,6 +105,7 @@ class SharedStorageWorker(WorkerRole):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._device.register(kv_caches)
+        self._loads.register()
         self._staging.prepare(PREPARED_BYTES)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
@@ -108,6 +115,8 @@ class SharedStorageWorker(WorkerRole):
         return frozenset(planned - {NULL_BLOCK})
 
     def begin_step(self, plan: Plan) -> None:
+        self._loads.begin_step()
+        self._load_failed = False
         if plan is EMPTY_PLAN:
             return
         if not isinstance(plan, SharedStoragePlan):
@@ -119,9 +128,9 @@ class SharedStorageWorker(WorkerRole):
         if plan.namespace is not None:
             self._rows.switch_namespace(plan.namespace)
         for ticket in plan.releases:
-            self._loads.release(ticket)
+            self._fetches.release(ticket)
         for prefetch in plan.prefetches:
-            self._loads.prefetch(prefetch)
+            self._fetches.begin(prefetch)
         for session in plan.sessions:
             self._saves.write(session)
 
@@ -129,21 +138,29 @@ class SharedStorageWorker(WorkerRole):
         if not self._plan.loads:
             return
         # Counted before, taken back after: an error in between must stop this step's saves too.
+        self._load_failed = True
         self._report.failures += 1
         failed = len(self._report.broken)
-        unread = []
-        for load in self._plan.loads:
-            if load.ticket is None:
-                unread.append(load)
-            else:
-                self._loads.from_staging(load, load.ticket)
+        unread = [load for load in self._plan.loads if load.ticket is None]
+        staged = [load for load in self._plan.loads if load.ticket is not None]
         if unread:
             self._loads.from_store(unread)
+        if staged:
+            self._loads.from_staging(staged, beside_forward=self._plan.has_forward)
         if len(self._report.broken) == failed:
+            self._load_failed = False
             self._report.failures -= 1
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See `kvferry.contract.abilities.SupportsLayerwise`."""
+        self._loads.wait_for_layer(layer_name)
+
+    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        """Nothing: `save` takes whole chunks."""
 
     def save(self) -> None:
         self._saved = True
+        self._end_forward()
         known = self._plan.failures_known
         failures_known = known[self._rank] if known else 0
         if failures_known >= self._report.failures:
@@ -154,21 +171,30 @@ class SharedStorageWorker(WorkerRole):
         for save in self._plan.saves:
             self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
 
+    def _end_forward(self) -> None:
+        failed = len(self._report.broken)
+        self._loads.end_forward()
+        if len(self._report.broken) > failed and not self._load_failed:
+            self._load_failed = True
+            self._report.failures += 1
+
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        self._loads.collect()
+        self._end_forward()
+        self._fetches.collect()
         self._saves.collect()
         return self._report.take(self._rank) if self._report.any() else EMPTY_OUTPUT
 
     def wait(self, seconds: float) -> None:
         """See `kvferry.contract.abilities.SupportsWait`."""
-        self._loads.wait(seconds)
+        self._fetches.wait(seconds)
 
     @property
     def is_idle(self) -> bool:
         """See `kvferry.contract.abilities.SupportsIdle`."""
-        return not (self._loads.under_way or self._saves.under_way or self._report.any())
+        return not (self._fetches.under_way or self._saves.under_way or self._report.any())
 
     def end_step(self) -> None:
+        self._loads.abandon()
         if not self._saved:
             # The forward failed. The scheduler role must not take these for under way.
             self._report.saved += [
@@ -177,7 +203,9 @@ class SharedStorageWorker(WorkerRole):
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
-        loaded = self._loads.close(LOADS_CLOSE_SECONDS)
+        self._loads.abandon()
+        self._fetches.close()
+        loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)
         saved = self._saves.close(SAVES_CLOSE_SECONDS)
         copied = self._device.close(DEVICE_CLOSE_SECONDS)
         if not copied:

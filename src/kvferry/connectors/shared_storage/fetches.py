@@ -1,0 +1,185 @@
+"""Bringing the chunks of a hit into staging, read and verified, before anybody is promised them.
+
+Runs in: worker, on the model runner's thread; the reads on I/O threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.load_memory import LoadSlot
+from kvferry.connectors.shared_storage.messages import ChunkRef, Prefetch, Prefetched
+from kvferry.connectors.shared_storage.rank_device import REACHED
+from kvferry.layout.streams import Mark
+from kvferry.record.check import MissReason
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.recordio import RecordRead, read_record
+from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.rank_rows import RankRows
+    from kvferry.connectors.shared_storage.report import Report
+    from kvferry.observe import Observer
+    from kvferry.store.base import Store
+    from kvferry.store.staging import Staging
+
+ReadJob = Job[MissReason | None]
+"""A read under way; its result is the reason why it is a miss."""
+
+Read = Callable[[ReadJob], MissReason | None]
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A prefetch under way: one slot and one job per chunk, in order."""
+
+    op: Prefetch
+    started: float
+    ended: float = 0.0
+    """When the last read so far ended; written by the reads."""
+    slots: list[LoadSlot] = field(default_factory=list)
+    jobs: list[ReadJob] = field(default_factory=list)
+    told: int = 0
+    """Leading chunks in hand, as last reported."""
+    done: bool = False
+
+    def in_hand(self) -> dict[bytes, LoadSlot]:
+        """The slots of the chunks that were read and verified, by key."""
+        held = zip(self.op.chunks, self.slots, self.jobs, strict=False)
+        return {chunk.key: slot for chunk, slot, job in held if succeeded(job)}
+
+
+class Fetches:
+    """All prefetches of one rank.
+
+    Args:
+        rows: what this rank moves.
+        store: where from.
+        staging: memory for chunks in hand.
+        pool: threads that read.
+        report: receives news.
+        observer: receives counts.
+    """
+
+    def __init__(
+        self,
+        rows: RankRows,
+        store: Store,
+        staging: Staging,
+        pool: IOPool,
+        report: Report,
+        observer: Observer,
+    ) -> None:
+        self._rows = rows
+        self._store = store
+        self._staging = staging
+        self._pool = pool
+        self._report = report
+        self._observer = observer
+        self._fetches: dict[int, Fetch] = {}
+
+    def begin(self, op: Prefetch) -> None:
+        """Start to bring chunks into staging. Never blocks."""
+        fetch = Fetch(op, time.monotonic())
+        self._fetches[op.ticket] = fetch
+        for chunk in op.chunks:
+            index = self._staging.acquire()
+            if index is None:
+                # What fits is still a hit; the scheduler role learns how much did.
+                self._observer.count(f"miss_{MissReason.NO_STAGING}")
+                break
+            slot = LoadSlot(self._staging, index)
+            job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
+            fetch.slots.append(slot)
+            fetch.jobs.append(job)
+
+    def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
+        rows, view = self._rows, slot.view
+        wanted = rows.pieces_of(rows.groups_of(fetch.op, chunk.first_token))
+        read = RecordRead(
+            key=ChunkKey(chunk.key),
+            first_token=chunk.first_token,
+            head=rows.head_of(view),
+            buffer_for=lambda piece: rows.piece_of(view, piece),
+            parts=lambda _record: wanted,
+        )
+
+        schema = rows.schema
+
+        def run(job: ReadJob) -> MissReason | None:
+            try:
+                return read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
+            finally:
+                fetch.ended = time.monotonic()
+                slot.drop()
+
+        return run
+
+    def collect(self) -> None:
+        """Report what came in hand since the last call."""
+        for fetch in self._fetches.values():
+            if fetch.done:
+                continue
+            # First: what ends while the good ones are counted is counted by the next call.
+            fetch.done = all(job.poll() for job in fetch.jobs)
+            good = 0
+            for job in fetch.jobs:
+                if not succeeded(job):
+                    break
+                good += 1
+            if fetch.done:
+                broken = tuple(
+                    chunk.key
+                    for chunk, job in zip(fetch.op.chunks, fetch.jobs, strict=False)
+                    if not succeeded(job)
+                )
+                seconds = max(0.0, fetch.ended - fetch.started)
+                self._report.prefetched.append(
+                    Prefetched(fetch.op.ticket, good, True, seconds, broken)
+                )
+                self._observer.observe("prefetch", seconds)
+            elif good > fetch.told:
+                fetch.told = good
+                self._report.prefetched.append(Prefetched(fetch.op.ticket, good, False))
+
+    def wait(self, seconds: float) -> None:
+        """Return when the oldest prefetch that has not ended does, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        fetch = next((fetch for fetch in self._fetches.values() if not fetch.done), None)
+        if fetch is not None:
+            # The last one first: a thread of theirs is disturbed once, not at each end.
+            for job in reversed(fetch.jobs):
+                if not job.wait(max(0.0, deadline - time.monotonic())):
+                    return
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a prefetch is kept, in hand or not."""
+        return bool(self._fetches)
+
+    def release(self, ticket: int, after: Mark = REACHED) -> None:
+        """Drop a prefetch. A slot whose read still runs is freed when the read ends, and none
+        before `after`."""
+        fetch = self._fetches.pop(ticket, None)
+        if fetch is None:
+            return
+        for slot, job in zip(fetch.slots, fetch.jobs, strict=True):
+            job.cancel()
+            slot.drop(after)
+
+    def find(self, ticket: int | None) -> Fetch | None:
+        """A prefetch that was not released."""
+        return None if ticket is None else self._fetches.get(ticket)
+
+    def close(self) -> None:
+        """Drop all."""
+        for ticket in list(self._fetches):
+            self.release(ticket)
+
+
+def succeeded(job: ReadJob) -> bool:
+    """Whether a read ended with everything verified. Its result is the reason why not."""
+    return job.poll() and job.error is None and job.result is None and not job.cancelled

@@ -1,0 +1,32 @@
+"""The processors of this process."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+THREADS = "/proc/self/task"
+
+
+def process_cpus() -> frozenset[int]:
+    """The processors on which some thread of this process may run.
+
+    Engines tie each thread that computes to a processor of its own, the one that drives the rest
+    among them; what the process was given, older threads tell.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    cpus = set(os.sched_getaffinity(0))
+    with suppress(OSError):  # no /proc
+        for thread in os.listdir(THREADS):
+            with suppress(ProcessLookupError):  # ended meanwhile
+                cpus |= os.sched_getaffinity(int(thread))
+    return frozenset(cpus)
+
+
+def leave_processor() -> None:
+    """Let the calling thread run wherever some thread of this process may. It was started by one
+    that computes, and would share that one's only processor."""
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):  # taken from the process meanwhile
+            os.sched_setaffinity(0, process_cpus())
