@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
     Oracle,
     Process,
@@ -40,6 +40,31 @@ def test_a_new_process_reads_what_another_stored_and_says_the_same(
     assert cold.external == 0
     assert [answer.cached for answer in warm] == [expected_hit(len(p)) for p in prompts]
     assert warm.external == sum(expected_hit(len(p)) for p in prompts)
+
+
+def test_hits_are_copied_while_the_forward_runs_where_a_core_is_free(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, pool: Pool,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (2049, 1000, 1581, 777)]
+    own = oracle(prompts)
+    budget = {"max_num_batched_tokens": 2560, "max_model_len": 4096}
+    with first.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
+        engine.generate(prompts)
+    wait_for_records(tmp_path, num_chunks(prompts))
+    reader = pool.get("one thread", OMP_NUM_THREADS="1")
+    with reader.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
+        engine.generate([make_prompt(100)])  # its forwards show which hooks there are
+        alone = engine.generate(prompts[:1])
+        together = engine.generate(prompts[1:], together=True)
+    pool.discard("one thread")
+    assert_same(own, [*alone, *together])
+    hits = [answer.cached for answer in [*alone, *together]]
+    assert hits == [expected_hit(len(prompt)) for prompt in prompts]
+    assert alone.counted("loads_beside_forward") == 1
+    assert together.counted("loads_beside_forward") >= 1
+    for answers in alone, together:
+        assert answers.counted("layer_hooks_missed", "load_failed") == 0
 
 
 EDGES = [1, 2, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 255, 256, 257, 383, 384, 385]
