@@ -43,8 +43,9 @@ class Driver:
     def generate(self, requests: list[Json], *, together: bool, deadline: float) -> Json:
         """Run `requests`, one after the other or all at once.
 
-        A request names `token_ids`, `max_tokens`, `logprobs`, and maybe `salt`, `lora` and
-        `abort_after` (steps of the engine after which it is aborted).
+        A request names `token_ids`, `max_tokens`, `logprobs`, and maybe `salt`, `lora`,
+        `abort_after` (steps of the engine after which it is aborted) and `sampling` (more
+        parameters; with `n`, it has as many results, one after the other).
         """
         before = metrics()
         until = time.monotonic() + deadline
@@ -114,10 +115,15 @@ class Driver:
                 outputs[output.request_id] = output
                 first_token.setdefault(output.request_id, time.monotonic() - began)
             steps += 1
-        return [describe(outputs.get(name), first_token.get(name)) for name in names]
+        return [
+            result
+            for name in names
+            for result in describe(outputs.get(name), first_token.get(name))
+        ]
 
     def _add(self, request: Json) -> str:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         prompt: Json = {"prompt_token_ids": request["token_ids"]}
         if request.get("salt") is not None:
@@ -127,13 +133,16 @@ class Driver:
             from vllm.lora.request import LoRARequest
 
             lora = LoRARequest(lora["name"], lora["id"], lora["path"])
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=request["max_tokens"],
-            logprobs=request["logprobs"],
-            ignore_eos=True,
-            detokenize=False,
-        )
+        options = {
+            "temperature": 0.0,
+            "max_tokens": request["max_tokens"],
+            "logprobs": request["logprobs"],
+            "ignore_eos": True,
+            "detokenize": False,
+        } | request.get("sampling", {})
+        if "n" in options:  # only the end of the last of them tells of all
+            options["output_kind"] = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**options)
         self.num_requests += 1
         name = f"request-{self.num_requests}"
         self.llm.llm_engine.add_request(name, prompt, params, lora_request=lora)
@@ -155,21 +164,29 @@ def release_closed_engines() -> None:
     cleanup_dist_env_and_memory()  # which unfreezes the heap and collects
 
 
-def describe(output: Any, seconds_to_first: float | None) -> Json:
-    """What a test needs of a request's last output; None of it if there was no output."""
+def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
+    """What a test needs of a request's last output, for each of its sequences; None of it if there
+    was no output."""
     if output is None:
-        return {"tokens": [], "logprobs": [], "cached": None, "reason": "none", "seconds": None}
-    [answer] = output.outputs
-    return {
-        "tokens": list(answer.token_ids),
-        "logprobs": [
-            {str(token): entry.logprob for token, entry in position.items()}
-            for position in answer.logprobs or []
-        ],
-        "cached": output.num_cached_tokens,
-        "reason": answer.finish_reason,
-        "seconds": seconds_to_first,
-    }
+        yield {"tokens": [], "logprobs": [], "cached": None, "reason": "none", "seconds": None}
+        return
+    for answer in output.outputs:
+        yield {
+            "tokens": list(answer.token_ids),
+            "logprobs": by_token(answer.logprobs),
+            "prompt_logprobs": by_token(output.prompt_logprobs),
+            "cached": output.num_cached_tokens,
+            "reason": answer.finish_reason,
+            "seconds": seconds_to_first,
+        }
+
+
+def by_token(positions: Any) -> list[dict[str, float]]:
+    """Logprobs as JSON; none at the first token of a prompt."""
+    return [
+        {str(token): entry.logprob for token, entry in (position or {}).items()}
+        for position in positions or []
+    ]
 
 
 def metrics() -> dict[str, float]:

@@ -39,6 +39,7 @@ class Answer:
     Attributes:
         tokens: generated.
         logprobs: by token (as text), one mapping per generated token.
+        prompt_logprobs: likewise per token of the prompt, empty for the first; where asked for.
         cached: prompt tokens that were not computed, wherever they came from.
         reason: why it ended: length, abort, error, or none if nothing ever came.
         seconds: to the first token.
@@ -49,6 +50,7 @@ class Answer:
     cached: int | None
     reason: str | None
     seconds: float | None
+    prompt_logprobs: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
