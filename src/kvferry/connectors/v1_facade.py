@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.connectors.v1_halves import SchedulerHalf, WorkerHalf
 from kvferry.connectors.v1_host import HostRequests
-from kvferry.contract.messages import MISS, WorkerMeta
+from kvferry.contract.messages import EMPTY_OUTPUT, MISS, WorkerMeta, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.v1 import (
     KVConnectorBase_V1,
@@ -84,6 +83,9 @@ class OneRole:
 
     _scheduler_half: SchedulerHalf | None = None
     _worker_half: WorkerHalf | None = None
+    _step: WorkerHalf | None = None
+    """The worker half in a step in which it has a part. In all others, which are most, hooks take
+    no more than this one look: they run with cold caches, where each one costs."""
     _connector_metadata: Any
     """Base classes answer `has_connector_metadata` from it, which hosts ask around each layer."""
 
@@ -133,13 +135,13 @@ class OneRole:
         requests with it are not cached."""
         return identifier
 
-    @cached_property
+    @property
     def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
         return self._scheduler_half
 
-    @cached_property
+    @property
     def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
@@ -151,18 +153,21 @@ class OneRole:
         self._worker.role.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        is_idle = self._worker.begin(connector_metadata)
-        # Asked for it around each layer, hosts leave the hooks of that layer out if there is none.
-        self._connector_metadata = None if is_idle else connector_metadata
+        half = self._worker_half or self._worker
+        if half.is_quiet(connector_metadata):
+            # Asked for it around each layer, hosts leave the hooks of that layer out.
+            self._connector_metadata = None
+            return
+        self._step = half if half.begin(connector_metadata) else None
+        self._connector_metadata = connector_metadata
 
     def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
-        if self._worker.is_bound:
-            self._worker.role.start_load()
+        if self._step is not None:
+            self._step.role.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        layers = self._worker.layers
-        if layers is not None and self._worker.is_bound:
-            layers.wait_for_layer_load(layer_name)
+        if self._step is not None and self._step.layers is not None:
+            self._step.layers.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self,
@@ -171,36 +176,38 @@ class OneRole:
         attn_metadata: Any,  # noqa: ANN401 - the host's
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
-        layers = self._worker.layers
-        if layers is not None and self._worker.is_bound:
-            layers.save_layer(layer_name, kv_layer, attn_metadata)
+        if self._step is not None and self._step.layers is not None:
+            self._step.layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
-        if self._worker.is_bound:
-            self._worker.save()
+        if self._step is not None:
+            self._step.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        output = self._worker.collect(finished_req_ids)
+        output = self._collect(finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
-        if not self._worker.is_bound:
+        if self._step is None:
             nothing = self.host_types.no_results
             return self.host_types.make_results(set(), set(), set()) if nothing is None else nothing
-        output = self._worker.collect(finished_req_ids)
+        output = self._step.collect(finished_req_ids)
         return self.host_types.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
         )
 
+    def _collect(self, finished_req_ids: set[str]) -> WorkerOutput:
+        return EMPTY_OUTPUT if self._step is None else self._step.collect(finished_req_ids)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._worker.output.invalid_block_ids)
+        return set() if self._step is None else set(self._step.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         meta: WorkerMeta | None = None
         if self._scheduler_half is not None:
             counts = self._scheduler_half.role.take_stats()
         else:
-            output = self._worker.output
+            output = EMPTY_OUTPUT if self._step is None else self._step.output
             counts = output.stats
             meta = None if self.host_types.carries_worker_meta else output.meta
         if not counts and meta is None:
@@ -209,17 +216,17 @@ class OneRole:
         return self.host_types.make_stats(dict(counts or {}), carried)
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
-        events: object | None = self._worker.output.events
-        return events
+        return None if self._step is None else self._step.output.events
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        meta = self._worker.output.meta
+        meta = None if self._step is None else self._step.output.meta
         return None if meta is None else CarriedMeta(meta)
 
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
-        if self._worker.is_bound:
-            self._worker.end()
+        if self._step is not None:
+            self._step.end()
+            self._step = None
 
     # Scheduler side.
 
@@ -245,10 +252,10 @@ class OneRole:
         half.role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.plan(scheduler_output)
+        return (self._scheduler_half or self._scheduler).plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        half = self._scheduler
+        half = self._scheduler_half or self._scheduler
         if not half.learns_nothing(connector_output):
             half.learn(connector_output)
 

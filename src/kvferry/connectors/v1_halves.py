@@ -106,7 +106,6 @@ class WorkerHalf:
         role: behind its guard.
         layers: the role, if it works around layers.
         output: the report on this step.
-        is_bound: whether a step is under way in which the role has a part.
     """
 
     def __init__(self, role: WorkerRole, observer: Observer | None) -> None:
@@ -115,23 +114,19 @@ class WorkerHalf:
         self.output: WorkerOutput = EMPTY_OUTPUT
         self._rules = ReportRules(observer or Observer())
         self._metadata: PlanMetadata | None = None
-        self.is_bound = False
         self._saved = False
         self._idle = False
         self._saw_foreign = False
 
+    def is_quiet(self, metadata: object) -> bool:
+        """Whether nothing is to be done in a step: it brings no news, and the role is idle."""
+        return self._idle and isinstance(metadata, PlanMetadata) and metadata.is_quiet
+
     def begin(self, metadata: object) -> bool:
         """Take a step's plan. A step that somebody else's scheduler half planned is not ours:
-        nothing is done in it, and what there is to report waits for the next one. Nor is anything
-        done in a quiet step while the role is idle; True says that this is one."""
-        if self._idle and isinstance(metadata, PlanMetadata) and metadata.is_quiet:
-            return True
+        nothing is done in it, what there is to report waits for the next one, and this is False."""
         self._idle = False
-        self._saved = False
-        self.output = EMPTY_OUTPUT
         if not isinstance(metadata, PlanMetadata):
-            self._metadata = None
-            self.is_bound = False
             if not self._saw_foreign:
                 self._saw_foreign = True
                 logger.warning(
@@ -140,11 +135,11 @@ class WorkerHalf:
                     type(metadata).__name__,
                 )
             return False
+        self._saved = False
         self._metadata = metadata
-        self.is_bound = True
         self.role.begin_step(metadata.plan)
         self._rules.begin(self.role.planned_recving(metadata.plan))
-        return False
+        return True
 
     def save(self) -> None:
         self._saved = True
@@ -167,7 +162,6 @@ class WorkerHalf:
         return self.output
 
     def end(self) -> None:
-        self.is_bound = False
         self._metadata = None
         self.output = EMPTY_OUTPUT
         self.role.end_step()

@@ -111,7 +111,7 @@ class HostRequests:
         self._views: dict[str, HostRequestView | PromptView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._resumed: Callable[[Any], Collection[str]] | None = None
-        self._preempted: Callable[[Any], Collection[str]] = _nothing
+        self._tells_preempted = False
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request, the same one for its whole life."""
@@ -148,10 +148,12 @@ class HostRequests:
         self._tables[request_id] = table
         return tuple(table)
 
-    def is_quiet(self, output: V1SchedulerOutput) -> bool:
+    def is_quiet(self, output: Any) -> bool:  # noqa: ANN401 - a host's object
         """Whether a step tells nothing new: no request begins, goes on with other blocks, is
         preempted or has ended. Only after a step that could be read."""
-        if output.scheduled_new_reqs or output.finished_req_ids or self._preempted(output):
+        if output.scheduled_new_reqs or output.finished_req_ids:
+            return False
+        if self._tells_preempted and output.preempted_req_ids:
             return False
         added = output.scheduled_cached_reqs.new_block_ids
         return added.count(None) == len(added)
@@ -164,7 +166,7 @@ class HostRequests:
         except (ContractError, AttributeError, KeyError, TypeError, ValueError) as error:
             return UnreadableStep(error)
 
-    def _step(self, output: V1SchedulerOutput) -> HostStep:
+    def _step(self, output: Any) -> HostStep:  # noqa: ANN401 - a host's object
         """Reads a step.
 
         A continuing request whose beginning was never shown is left out: nothing is known of its
@@ -175,9 +177,8 @@ class HostRequests:
         """
         if self._resumed is None:
             self._resumed = _resumed_reader(output.scheduled_cached_reqs)
-            if hasattr(output, "preempted_req_ids"):
-                self._preempted = _preempted
-        preempted = self._preempted(output)
+            self._tells_preempted = hasattr(output, "preempted_req_ids")
+        preempted = (output.preempted_req_ids or ()) if self._tells_preempted else ()
         for request_id in preempted:
             self._tables.pop(request_id, None)
         num_tokens = output.num_scheduled_tokens
@@ -269,14 +270,6 @@ def _multimodal_items(
             return None
         items.append(MultimodalItem(digest=digest, offset=place.offset, length=place.length))
     return tuple(sorted(items, key=lambda item: item.offset))
-
-
-def _nothing(output: object) -> Collection[str]:
-    return ()
-
-
-def _preempted(output: Any) -> Collection[str]:  # noqa: ANN401 - a host's object
-    return output.preempted_req_ids or ()
 
 
 def _resumed_reader(cached: Any) -> Callable[[Any], Collection[str]]:  # noqa: ANN401 - likewise

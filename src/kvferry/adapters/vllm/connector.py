@@ -124,17 +124,15 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        half = self._worker_half
-        if half is None or self.host_types.carries_worker_meta:
-            if not self._observer.has_counts:
-                return None
-            return self.host_types.make_stats(self._observer.take(), None)
+        step = self._step
+        if step is None and not self._observer.has_counts:
+            return None
         counts = self._observer.take()
+        if step is None or self.host_types.carries_worker_meta:
+            return self.host_types.make_stats(counts, None) if counts else None
         # On a host without messages they ride along. Such a host asks the scheduler's half only if
         # a worker has something: so there is something, empty maybe, whenever there is a plan.
-        meta = half.output.meta
-        if not counts and meta is None and not half.is_bound:
-            return None
+        meta = step.output.meta
         return self.host_types.make_stats(counts, None if meta is None else CarriedMeta(meta))
 
     # Scheduler side.

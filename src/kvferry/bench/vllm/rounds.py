@@ -146,6 +146,7 @@ def _run_case(measured: Measured, jobs: tuple[Json, Json], directory: Path) -> N
     connector = None if case.connector is None else case.connector(store)
     cold, warm = ({**job, "connector": connector} for job in jobs)
     cold["again"], warm["again"] = connector is None, True
+    cold["stored"], warm["stored"] = None, str(store)
     log = directory / "log"
     try:
         with lmcache_server(store, log) if case.server else nullcontext():
