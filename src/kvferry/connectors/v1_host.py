@@ -156,7 +156,7 @@ class HostRequests:
         if self._tells_preempted and output.preempted_req_ids:
             return False
         added = output.scheduled_cached_reqs.new_block_ids
-        return added.count(None) == len(added)
+        return bool(added.count(None) == len(added))
 
     def step(self, output: V1SchedulerOutput) -> HostStep | UnreadableStep:
         """One scheduler output with full block tables. Call once per step, in order. Never raises:

@@ -57,6 +57,7 @@ class Tickets:
     def __init__(self, num_ranks: int, num_slots: int, clock: Callable[[], float]) -> None:
         self._num_ranks = num_ranks
         self._free = num_slots
+        self._loading = 0  # taken until the loads of the next plan are done
         self._clock = clock
         self._numbers = itertools.count(1)
         self._open: dict[int, Ticket] = {}
@@ -77,7 +78,7 @@ class Tickets:
     @property
     def any_open(self) -> bool:
         """True if there may be more room once open prefetches have ended."""
-        return bool(self._open)
+        return bool(self._open or self._loading)
 
     def open(self, chunks: tuple[ChunkRef, ...], hit: tuple[int, int], deadline: float) -> int:
         """Ask for `chunks`, for which there is room."""
@@ -106,7 +107,10 @@ class Tickets:
         ticket = self._open.pop(number, None)
         if ticket is None:
             return
-        self._free += len(ticket.chunks)
+        if told:  # and not by a prefetch of that same plan, which begins before its loads
+            self._loading += len(ticket.chunks)
+        else:
+            self._free += len(ticket.chunks)
         if ticket in self._new:
             self._new.remove(ticket)
         elif not told:
@@ -124,6 +128,8 @@ class Tickets:
 
     def drain(self) -> tuple[list[Ticket], list[int]]:
         """What the next plan carries: new prefetches and releases."""
+        self._free += self._loading
+        self._loading = 0
         if not self.has_news:
             return _NOTHING
         news, self._new = self._new, []
