@@ -20,7 +20,7 @@ from tests.real_vllm.stalled_file import stalled
 
 Models = dict[str, Path]
 
-SMALL = {"staging_bytes": 5 << 20}  # nine slots, seven of them for loads
+SMALL = {"staging_bytes": 5 << 20, "io_threads": 2}  # nine slots, seven of them for loads
 SAMPLING = {
     "sequences": {"n": 3, "temperature": 1.0, "seed": 7},
     "prompt_logprobs": {"prompt_logprobs": 1},

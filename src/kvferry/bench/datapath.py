@@ -131,7 +131,7 @@ class DataPath:
             )
             for threads in (1, self.threads)
         )
-        with self.opened() as (worker, store):
+        with self.opened(2 * self.threads) as (worker, store):
 
             def save(number: int) -> None:
                 self.chunks = self.chunks_of(number)
@@ -160,7 +160,7 @@ class DataPath:
     def loads(self) -> list[Row]:
         """Files → verify → blocks: from the page cache beside memcpy, from disk beside O_DIRECT."""
         self.chunks = self.chunks_of(0)
-        with self.opened() as (worker, _store):
+        with self.opened(2 * self.threads) as (worker, _store):
             self.save_all(worker)
         files = self.files()
         source = np.ones(self.kv.num_bytes, np.uint8)
@@ -173,7 +173,7 @@ class DataPath:
         warm_in_hand: list[Measured] = []
         cold: list[Measured] = []
         cold_in_hand: list[Measured] = []
-        with self.opened() as (worker, _store):
+        with self.opened(self.threads) as (worker, _store):
             cold_cases: list[tuple[list[Measured], Callable[[], None]]] = [
                 (plain, one.read),
                 (parallel, several.read),
@@ -228,8 +228,9 @@ class DataPath:
     # -- the worker and its plans ----------------------------------------------------------------
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[SharedStorageWorker, Store]]:
-        """A worker role over the directory, closed with its store."""
+    def opened(self, io_threads: int) -> Iterator[tuple[SharedStorageWorker, Store]]:
+        """A worker role over the directory, closed with its store. It loads on so many threads, and
+        saves on half of them."""
         spec = EngineSpec(
             identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench-8b"}),
             groups=(GROUP,),
@@ -239,7 +240,7 @@ class DataPath:
         options = {
             "store": f"file://{self.directory / 'store'}",
             "chunk_tokens": CHUNK_TOKENS,
-            "io_threads": self.threads,
+            "io_threads": io_threads,
             "load_timeout_seconds": 600.0,
             "staging_bytes": (len(self.chunks) + 2) * (CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)),
         }

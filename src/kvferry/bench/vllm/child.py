@@ -194,18 +194,23 @@ def bring_to_memory(directory: Path) -> None:
                     pass
 
 
+def timed_prompt(engine: Engine, tokens: list[int], job: Json) -> Json:
+    """`prompt`, on an engine that has just worked and with all that is stored in memory."""
+    if job["stored"] is not None:
+        bring_to_memory(Path(job["stored"]))
+        for others in job["warm_up"]:
+            prompt(engine, others, 4)
+    return prompt(engine, tokens, job["max_tokens"])
+
+
 def main(job: Json) -> Json:
     engine = Engine(job["engine"], job["connector"])
     result: Json = {}
     for tokens in job["warm_up"]:
         prompt(engine, tokens, 4)
-    result["prompts"] = []
-    for tokens in job["prompts"]:
-        if job["stored"] is not None:
-            bring_to_memory(Path(job["stored"]))
-        result["prompts"].append(prompt(engine, tokens, job["max_tokens"]))
+    result["prompts"] = [timed_prompt(engine, tokens, job) for tokens in job["prompts"]]
     if job["again"]:
-        result["again"] = [prompt(engine, tokens, job["max_tokens"]) for tokens in job["prompts"]]
+        result["again"] = [timed_prompt(engine, tokens, job) for tokens in job["prompts"]]
     if job["serve"]:
         result["serve"] = serve(engine, **job["serve"])
     if job["decode_steps"]:

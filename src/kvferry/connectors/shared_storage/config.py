@@ -24,7 +24,7 @@ class SharedStorageConfig:
         load_timeout_seconds: after this, what has not arrived is recomputed.
         start_timeout_seconds: how long an engine's start waits for the store to open; after that it
             serves without it until it has.
-        io_threads: threads for loads, and as many for saves.
+        io_threads: threads for loads, and half as many for saves.
         tenant: keeps what is stored apart from every other tenant's.
         weights_version: name of the weights, for engines whose weights change in place.
     """
@@ -36,7 +36,9 @@ class SharedStorageConfig:
     promise: Literal["in_hand", "index"] = "in_hand"
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
-    io_threads: int = 2
+    # More than cores: a thread that is left waiting on a busy core does not hold up the others.
+    # Saves are in no hurry, and the engine computes beside them.
+    io_threads: int = 4
     tenant: str = ""
     weights_version: str | None = None
 

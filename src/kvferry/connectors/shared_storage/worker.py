@@ -98,7 +98,7 @@ class SharedStorageWorker(WorkerRole):
             self._device,
             store,
             staging,
-            num_threads=config.io_threads,
+            num_threads=-(-config.io_threads // 2),
             report=self._report,
             observer=observer,
         )
