@@ -10,6 +10,7 @@ import msgspec
 from kvferry.contract.abilities import (
     SupportsHandshake,
     SupportsIdle,
+    SupportsLayerChoice,
     SupportsLayerwise,
     SupportsWait,
 )
@@ -48,6 +49,7 @@ class GuardedWorker(WorkerRole):
         self._role = role
         self._idler = role if isinstance(role, SupportsIdle) else None
         self._waiter = role if isinstance(role, SupportsWait) else None
+        self._chooser = role if isinstance(role, SupportsLayerChoice) else None
         self._faults = Faults(role, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
@@ -143,6 +145,15 @@ class GuardedWorker(WorkerRole):
         self._loads_stopped = self._saves_stopped = True
         self._invalid |= self.planned_blocks(self._plan)
         self._lost_recving |= self.planned_recving(self._plan) or frozenset()
+
+    @property
+    def needs_layers(self) -> bool:
+        """True for a role that cannot tell."""
+        try:
+            return self._chooser is None or self._chooser.needs_layers
+        except Exception:
+            self._faults.fault("needs_layers", "layer hooks are called in this step")
+            return True
 
     def _wait_for_layer_load(self, layer_name: str) -> None:
         if self._loads_stopped:

@@ -14,7 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from types import TracebackType
 
-from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise, SupportsWait
+from kvferry.contract.abilities import (
+    IDLE_WAIT_SECONDS,
+    SupportsLayerChoice,
+    SupportsLayerwise,
+    SupportsWait,
+)
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.worker import WorkerRole
@@ -65,10 +70,6 @@ class StepLifecycle:
     itself; every begun step is ended before the next one begins.
 
     Runs in: worker, on the model runner's thread.
-
-    Attributes:
-        layerwise: the worker's layer hooks, None if it has none. Asked once, here. The host calls
-            them around each attention layer, inside `step` only.
     """
 
     def __init__(
@@ -82,13 +83,18 @@ class StepLifecycle:
             strict: raise ContractError on a violation instead of dropping, counting and logging it;
                 for conformance runs.
         """
-        self.layerwise: SupportsLayerwise | None = (
-            worker if isinstance(worker, SupportsLayerwise) else None
-        )
+        self._layerwise = worker if isinstance(worker, SupportsLayerwise) else None
+        self._chooser = worker if isinstance(worker, SupportsLayerChoice) else None
         self._worker = worker
         self._waiter = worker if isinstance(worker, SupportsWait) else None
         self._rules = ReportRules(observer or Observer(), strict=strict)
         self._plan: Plan | None = None  # of the step under way
+
+    @property
+    def layerwise(self) -> SupportsLayerwise | None:
+        """The worker's layer hooks, for the host to call around each attention layer of the step
+        under way; None if it has none, or says that they would do nothing in this one."""
+        return self._layerwise if self._chooser is None or self._chooser.needs_layers else None
 
     def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Step:
         """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.

@@ -9,7 +9,10 @@ import pytest
 
 from kvferry.connectors.shared_storage import loads
 from kvferry.connectors.shared_storage.layer_copies import LayerHooks
+from kvferry.connectors.shared_storage.messages import SharedStoragePlan
 from kvferry.connectors.shared_storage.rank_rows import RankRows
+from kvferry.contract.guard import GuardedWorker
+from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.store.memory import MemoryStore
 from tests.connectors.shared_storage.device_host import (
     CHUNK,
@@ -168,6 +171,21 @@ def test_threads_that_hang_in_the_store_hold_up_no_layer(host, stored):
         assert not any(job.poll() for job in hanging)
     finally:
         gate.set()
+
+
+def test_hooks_are_asked_for_until_known_and_while_copies_are_under_way(host):
+    lifecycle = StepLifecycle(GuardedWorker(host.worker))
+    for plan, needed in (({}, True), ({}, False), ({"loads": (host.load(1),)}, True), ({}, False)):
+        if plan:
+            host.prefetch(1)
+        with lifecycle.step(SharedStoragePlan(**plan, has_forward=True), ()) as step:
+            hooks = lifecycle.layerwise
+            assert (hooks is not None) == needed
+            for name in LAYERS if hooks is not None else ():
+                hooks.wait_for_layer_load(name)
+                hooks.save_layer(name, None, None)
+        assert not step.output.invalid_block_ids
+    assert host.observer["loads_beside_forward"] == 1
 
 
 def test_a_layer_without_a_hook_is_copied_before_the_forward(host, stored):

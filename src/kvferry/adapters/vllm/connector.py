@@ -163,7 +163,7 @@ class FerryConnector(OneRole):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing is done around single layers."""
+        """False: nothing is done around single layers on devices that run graphs."""
         return False
 
 

@@ -23,12 +23,13 @@ class LayerHooks:
 
     Attributes:
         relied_on: layers whose hook came in every forward in which any did, in their order.
+        learns: no hook came so far.
     """
 
     def __init__(self) -> None:
         self.relied_on: tuple[str, ...] = ()
         self._seen: dict[str, None] = {}
-        self._learns = True
+        self.learns = True
         self._in_forward = False
 
     def begin_step(self) -> None:
@@ -45,8 +46,8 @@ class LayerHooks:
         self._in_forward = False
         if not self._seen:
             return
-        if self._learns:
-            self._learns = False
+        if self.learns:
+            self.learns = False
             self.relied_on = tuple(self._seen)
         elif len(self._seen) < len(self.relied_on) or not self._seen.keys() >= {*self.relied_on}:
             self.relied_on = tuple(name for name in self.relied_on if name in self._seen)
@@ -54,7 +55,7 @@ class LayerHooks:
     def give_up(self) -> None:
         """Rely on none from now on."""
         self.relied_on = ()
-        self._learns = False
+        self.learns = False
 
 
 class _Item(NamedTuple):

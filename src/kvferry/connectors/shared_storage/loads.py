@@ -202,6 +202,11 @@ class Loads:
         """Before any other call in a step."""
         self._hooks.begin_step()
 
+    @property
+    def needs_layers(self) -> bool:
+        """Whether copies are under way, or it is not known yet which hooks there are."""
+        return self._under_way is not None or self._hooks.learns
+
     def wait_for_layer(self, layer_name: str) -> None:
         """Return when a layer's copies are complete."""
         self._hooks.saw(layer_name)

@@ -151,6 +151,11 @@ class SharedStorageWorker(WorkerRole):
             self._load_failed = False
             self._report.failures -= 1
 
+    @property
+    def needs_layers(self) -> bool:
+        """See `kvferry.contract.abilities.SupportsLayerChoice`."""
+        return self._loads.needs_layers
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `kvferry.contract.abilities.SupportsLayerwise`."""
         self._loads.wait_for_layer(layer_name)
