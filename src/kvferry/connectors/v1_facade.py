@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.connectors.v1_halves import SchedulerHalf, WorkerHalf
 from kvferry.connectors.v1_host import HostRequests
-from kvferry.contract.messages import EMPTY_OUTPUT, MISS, WorkerMeta, WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT, MISS, WorkerMeta
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.v1 import (
     KVConnectorBase_V1,
@@ -184,7 +184,9 @@ class OneRole:
             self._step.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        output = self._collect(finished_req_ids)
+        if self._step is None:
+            return None, None
+        output = self._step.collect(finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
@@ -195,9 +197,6 @@ class OneRole:
         return self.host_types.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
         )
-
-    def _collect(self, finished_req_ids: set[str]) -> WorkerOutput:
-        return EMPTY_OUTPUT if self._step is None else self._step.collect(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._step is None else set(self._step.output.invalid_block_ids)

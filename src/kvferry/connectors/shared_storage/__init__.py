@@ -1,8 +1,8 @@
 """Prefix reuse through a store: keys → index → staging → blocks, and back.
 
 Read in this order: `messages`, `scheduler` (with `tickets`, `save_planner`), `worker` (with
-`loads`, `saves`, `rank_rows`), `build`. The names of vLLM's connector of this name are in `v1` and
-exported here.
+`fetches`, `loads`, `layer_copies`, `saves`, `rank_rows`), `build`. The names of vLLM's connector of
+this name are in `v1` and exported here.
 """
 
 from __future__ import annotations
