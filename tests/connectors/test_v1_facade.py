@@ -241,6 +241,48 @@ def test_a13_a_step_without_tokens_is_saved_once_by_old_hosts_too(has_tokens, ho
     assert role.calls.count("save") == saves
 
 
+def run_step(facade, error=None):
+    """A step as hosts run it."""
+    bind(facade)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        facade.wait_for_save()
+        facade.get_finished(set())
+        facade.clear_connector_metadata()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the forward"), SystemExit()])
+def test_what_a_forward_that_raised_computed_is_not_saved(error):
+    facade, role = worker_facade()
+    with pytest.raises(type(error)):
+        run_step(facade, error)
+    assert role.calls == ["begin_step", "collect", "end_step"]
+    run_step(facade)
+    assert role.calls[-4:] == ["begin_step", "save", "collect", "end_step"]
+
+
+def test_an_engine_that_runs_while_its_caller_handles_an_error_saves():
+    facade, role = worker_facade()
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        run_step(facade)
+        with pytest.raises(RuntimeError):
+            run_step(facade, RuntimeError("in the forward"))
+    assert role.calls.count("save") == 1
+
+
+def test_a_step_that_the_host_does_not_end_ends_with_the_next(caplog):
+    facade, role = worker_facade(WorkerOutput(invalid_block_ids=frozenset({3})))
+    bind(facade, LoadPlan(blocks=frozenset({3})))
+    facade.get_finished(set())
+    bind(facade)
+    assert role.calls == ["begin_step", "collect", "end_step", "begin_step"]
+    assert facade.get_block_ids_with_load_errors() == set()
+
+
 def test_a2_layer_hooks_outside_of_a_step_do_nothing():
     facade, role = worker_facade(role=RecordingLayerwiseWorker())
     facade.wait_for_layer_load("a")

@@ -14,6 +14,7 @@ the rules of `kvferry.contract.reports`, since these hosts drive the steps thems
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +87,8 @@ class OneRole:
     _step: WorkerHalf | None = None
     """The worker half in a step in which it has a part. In all others, which are most, hooks take
     no more than this one look: they run with cold caches, where each one costs."""
+    _error_before: BaseException | None = None
+    """What the caller was handling when the step began: the host may run in an error's handler."""
     _connector_metadata: Any
     """Base classes answer `has_connector_metadata` from it, which hosts ask around each layer."""
 
@@ -154,10 +157,14 @@ class OneRole:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         half = self._worker_half or self._worker
+        if self._step is not None:  # never ended by the host
+            self._step.end()
+            self._step = None
         if half.is_quiet(connector_metadata):
             # Asked for it around each layer, hosts leave the hooks of that layer out.
             self._connector_metadata = None
             return
+        self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
         self._connector_metadata = connector_metadata
 
@@ -180,7 +187,8 @@ class OneRole:
             self._step.layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
-        if self._step is not None:
+        # Hosts call this on their way out of a forward that raised, too: its blocks hold anything.
+        if self._step is not None and sys.exc_info()[1] is self._error_before:
             self._step.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -225,7 +233,7 @@ class OneRole:
         self._connector_metadata = None
         if self._step is not None:
             self._step.end()
-            self._step = None
+            self._step = self._error_before = None
 
     # Scheduler side.
 

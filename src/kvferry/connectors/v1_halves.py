@@ -136,6 +136,7 @@ class WorkerHalf:
                 )
             return False
         self._saved = False
+        self.output = EMPTY_OUTPUT
         self._metadata = metadata
         self.role.begin_step(metadata.plan)
         self._rules.begin(self.role.planned_recving(metadata.plan))

@@ -16,17 +16,18 @@ def process_cpus() -> frozenset[int]:
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset(range(os.cpu_count() or 1))
-    cpus = set(os.sched_getaffinity(0))
-    with suppress(OSError):  # no /proc
+    cpus: set[int] = set()
+    with suppress(OSError):  # a sandbox may forbid it, or have no /proc
+        cpus |= os.sched_getaffinity(0)
         for thread in os.listdir(THREADS):
             with suppress(ProcessLookupError):  # ended meanwhile
                 cpus |= os.sched_getaffinity(int(thread))
-    return frozenset(cpus)
+    return frozenset(cpus or range(os.cpu_count() or 1))
 
 
 def leave_processor() -> None:
     """Let the calling thread run wherever some thread of this process may. It was started by one
     that computes, and would share that one's only processor."""
     if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):  # taken from the process meanwhile
+        with suppress(OSError, ValueError):  # forbidden, or taken from the process meanwhile
             os.sched_setaffinity(0, process_cpus())

@@ -83,6 +83,9 @@ class Spread(Generic[T]):
                 self._work(self._items[index])
             except Exception as error:
                 self.errors[index] = error
+            except BaseException as error:
+                self.errors[index] = RuntimeError(f"interrupted by {error!r}")
+                raise
             finally:
                 with self._changed:
                     self._running.discard(index)

@@ -55,6 +55,7 @@ class Host(DeviceHost):
 def spare_core(monkeypatch):
     monkeypatch.setattr(loads, "process_cpus", lambda: range(64))
     monkeypatch.setattr(loads, "SPREAD_BYTES", 0)
+    monkeypatch.setattr(RankRows, "can_fail_by_block", True)  # though there are two tables
 
 
 @pytest.fixture
@@ -273,6 +274,35 @@ def test_no_core_to_spare_means_no_copies_beside_the_forward(stored, monkeypatch
         assert host.observer["loads_beside_forward"] == 0
     finally:
         host.close()
+
+
+def test_an_engine_that_does_not_survive_failed_blocks_is_not_asked_to(host, stored, monkeypatch):
+    monkeypatch.setattr(RankRows, "can_fail_by_block", False)
+    host.learn()
+    host.load_step()
+    assert_rows_by_layer(host, stored[1])
+    host.end()
+    assert host.observer["loads_beside_forward"] == 0
+
+
+def test_a_step_that_was_never_ended_leaves_no_copies_and_no_staging(host, gate, stored):
+    host.learn()
+    host.load_step()
+    assert gate.waiting.wait(10)
+    threading.Timer(0.05, gate.open.set).start()
+    host.begin()
+    after = host.snapshot()
+    time.sleep(0.05)
+    assert all(c.whole.equal(whole) for c, whole in zip(host.caches, after, strict=True))
+    host.end()
+    assert host.parts.staging.num_free == host.parts.staging.num_slots
+
+
+def test_staging_of_a_load_that_was_never_begun_goes_back(host):
+    host.prefetch(1)
+    host.worker.begin_step(SharedStoragePlan(loads=(host.load(1),)))
+    host.worker.end_step()
+    assert host.parts.staging.num_free == host.parts.staging.num_slots
 
 
 def test_hooks_are_relied_on_in_their_order_while_all_forwards_call_them():

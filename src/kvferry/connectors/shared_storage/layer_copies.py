@@ -114,9 +114,10 @@ class LayerCopies:
 
     def wait(self, layer_name: str) -> None:
         """Return when a layer's copies are complete: those that nobody has begun are done here."""
-        stop = self._stops.pop(layer_name, None)
+        stop = self._stops.get(layer_name)
         if stop is not None:
             self._spread.complete(stop)
+            self._stops.pop(layer_name, None)
 
     @property
     def missed(self) -> Sequence[str]:

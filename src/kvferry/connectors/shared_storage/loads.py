@@ -119,6 +119,7 @@ class Loads:
                 way when this returns: `wait_for_layer` and `end_forward` have them complete.
         """
         started = time.perf_counter()
+        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         staged: list[_Staged] = []
         under_way: LayerCopies | None = None
         try:
@@ -137,7 +138,6 @@ class Loads:
         self._seconds = time.perf_counter() - started
         if under_way is None:
             self._observer.observe("load_copy", self._seconds)
-        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
 
     def _staged(self, load: Load) -> list[_Staged]:
         """From where to where, for the chunks that are in hand and fit; the others have failed."""
@@ -162,6 +162,9 @@ class Loads:
     def _begin_layers(self, staged: Sequence[_Staged]) -> LayerCopies | None:
         """Copies that go on while the forward runs; None if there are to be none."""
         if self._spare_cores <= 0 or self._device.overlaps or self._are_small(staged):
+            return None
+        # A hook that stays out is a failed load: not for an engine that cannot live with one.
+        if self._rows.device.type != "cpu" or not self._rows.can_fail_by_block:
             return None
         hooked = [name for name in self._hooks.relied_on if name in self._rows.layers]
         if not hooked:
@@ -200,6 +203,7 @@ class Loads:
 
     def begin_step(self) -> None:
         """Before any other call in a step."""
+        self.abandon()  # what a step that was never ended left
         self._hooks.begin_step()
 
     @property

@@ -109,6 +109,11 @@ class RankRows:
         return self._tables.device
 
     @property
+    def can_fail_by_block(self) -> bool:
+        """See `Tables.can_fail_by_block`."""
+        return self._needs.can_fail_by_block
+
+    @property
     def layers(self) -> Mapping[str, Sequence[LayerPlace]]:
         """See `RankTables.layers`."""
         return self._tables.layers

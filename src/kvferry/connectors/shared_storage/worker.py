@@ -201,6 +201,9 @@ class SharedStorageWorker(WorkerRole):
 
     def end_step(self) -> None:
         self._loads.abandon()
+        for load in self._plan.loads:
+            if load.ticket is not None:  # of a load that an error kept from being begun
+                self._fetches.release(load.ticket)
         if not self._saved:
             # The forward failed. The scheduler role must not take these for under way.
             self._report.saved += [
