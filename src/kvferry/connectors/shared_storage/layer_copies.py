@@ -49,7 +49,7 @@ class LayerHooks:
         if self.learns:
             self.learns = False
             self.relied_on = tuple(self._seen)
-        elif len(self._seen) < len(self.relied_on) or not self._seen.keys() >= {*self.relied_on}:
+        else:
             self.relied_on = tuple(name for name in self.relied_on if name in self._seen)
 
     def give_up(self) -> None:
@@ -90,7 +90,7 @@ class LayerCopies:
         items: list[_Item] = []
         later = set()
         for name in hooked:
-            for place in rows.layers.get(name, ()):
+            for place in rows.layers[name]:
                 later.add(place)
                 items += self._items(place)
             self._stops[name] = len(items)
