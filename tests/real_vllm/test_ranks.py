@@ -5,7 +5,9 @@ An engine of two ranks takes long to start, so two of them serve all tests here.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.real_vllm.damage import by_position, flip_in_payload
 from tests.real_vllm.harness import (
     Answer,
     Answers,
+    EngineError,
     Oracle,
     assert_same,
     expected_hit,
@@ -25,6 +28,7 @@ from tests.real_vllm.harness import (
 )
 
 LENGTHS = (300, 385, 777)
+PROMPTS = {"one": LENGTHS, "two": LENGTHS, "damaged": (400,), "killed": (1000, 1000, 1000, 1000)}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -36,11 +40,15 @@ class Runs:
         own: by name of the prompts, what one rank says by its own prefix hit.
         runs: by "writer -> reader".
         num_records: after all.
+        died_by_itself: the engine whose rank was killed ended with an error, and in time.
+        num_quarantined: records found wrong, after all.
     """
 
     own: dict[str, list[Answer]]
     runs: dict[str, Answers]
     num_records: int
+    died_by_itself: bool
+    num_quarantined: int
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +58,7 @@ def outcome(
     source = random.Random(30)
     prompts = {
         name: [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
-        for name, lengths in {"one": LENGTHS, "two": LENGTHS, "damaged": (400,)}.items()
+        for name, lengths in PROMPTS.items()
     }
     own = {name: list(oracle(asked)) for name, asked in prompts.items()}
     store = tmp_path_factory.mktemp("ranks") / "store"
@@ -70,10 +78,38 @@ def outcome(
         runs["2 -> 2"] = engine.generate(prompts["two"])
         flip_in_payload(sorted(new, key=positions.__getitem__))
         runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])
+    died = _kill_a_rank_that_stores(pool, model, store, prompts["killed"])
     pool.discard("ranks")
     with pool.get("second").engine(model, connector) as engine:
         runs["2 -> 1"] = engine.generate(prompts["two"])
-    return Runs(own, runs, len(records(store)))
+        runs["2 killed -> 1"] = engine.generate(prompts["killed"])
+    quarantined = list((store / "quarantine").rglob("*.safetensors"))
+    return Runs(own, runs, len(records(store)), died, len(quarantined))
+
+
+def _kill_a_rank_that_stores(
+    pool: Pool, model: Path, store: Path, prompts: list[list[int]]
+) -> bool:
+    """True if the engine then ended by itself."""
+    process = pool.get("ranks")
+    before = len(records(store))
+    try:
+        with process.engine(model, kvferry(store), **TWO_RANKS) as engine:
+            engine.send(prompts, together=True)
+            wait_for_records(store, before + 1)
+            os.kill(_ranks(process.pid)[-1], signal.SIGKILL)
+            engine.receive()
+    except EngineError:
+        return True
+    return False
+
+
+def _ranks(pid: int) -> list[int]:
+    """Worker processes of an engine, in the order in which it started them."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = {int(child) for listed in children for child in listed.read_text().split()}
+    names = {child: Path(f"/proc/{child}/comm").read_text() for child in sorted(found)}
+    return [child for child, name in names.items() if "Worker" in name]
 
 
 @pytest.mark.parametrize(
@@ -97,3 +133,11 @@ def test_a_byte_that_one_rank_alone_reads_is_a_miss_for_both(outcome: Runs) -> N
     assert_same(outcome.own["damaged"], damaged)
     assert damaged.external == 128
     assert damaged.counted("corrupt")
+
+
+def test_a_rank_killed_while_it_stores_ends_its_engine_and_breaks_no_record(outcome: Runs) -> None:
+    assert outcome.died_by_itself
+    assert_same(outcome.own["killed"], outcome.runs["2 killed -> 1"])
+    assert outcome.runs["2 killed -> 1"].external > 0
+    # The byte that another test flipped, and nothing else.
+    assert outcome.num_quarantined == 1

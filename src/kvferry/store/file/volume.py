@@ -51,7 +51,7 @@ class Volume:
         self.index = KeyIndex()
         self.membership = Membership(io, layout, wall, create=create)
         self.faults = Faults(layout.root, observer, clock)
-        self.writing = RecordWriting(io, layout, direct_io)
+        self.writing = RecordWriting(io, layout, direct_io, clock)
         recovery = Recovery(io, layout, clock, wall)
         self.quota = Quota(
             io,

@@ -17,13 +17,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.store.file.fileio import (
     BLOCK_BYTES,
+    MIN_DIRECT_BYTES,
     O_DIRECT,
     FileIO,
     address_of,
@@ -33,6 +34,7 @@ from kvferry.store.file.fileio import (
     write_all,
 )
 from kvferry.store.file.layout import Layout
+from kvferry.store.file.ways import Ways
 from kvferry.store.file.writer import Writer
 from kvferry.types import ChunkKey
 
@@ -59,15 +61,18 @@ class RecordWriting:
     Args:
         io: system calls.
         layout: where the store is.
-        direct_io: "on" writes past the page cache where buffers allow it. "auto" and "off" write
-            through the page cache: it takes bytes three times faster than the disk, writes them
-            back behind us, and a record just written is often the next one read.
+        direct_io: "on" writes past the page cache where buffers allow it, "off" through it, "auto"
+            whichever way `ways` finds right.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, io: FileIO, layout: Layout, direct_io: DirectIO) -> None:
+    def __init__(
+        self, io: FileIO, layout: Layout, direct_io: DirectIO, clock: Callable[[], float]
+    ) -> None:
         self._io = io
         self._layout = layout
-        self._direct = direct_io == "on" and O_DIRECT != 0
+        self._direct = direct_io != "off" and O_DIRECT != 0
+        self._ways = Ways(clock) if direct_io == "auto" else None
         self._links = True
 
     def begin(self, writer: Writer, key: ChunkKey, num_bytes: int) -> PendingWrite | None:
@@ -94,9 +99,16 @@ class RecordWriting:
         Raises:
             OSError: the medium refused; abort.
         """
-        if self._direct and self._write_direct(pending, views):
-            return
-        self.write_range(pending.path, views, 0)
+        prepared = self._prepared(pending, views) if self._direct else None
+        if prepared is None:
+            self._write_cached(pending, views)
+        elif self._ways is None:
+            self._write_direct(pending, prepared)
+        else:
+            direct = self._ways.choose_direct()
+            write = self._write_direct if direct else self._write_cached
+            with self._ways.timed(pending.num_bytes, direct=direct):
+                write(pending, prepared)
 
     def write_range(self, path: str, views: Sequence[memoryview], offset: int) -> None:
         """Step 3, a range of a temporary file that exists."""
@@ -173,39 +185,47 @@ class RecordWriting:
         with suppress(OSError):
             self._io.unlink(path)
 
-    def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> bool:
-        """Try to write past the page cache; False if buffers or file system do not allow it."""
+    def _prepared(
+        self, pending: PendingWrite, views: Sequence[memoryview]
+    ) -> Sequence[memoryview] | None:
+        """A whole record as buffers that can go past the page cache; None if they cannot."""
         if sum(view.nbytes for view in views) < pending.num_bytes:
-            return False  # padding would go over what others wrote behind it
-        prepared = [aligned for view in views if (aligned := _aligned(view)) is not None]
-        whole = all(is_aligned(view.nbytes) for view in views[:-1])
-        if not whole or len(prepared) < len(views):
-            return False
+            return None  # padding would go over what others wrote behind it
+        if not all(is_aligned(view.nbytes) for view in views[:-1]):
+            return None
+        # What would be copied first, or is small, gains nothing by it.
+        copies = self._ways is None
+        if not copies and pending.num_bytes < MIN_DIRECT_BYTES:
+            return None
+        prepared = [ready for view in views if (ready := _aligned(view, copies=copies)) is not None]
+        return prepared if len(prepared) == len(views) else None
+
+    def _write_cached(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
+        self.write_range(pending.path, views, 0)
+
+    def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
+        """Write past the page cache, or through it if the file system does not allow that."""
         try:
             fd = self._io.open(pending.path, os.O_WRONLY | O_DIRECT)
+            try:
+                write_all(self._io, fd, views, 0)
+                self._io.truncate(fd, pending.num_bytes)
+            finally:
+                self._io.close(fd)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._direct = False
-            return False
-        try:
-            write_all(self._io, fd, prepared, 0)
-            self._io.truncate(fd, pending.num_bytes)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._direct = False
-            return False
-        finally:
-            self._io.close(fd)
-        return True
+            self._write_cached(pending, views)
+            self.extend(pending)  # rather, cut off what pads the buffers
 
 
-def _aligned(view: memoryview) -> memoryview | None:
-    """`view` itself if the disk can read it directly, else a padded copy if it is small."""
+def _aligned(view: memoryview, *, copies: bool) -> memoryview | None:
+    """`view` itself if the disk can read it directly, else, with `copies`, a padded copy if it is
+    small."""
     if is_aligned(view.nbytes) and not view.readonly and is_aligned(address_of(view)):
         return view
-    if view.nbytes > _COPY_BYTES:
+    if not copies or view.nbytes > _COPY_BYTES:
         return None
     padded = -(-view.nbytes // BLOCK_BYTES) * BLOCK_BYTES
     copy = memoryview(mmap.mmap(-1, padded))

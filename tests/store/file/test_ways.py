@@ -1,0 +1,162 @@
+"""Writes take the page cache, unless the disk turns out to be much faster."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+
+import pytest
+
+from kvferry.store.base import PutResult
+from kvferry.store.file.fileio import MIN_DIRECT_BYTES, O_DIRECT
+from kvferry.store.file.ways import ADVANTAGE, LOOK_EVERY, SAMPLES, Ways
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores import make_key, make_value
+from tests.store.file.conftest import FaultyIO
+
+pytestmark = pytest.mark.skipif(not O_DIRECT, reason="not a Linux system")
+
+RECORD_BYTES = 1 << 20
+
+
+class Machine:
+    """Seconds per MiB that each way takes."""
+
+    def __init__(self, *, cached, direct) -> None:
+        self.clock = FakeClock()
+        self.ways = Ways(self.clock)
+        self.cached, self.direct = cached, direct
+
+    def write(self, count=1) -> list[bool]:
+        """Which of so many writes went past the page cache."""
+        taken = []
+        for _ in range(count):
+            direct = self.ways.choose_direct()
+            with self.ways.timed(RECORD_BYTES, direct=direct):
+                self.clock.advance(self.direct if direct else self.cached)
+            taken.append(direct)
+        return taken
+
+
+def test_both_ways_are_tried_first_the_page_cache_before_the_disk():
+    assert Machine(cached=1, direct=1).write(2 * SAMPLES) == [False, True] * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("cached", "is_direct"), [(0.1, False), (1.0, False), (ADVANTAGE, False), (2.1, True)]
+)
+def test_the_page_cache_is_passed_by_only_if_the_disk_is_much_faster(cached, is_direct):
+    machine = Machine(cached=cached, direct=1.0)
+    machine.write(2 * SAMPLES)
+    assert machine.write(LOOK_EVERY).count(is_direct) == LOOK_EVERY - 1  # the other one is a look
+
+
+def test_a_change_is_noticed_in_both_directions():
+    machine = Machine(cached=0.1, direct=1.0)
+    machine.write(4 * LOOK_EVERY)
+    machine.cached = 10.0  # the host gives no more memory for nothing
+    assert machine.write(LOOK_EVERY)[8:].count(False) <= 1
+    machine.cached = 0.1
+    machine.write(16 * LOOK_EVERY)
+    assert machine.write(LOOK_EVERY).count(True) <= 1
+
+
+def test_one_slow_write_changes_nothing():
+    machine = Machine(cached=1.0, direct=0.9)
+    machine.write(2 * LOOK_EVERY + 1)
+    machine.cached = 3.0
+    machine.write()
+    machine.cached = 1.0
+    assert not any(machine.write(8))
+
+
+def test_a_write_that_fails_says_nothing_of_its_way():
+    machine = Machine(cached=1.0, direct=1.0)
+
+    def fail() -> None:
+        with machine.ways.timed(RECORD_BYTES, direct=False):
+            machine.clock.advance(100.0)
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert machine.write(2 * SAMPLES) == [False, True] * SAMPLES
+
+
+class TimedIO(FaultyIO):
+    """A disk on which O_DIRECT works whatever is below, and time that writes take by their way."""
+
+    def __init__(self, clock, *, cached, direct) -> None:
+        super().__init__()
+        self._clock = clock
+        self._seconds = {False: cached, True: direct}
+        self._direct: set[int] = set()
+        self.ways: list[bool] = []
+        self.refuses = False
+
+    def open(self, path, flags):
+        if flags & O_DIRECT and self.refuses:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        fd = super().open(path, flags & ~O_DIRECT)
+        if flags & O_DIRECT:
+            self._direct.add(fd)
+        return fd
+
+    def close(self, fd):
+        self._direct.discard(fd)
+        super().close(fd)
+
+    def pwritev(self, fd, buffers, offset):
+        count = super().pwritev(fd, buffers, offset)
+        if count >= MIN_DIRECT_BYTES:
+            self.ways.append(fd in self._direct)
+            self._clock.advance(self._seconds[fd in self._direct])
+        return count
+
+
+def aligned(value) -> memoryview:
+    view = memoryview(mmap.mmap(-1, len(value)))
+    view[:] = value
+    return view
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "expected"),
+    [
+        ({}, {"cached": 0.005, "direct": 0.001}, [False, True, False] + 9 * [True]),
+        ({}, {"cached": 0.001, "direct": 0.001}, [False, True, False, True] + 8 * [False]),
+        ({"direct_io": "off"}, {"cached": 0.005, "direct": 0.001}, 12 * [False]),
+        ({"direct_io": "on"}, {"cached": 0.001, "direct": 0.005}, 12 * [True]),
+    ],
+)
+def test_a_store_writes_the_way_its_machine_is_fast(bench, options, seconds, expected):
+    bench.io = TimedIO(bench.clock, **seconds)
+    store = bench.open(**options)
+    values = [make_value(RECORD_BYTES, number) for number in range(len(expected))]
+    for number, value in enumerate(values):
+        assert store.put(make_key(number), [aligned(value)]) is PutResult.STORED
+    assert bench.io.ways == expected
+    for number, value in enumerate(values):
+        assert bench.path(make_key(number)).read_bytes() == value
+    assert store.stat().used_bytes == len(expected) * RECORD_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [MIN_DIRECT_BYTES - 4096, RECORD_BYTES + 1])
+def test_small_or_unaligned_records_go_through_the_page_cache(bench, num_bytes):
+    bench.io = TimedIO(bench.clock, cached=1.0, direct=0.001)
+    store = bench.open()
+    for number in range(6):
+        store.put(make_key(number), [aligned(make_value(num_bytes))])
+    assert not any(bench.io.ways)
+
+
+@pytest.mark.parametrize("options", [{}, {"direct_io": "on"}])
+def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(bench, options):
+    bench.io = TimedIO(bench.clock, cached=1.0, direct=0.001)
+    bench.io.refuses = True
+    store = bench.open(**options)
+    for number in range(4):
+        value = make_value(RECORD_BYTES + number * 4096, number)
+        assert store.put(make_key(number), [aligned(value)]) is PutResult.STORED
+        assert bench.path(make_key(number)).read_bytes() == value
+    assert bench.io.ways == 4 * [False]
