@@ -258,7 +258,7 @@ def test_what_a_forward_that_raised_computed_is_not_saved(error):
     facade, role = worker_facade()
     with pytest.raises(type(error)):
         run_step(facade, error)
-    assert role.calls == ["begin_step", "end_step"]
+    assert role.calls == ["begin_step", "collect", "end_step"]
     run_step(facade)
     assert role.calls[-4:] == ["begin_step", "save", "collect", "end_step"]
 
@@ -272,6 +272,16 @@ def test_an_engine_that_runs_while_its_caller_handles_an_error_saves():
         with pytest.raises(RuntimeError):
             run_step(facade, RuntimeError("in the forward"))
     assert role.calls.count("save") == 1
+
+
+def test_a_step_that_began_in_its_callers_error_handler_and_ends_outside_saves():
+    facade, role = worker_facade()
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        bind(facade)
+    facade.wait_for_save()
+    assert role.calls == ["begin_step", "save"]
 
 
 def test_a_step_that_the_host_does_not_end_ends_with_the_next(caplog):

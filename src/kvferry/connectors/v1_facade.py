@@ -158,7 +158,8 @@ class OneRole:
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         half = self._worker_half or self._worker
         if self._step is not None:  # never ended by the host
-            self._end_step(self._step)
+            self._step.end()
+            self._step = None
         if half.is_quiet(connector_metadata):
             # Asked for it around each layer, hosts leave the hooks of that layer out.
             self._connector_metadata = None
@@ -186,14 +187,9 @@ class OneRole:
             self._step.layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
-        if self._step is None:
-            return
-        if sys.exc_info()[1] is self._error_before:
+        # Hosts call this on their way out of a forward that raised, too: its blocks hold anything.
+        if self._step is not None and sys.exc_info()[1] in (None, self._error_before):
             self._step.save()
-        else:
-            # Hosts call this on their way out of a forward that raised, too: its blocks hold
-            # anything, and nobody will see what the step reports.
-            self._end_step(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._step is None:
@@ -236,11 +232,8 @@ class OneRole:
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._end_step(self._step)
-
-    def _end_step(self, step: WorkerHalf) -> None:
-        step.end()
-        self._step = self._error_before = None
+            self._step.end()
+            self._step = self._error_before = None
 
     # Scheduler side.
 

@@ -9,7 +9,14 @@ import pytest
 
 from kvferry.store.base import PutResult
 from kvferry.store.file.fileio import MIN_DIRECT_BYTES, O_DIRECT
-from kvferry.store.file.ways import ADVANTAGE, LOOK_EVERY, SAMPLES, Ways
+from kvferry.store.file.ways import (
+    ADVANTAGE,
+    LOOK_EVERY,
+    LOOK_EVERY_MOST,
+    SAMPLES,
+    WORTH_BYTES,
+    Ways,
+)
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value
 from tests.store.file.conftest import FaultyIO
@@ -43,30 +50,46 @@ def test_both_ways_are_tried_first_the_page_cache_before_the_disk():
 
 
 @pytest.mark.parametrize(
-    ("cached", "is_direct"), [(0.1, False), (1.0, False), (ADVANTAGE, False), (2.1, True)]
+    ("cached", "is_direct"), [(0.6, False), (1.0, False), (ADVANTAGE, False), (2.1, True)]
 )
 def test_the_page_cache_is_passed_by_only_if_the_disk_is_much_faster(cached, is_direct):
     machine = Machine(cached=cached, direct=1.0)
     machine.write(2 * SAMPLES)
-    assert machine.write(LOOK_EVERY).count(is_direct) == LOOK_EVERY - 1  # the other one is a look
+    after = machine.write(3 * LOOK_EVERY)
+    assert after[: LOOK_EVERY - 1] == [is_direct] * (LOOK_EVERY - 1)
+    assert 1 <= after.count(not is_direct) <= 3  # looks
+
+
+@pytest.mark.parametrize(("cached", "direct"), [(0.1, 1.0), (3.0, 1.0), (1.0, 30.0)])
+def test_looks_take_a_small_part_of_the_time(cached, direct):
+    machine = Machine(cached=cached, direct=direct)
+    machine.write(2 * SAMPLES)
+    taken = machine.write(8 * LOOK_EVERY_MOST)
+    seconds = {way: taken.count(way) * (direct if way else cached) for way in (False, True)}
+    used = 2 * direct < cached
+    assert seconds[not used] <= seconds[used] / 16
+    assert taken.count(not used) >= 8
 
 
 def test_a_change_is_noticed_in_both_directions():
-    machine = Machine(cached=0.1, direct=1.0)
+    machine = Machine(cached=0.5, direct=1.0)
     machine.write(4 * LOOK_EVERY)
     machine.cached = 10.0  # the host gives no more memory for nothing
     assert machine.write(LOOK_EVERY)[8:].count(False) <= 1
-    machine.cached = 0.1
-    machine.write(16 * LOOK_EVERY)
+    machine.cached = 0.5
+    machine.write(8 * LOOK_EVERY_MOST)
     assert machine.write(LOOK_EVERY).count(True) <= 1
 
 
-def test_one_slow_write_changes_nothing():
+@pytest.mark.parametrize("times", [3.0, 1000.0])
+@pytest.mark.parametrize("first", [0, 2 * SAMPLES, 2 * LOOK_EVERY])
+def test_one_slow_write_changes_little(times, first):
     machine = Machine(cached=1.0, direct=0.9)
-    machine.write(2 * LOOK_EVERY + 1)
-    machine.cached = 3.0
+    machine.write(first)
+    machine.cached = times
     machine.write()
     machine.cached = 1.0
+    machine.write(2 * SAMPLES)
     assert not any(machine.write(8))
 
 
@@ -92,11 +115,16 @@ class TimedIO(FaultyIO):
         self._seconds = {False: cached, True: direct}
         self._direct: set[int] = set()
         self.ways: list[bool] = []
-        self.refuses = False
+        self.refused = ("", 0)
+
+    def _refuse(self, call) -> None:
+        name, number = self.refused
+        if name == call:
+            raise OSError(number, errno.errorcode[number])
 
     def open(self, path, flags):
-        if flags & O_DIRECT and self.refuses:
-            raise OSError(errno.EINVAL, "no direct I/O here")
+        if flags & O_DIRECT:
+            self._refuse("open")
         fd = super().open(path, flags & ~O_DIRECT)
         if flags & O_DIRECT:
             self._direct.add(fd)
@@ -107,6 +135,8 @@ class TimedIO(FaultyIO):
         super().close(fd)
 
     def pwritev(self, fd, buffers, offset):
+        if fd in self._direct:
+            self._refuse("pwritev")
         count = super().pwritev(fd, buffers, offset)
         if count >= MIN_DIRECT_BYTES:
             self.ways.append(fd in self._direct)
@@ -141,7 +171,7 @@ def test_a_store_writes_the_way_its_machine_is_fast(bench, options, seconds, exp
     assert store.stat().used_bytes == len(expected) * RECORD_BYTES
 
 
-@pytest.mark.parametrize("num_bytes", [MIN_DIRECT_BYTES - 4096, RECORD_BYTES + 1])
+@pytest.mark.parametrize("num_bytes", [WORTH_BYTES - 4096, RECORD_BYTES + 1])
 def test_small_or_unaligned_records_go_through_the_page_cache(bench, num_bytes):
     bench.io = TimedIO(bench.clock, cached=1.0, direct=0.001)
     store = bench.open()
@@ -151,12 +181,25 @@ def test_small_or_unaligned_records_go_through_the_page_cache(bench, num_bytes):
 
 
 @pytest.mark.parametrize("options", [{}, {"direct_io": "on"}])
-def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(bench, options):
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_what_a_disk_does_not_take_directly_goes_through_the_page_cache(
+    bench, options, number, call
+):
     bench.io = TimedIO(bench.clock, cached=1.0, direct=0.001)
-    bench.io.refuses = True
+    bench.io.refused = (call, number)
     store = bench.open(**options)
-    for number in range(4):
-        value = make_value(RECORD_BYTES + number * 4096, number)
-        assert store.put(make_key(number), [aligned(value)]) is PutResult.STORED
-        assert bench.path(make_key(number)).read_bytes() == value
+    for index in range(4):
+        value = make_value(RECORD_BYTES + index * 4096, index)
+        assert store.put(make_key(index), [aligned(value)]) is PutResult.STORED
+        assert bench.path(make_key(index)).read_bytes() == value
     assert bench.io.ways == 4 * [False]
+
+
+def test_a_full_disk_is_full_either_way(bench):
+    bench.io = TimedIO(bench.clock, cached=1.0, direct=0.001)
+    bench.io.refused = ("pwritev", errno.ENOSPC)
+    store = bench.open(direct_io="on")
+    assert store.put(make_key(), [aligned(make_value(RECORD_BYTES))]) is PutResult.NO_SPACE
+    assert store.stat().used_bytes == 0
+    assert not bench.path(make_key()).exists()

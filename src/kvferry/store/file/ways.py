@@ -12,17 +12,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+WORTH_BYTES = 1 << 20
+"""Smaller writes say more about the threads of a process than about disk and memory."""
+
 ADVANTAGE = 2.0
 """How many times faster the disk must be before the page cache is passed by."""
 
 LOOK_EVERY = 32
-"""Of so many writes one goes the other way, to learn what that takes by now."""
+"""Of so many writes one goes the other way, to learn what that takes by now. If it took ten times
+as long, one of ten times as many."""
+
+LOOK_EVERY_MOST = 1024
+"""However long it took: it may have been in a bad moment."""
 
 SAMPLES = 2
 """Writes each way before the two are compared."""
 
 _WEIGHT = 0.25
 """Of the newest write in the average."""
+
+_OUTLIER = 4.0
+"""No write counts for more than so many times the average: a process that was stopped for a minute
+meanwhile says nothing about disks."""
 
 
 @dataclass(slots=True)
@@ -31,9 +42,14 @@ class _Way:
     seconds_per_byte: float = 0.0
 
     def took(self, seconds_per_byte: float) -> None:
-        if self.samples:
-            seconds_per_byte = _WEIGHT * seconds_per_byte + (1 - _WEIGHT) * self.seconds_per_byte
-        self.seconds_per_byte = seconds_per_byte
+        average = self.seconds_per_byte
+        if not self.samples:
+            self.seconds_per_byte = seconds_per_byte
+        elif self.samples < SAMPLES:
+            self.seconds_per_byte = min(average, seconds_per_byte)
+        else:
+            newest = min(seconds_per_byte, _OUTLIER * average)
+            self.seconds_per_byte = _WEIGHT * newest + (1 - _WEIGHT) * average
         self.samples += 1
 
 
@@ -47,15 +63,21 @@ class Ways:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._cached, self._direct = _Way(), _Way()
-        self._num_chosen = 0
+        self._since_look = 0
 
     def choose_direct(self) -> bool:
         """Whether the next write goes past the page cache."""
-        self._num_chosen += 1
-        if min(self._cached.samples, self._direct.samples) < SAMPLES:
-            return self._direct.samples < self._cached.samples
-        faster = self._direct.seconds_per_byte * ADVANTAGE < self._cached.seconds_per_byte
-        return faster != (self._num_chosen % LOOK_EVERY == 0)
+        cached, direct = self._cached, self._direct
+        if min(cached.samples, direct.samples) < SAMPLES:
+            return direct.samples < cached.samples
+        prefers_direct = direct.seconds_per_byte * ADVANTAGE < cached.seconds_per_byte
+        used, other = (direct, cached) if prefers_direct else (cached, direct)
+        self._since_look += 1
+        looks = self._since_look * used.seconds_per_byte >= LOOK_EVERY * other.seconds_per_byte
+        if self._since_look < LOOK_EVERY or not (looks or self._since_look >= LOOK_EVERY_MOST):
+            return prefers_direct
+        self._since_look = 0
+        return not prefers_direct
 
     @contextmanager
     def timed(self, num_bytes: int, *, direct: bool) -> Iterator[None]:

@@ -24,7 +24,6 @@ from typing import Literal
 
 from kvferry.store.file.fileio import (
     BLOCK_BYTES,
-    MIN_DIRECT_BYTES,
     O_DIRECT,
     FileIO,
     address_of,
@@ -34,12 +33,15 @@ from kvferry.store.file.fileio import (
     write_all,
 )
 from kvferry.store.file.layout import Layout
-from kvferry.store.file.ways import Ways
+from kvferry.store.file.ways import WORTH_BYTES, Ways
 from kvferry.store.file.writer import Writer
 from kvferry.types import ChunkKey
 
 DirectIO = Literal["auto", "off", "on"]
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+_EITHER_WAY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOENT, errno.EROFS})
+"""Writes that fail so fail through the page cache, too."""
+
 _COPY_BYTES = 1 << 20
 """Unaligned buffers up to this size (a record's head) are copied so that the rest can go direct."""
 
@@ -195,7 +197,7 @@ class RecordWriting:
             return None
         # What would be copied first, or is small, gains nothing by it.
         copies = self._ways is None
-        if not copies and pending.num_bytes < MIN_DIRECT_BYTES:
+        if not copies and pending.num_bytes < WORTH_BYTES:
             return None
         prepared = [ready for view in views if (ready := _aligned(view, copies=copies)) is not None]
         return prepared if len(prepared) == len(views) else None
@@ -204,16 +206,17 @@ class RecordWriting:
         self.write_range(pending.path, views, 0)
 
     def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
-        """Write past the page cache, or through it if the file system does not allow that."""
+        """Write past the page cache; once that failed, through it from then on."""
         try:
             fd = self._io.open(pending.path, os.O_WRONLY | O_DIRECT)
             try:
                 write_all(self._io, fd, views, 0)
-                self._io.truncate(fd, pending.num_bytes)
+                if not is_aligned(pending.num_bytes):
+                    self._io.truncate(fd, pending.num_bytes)  # what pads the last buffer
             finally:
                 self._io.close(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno in _EITHER_WAY:
                 raise
             self._direct = False
             self._write_cached(pending, views)
