@@ -159,7 +159,7 @@ class OneRole:
         half = self._worker_half or self._worker
         if self._step is not None:  # never ended by the host
             self._step.end()
-            self._step = None
+            self._step = self._error_before = None
         if half.is_quiet(connector_metadata):
             # Asked for it around each layer, hosts leave the hooks of that layer out.
             self._connector_metadata = None

@@ -117,7 +117,7 @@ class LayerCopies:
         stop = self._stops.get(layer_name)
         if stop is not None:
             self._spread.complete(stop)
-            self._stops.pop(layer_name, None)
+            del self._stops[layer_name]
 
     @property
     def missed(self) -> Sequence[str]:

@@ -2,10 +2,10 @@
 
 Two ways in. In hand: a `Prefetch` reads and verifies chunks into staging on I/O threads; a later
 `Load` is a copy from our own memory, on a CPU with a core to spare beside the forward, layer by
-layer. From the index: a `Load` without a ticket reads piece by piece
-through small scratch buffers and copies each verified piece into the blocks, until the load's
-deadline. One way out: `save` copies the chunk out of the blocks at once, so that blocks are never
-held, and I/O threads hash and write it.
+layer. From the index: a `Load` without a ticket reads piece by piece through small scratch buffers
+and copies each verified piece into the blocks, until the load's deadline. One way out: `save`
+copies the chunk out of the blocks at once, so that blocks are never held, and I/O threads hash and
+write it.
 """
 
 from __future__ import annotations

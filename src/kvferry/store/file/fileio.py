@@ -18,9 +18,6 @@ from kvferry.store.base import Buffer
 BLOCK_BYTES = 4096
 """Alignment that O_DIRECT is content with on every common file system."""
 
-MIN_DIRECT_BYTES = 64 * 1024
-"""Below, finding out whether the page cache is to be passed by costs more than it can save."""
-
 IOV_MAX = 1024
 """Buffers per vectored call: what POSIX systems allow. More are split."""
 

@@ -22,13 +22,15 @@ from kvferry.errors import StoreError
 from kvferry.store.base import Source
 from kvferry.store.file.fileio import (
     BLOCK_BYTES,
-    MIN_DIRECT_BYTES,
     O_DIRECT,
     RWF_NOWAIT,
     FileIO,
     address_of,
     is_aligned,
 )
+
+_MIN_DIRECT_BYTES = 64 * 1024
+"""Below, a look costs more than it can save."""
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
 
@@ -89,7 +91,7 @@ class FileSource(Source):
         self._abilities = abilities
 
     def is_cached(self) -> bool:
-        if not self._abilities.direct or self.size < MIN_DIRECT_BYTES:
+        if not self._abilities.direct or self.size < _MIN_DIRECT_BYTES:
             return True
         page = self._abilities.rng.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
         cached = self._read_cached(memoryview(bytearray(BLOCK_BYTES)), page) > 0
@@ -122,7 +124,7 @@ class FileSource(Source):
     def _read_some(self, target: memoryview, offset: int) -> int:
         inside = min(target.nbytes, self.size - offset)
         whole = inside - inside % BLOCK_BYTES
-        if whole < MIN_DIRECT_BYTES or not is_aligned(offset) or not self._abilities.direct:
+        if whole < _MIN_DIRECT_BYTES or not is_aligned(offset) or not self._abilities.direct:
             return self._io.preadv(self._fd, [target], offset)
         if not is_aligned(address_of(target)):
             return self._io.preadv(self._fd, [target], offset)
