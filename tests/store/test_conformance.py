@@ -16,6 +16,7 @@ from kvferry.testing.stores import (
     ProbeTests,
     ScanTests,
     ShardedWriteTests,
+    StampTests,
     StoreTests,
     store_machine,
 )
@@ -53,7 +54,7 @@ TestMemoryStoreMachine = store_machine(TestMemoryStore()).TestCase
 TestMemoryStoreMachine.settings = settings(max_examples=60, deadline=None)
 
 
-class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
+class TestFileStore(ScanTests, ProbeTests, StampTests, ShardedWriteTests, StoreTests):
     persistent = True
 
     def make_store(self, tmp_path, **options):

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.record.schema import ALIGN
-from kvferry.store.staging import Staging
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.staging import Content, Kept, Staging
+from kvferry.testing.host import make_groups
+from kvferry.types import ChunkKey
+
+SCHEMA = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=8, groups=make_groups())
 
 
 def test_every_slot_is_given_out_once_and_none_overlaps():
@@ -68,3 +72,93 @@ def test_a_system_that_cannot_prepare_memory_is_no_fault(monkeypatch):
     staging = Staging(4 * ALIGN, ALIGN)
     staging.prepare(ALIGN)
     assert staging.num_free == 4
+
+
+def content(number: int) -> Content:
+    return Content(ChunkKey(bytes([number]) * 32), 0, SCHEMA, None)
+
+
+def test_a_kept_slot_is_found_by_its_key_until_it_is_taken():
+    staging = Staging(8 * ALIGN, ALIGN, keep_bytes=4 * ALIGN)
+    slot, held = staging.acquire(), content(1)
+    staging.release(slot, content=held)
+    assert (staging.num_kept, staging.num_free) == (1, 8)
+    assert staging.take(content(2).key) is None
+    assert staging.take(held.key) == Kept(slot, held)
+    assert staging.take(held.key) is None
+    assert staging.num_free == 7
+
+
+def test_kept_slots_are_given_out_last_and_the_longest_unused_first():
+    staging = Staging(4 * ALIGN, ALIGN, keep_bytes=2 * ALIGN)
+    slots = [staging.acquire() for _ in range(4)]
+    for number in (0, 1):
+        staging.release(slots[number], content=content(number))
+    for number in (2, 3):
+        staging.release(slots[number])
+    taken = staging.take(content(0).key)
+    staging.release(taken.slot, content=taken.content)  # used after number 1
+    assert [staging.acquire() for _ in range(5)] == [3, 2, 1, 0, None]
+
+
+def test_no_more_is_kept_than_allowed_nor_than_half_of_all():
+    assert Staging(8 * ALIGN, ALIGN, keep_bytes=8 * ALIGN).max_kept == 4
+    staging = Staging(8 * ALIGN, ALIGN, keep_bytes=2 * ALIGN)
+    for number, slot in enumerate([staging.acquire() for _ in range(3)]):
+        staging.release(slot, content=content(number))
+    assert staging.take(content(0).key) is None
+    assert staging.num_kept == 2
+    staging.release_oldest(Kept(staging.acquire(), content(9)))
+    assert staging.take(content(9).key) is None
+    assert (staging.num_kept, staging.num_free) == (2, 8)
+    assert Staging(8 * ALIGN, ALIGN).max_kept == 0
+
+
+def test_what_is_kept_twice_is_kept_once():
+    staging = Staging(8 * ALIGN, ALIGN, keep_bytes=4 * ALIGN)
+    first, second = staging.acquire(), staging.acquire()
+    staging.release(first, content=content(1))
+    staging.release(second, content=content(1))
+    assert (staging.num_kept, staging.num_free) == (1, 8)
+    assert staging.take(content(1).key).slot == second
+
+
+def test_what_is_brought_in_as_oldest_goes_before_all_others():
+    staging = Staging(4 * ALIGN, ALIGN, keep_bytes=2 * ALIGN)
+    slots = [staging.acquire() for _ in range(4)]
+    staging.release(slots[0], content=content(0))
+    staging.release_oldest(Kept(slots[1], content(1)))
+    assert [staging.acquire() for _ in range(3)] == [slots[1], slots[0], None]
+
+
+class Mark:
+    reached = False
+
+    def poll(self) -> bool:
+        return self.reached
+
+
+def test_what_a_device_still_reads_is_kept_when_it_is_through():
+    staging = Staging(8 * ALIGN, ALIGN, keep_bytes=4 * ALIGN)
+    mark = Mark()
+    staging.release(staging.acquire(), after=mark, content=content(1))
+    assert staging.take(content(1).key) is None
+    assert staging.num_free == 7
+    mark.reached = True
+    assert staging.num_free == 8
+    assert staging.take(content(1).key) is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is not prepared elsewhere")
+def test_memory_is_prepared_again_when_slots_go_on_being_held():
+    size = 16 << 20
+    staging = Staging(8 * size, size, keep_bytes=4 * size)
+    staging.prepare(2 * size)
+    slots = [staging.acquire(), staging.acquire()]
+    before = resident_bytes()
+    staging.prepare(2 * size)
+    assert 1.8 * size < resident_bytes() - before < 2.5 * size
+    staging.release(slots[0])
+    before = resident_bytes()
+    staging.prepare(2 * size)
+    assert resident_bytes() - before < size / 2

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvferry.store.base import SupportsProbe, SupportsScan, SupportsShardedWrite
+from kvferry.store.base import SupportsProbe, SupportsScan, SupportsShardedWrite, SupportsStamp
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore, StallingStore
@@ -41,16 +41,22 @@ class EverythingStore(MemoryStore):
     def abort(self, session):
         self.calls.append(("abort", session))
 
+    def stamp(self, key):
+        self.calls.append(("stamp", key))
+        return "stamp"
+
 
 def test_a_wrapper_has_the_abilities_of_its_inner_store_and_no_others():
     plain = WrapperStore(MemoryStore())
     assert isinstance(plain, SupportsScan)
     assert not isinstance(plain, SupportsProbe)
     assert not isinstance(plain, SupportsShardedWrite)
+    assert not isinstance(plain, SupportsStamp)
     able = WrapperStore(EverythingStore())
     assert isinstance(able, SupportsScan)
     assert isinstance(able, SupportsProbe)
     assert isinstance(able, SupportsShardedWrite)
+    assert isinstance(able, SupportsStamp)
 
 
 def test_optional_calls_go_to_the_inner_store_as_they_are():
@@ -62,6 +68,7 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         assert store.write_at("session", 3, [b"x"]) is True
         assert store.commit("session", b"head") == "committed"
         store.abort("session")
+        assert store.stamp(make_key()) == "stamp"
         assert (store.url, store.multi_process) == ("memory://everything", True)
     assert inner.calls == [
         ("probe", [make_key()]),
@@ -70,6 +77,7 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         ("write_at", "session", 3, [b"x"]),
         ("commit", "session", b"head"),
         ("abort", "session"),
+        ("stamp", make_key()),
     ]
 
 

@@ -8,7 +8,7 @@ whoever knows the record (`kvferry.store.recordio`). Methods other than `contain
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -51,10 +51,32 @@ class Entry(NamedTuple):
     """Seconds since the epoch, to the accuracy of batched recency."""
 
 
+class Stamp(NamedTuple):
+    """What tells, without reading it, whether a stored value is still what it was when it was read.
+
+    Attributes:
+        value: another one if the value was replaced, or changed its size.
+        changes: another one if anything at all was done to it since. None if it was changed so
+            lately that the medium's clock could not tell the next change from it.
+        written: whether its bytes may have been changed last; if not, that was something else, such
+            as noting that it was used.
+    """
+
+    value: Hashable
+    changes: Hashable
+    written: bool
+
+
 class Source(ABC):
-    """One stored value opened for reading. Use as a context manager."""
+    """One stored value opened for reading. Use as a context manager.
+
+    Attributes:
+        size: in bytes.
+        stamp: as it was when this was opened; None of a store without `SupportsStamp`.
+    """
 
     size: int
+    stamp: Stamp | None = None
 
     def is_cached(self) -> bool:
         """Whether reading is likely a copy in memory, not a trip to the medium. A guess, at the
@@ -158,6 +180,19 @@ class SupportsScan(Protocol):
 
     def scan(self) -> Iterator[Entry]:
         """Every stored value at some moment during the call."""
+
+
+@runtime_checkable
+class SupportsStamp(Protocol):
+    """A store that can tell at little cost whether a value is still what was read. Its sources have
+    a `stamp`."""
+
+    def stamp(self, key: ChunkKey) -> Stamp | None:
+        """The stamp of a value; None if it is absent, or nothing that can be read.
+
+        Raises:
+            StoreError: the medium failed.
+        """
 
 
 @runtime_checkable

@@ -3,24 +3,29 @@
 I/O lands here and only here, so an operation that outlives its deadline writes to a slot that
 nobody else uses: a slot goes back to the pool when its operation ended, not when its caller gave
 up. The operation may be a device's: then nobody waits, and the next one to need a slot looks.
+
+A free slot may still hold a record that is worth finding again. Such a slot is given out after all
+others, the one longest unused first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 import threading
-from typing import Protocol
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from kvferry.errors import ConfigError
-from kvferry.record.schema import ALIGN
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.base import Stamp
+from kvferry.types import ChunkKey
 
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
-
-_PREPARED_AT_ONCE = 4 << 20
-"""The interpreter's lock is held for so many bytes at a time."""
 
 
 class Reached(Protocol):
@@ -30,18 +35,43 @@ class Reached(Protocol):
         """Whether it has come. Does not block."""
 
 
+@dataclass(slots=True)
+class Content:
+    """What a slot holds: a record, or all that one rank needs of it, verified.
+
+    Attributes:
+        key: of the record.
+        first_token: position of its chunk in the prompt.
+        schema: by which it was verified.
+        stamp: of the record in the store when it was read; None if it may have changed since.
+    """
+
+    key: ChunkKey
+    first_token: int
+    schema: RecordSchema
+    stamp: Stamp | None
+
+
+class Kept(NamedTuple):
+    """A slot and what it holds."""
+
+    slot: int
+    content: Content
+
+
 class Staging:
     """A pool of page-aligned slots.
 
     Args:
         total_bytes: bound of all slots together.
         slot_bytes: bytes one slot must hold; rounded up to the alignment of O_DIRECT.
+        keep_bytes: bound of the free slots that go on holding something; half of all at most.
 
     Raises:
         ConfigError: fewer than two slots would fit, or so much cannot be reserved.
     """
 
-    def __init__(self, total_bytes: int, slot_bytes: int) -> None:
+    def __init__(self, total_bytes: int, slot_bytes: int, keep_bytes: int = 0) -> None:
         self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
         self.num_slots = total_bytes // self.slot_bytes
         if self.num_slots < 2:
@@ -61,30 +91,52 @@ class Staging:
                 f"staging_bytes={total_bytes} is more than this machine lets a process reserve; "
                 "set it lower"
             ) from error
+        self.max_kept = min(keep_bytes // self.slot_bytes, self.num_slots // 2)
+        # What is free: slots that hold nothing, those that hold something (used last at the end),
+        # and the last ones of the region, never used so far.
         self._returned: list[int] = []
-        self._draining: list[tuple[int, Reached]] = []
-        self._num_fresh = self.num_slots  # never used so far: the last ones of the region
+        self._kept: OrderedDict[ChunkKey, Kept] = OrderedDict()
+        self._num_fresh = self.num_slots
+        self._draining: list[tuple[Kept | int, Reached]] = []
+        self._prepared = 0  # bytes from the start of the region
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
                 self._region.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._region)
 
     def prepare(self, num_bytes: int) -> None:
-        """Have the first slots to be used backed by memory now, so that no read or write waits for
-        that. Does nothing where the system cannot do it beforehand."""
-        stop = min(num_bytes, self.total_bytes)
+        """Have the next slots that will be used backed by memory now, `num_bytes` of them, so that
+        no read or write waits for that. Does nothing where the system cannot do it beforehand."""
         if sys.platform != "linux":
             return
-        with contextlib.suppress(OSError):  # Linux before 5.14
-            for start in range(0, stop, _PREPARED_AT_ONCE):
-                length = min(_PREPARED_AT_ONCE, stop - start)
-                self._region.madvise(_MADV_POPULATE_WRITE, start, length)
+        with self._lock:
+            used = (self.num_slots - self._num_fresh) * self.slot_bytes
+            missing = num_bytes - len(self._returned) * self.slot_bytes
+            start, stop = max(used, self._prepared), min(used + missing, self.total_bytes)
+            if stop <= start:
+                return
+            self._prepared = stop
+        # Not by the method of `mmap`: it holds the interpreter's lock, for 20 ms per 4 MiB where a
+        # virtual machine gets its memory page by page. Failure (Linux before 5.14) costs only time.
+        start -= start % mmap.PAGESIZE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._region, start))
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
 
     @property
     def num_free(self) -> int:
         with self._lock:
             self._settle()
-            return len(self._returned) + self._num_fresh
+            return self._count_free()
+
+    def _count_free(self) -> int:
+        return len(self._returned) + len(self._kept) + self._num_fresh
+
+    @property
+    def num_kept(self) -> int:
+        """How many free slots hold something."""
+        with self._lock:
+            return len(self._kept)
 
     @property
     def memory(self) -> memoryview:
@@ -99,35 +151,70 @@ class Staging:
         """Take a slot, or None if `keep_free` or fewer are left. Never blocks on I/O."""
         with self._lock:
             self._settle()
-            if len(self._returned) + self._num_fresh <= keep_free:
+            if self._count_free() <= keep_free:
                 return None
             if self._returned:
                 return self._returned.pop()
+            if self._num_fresh == 0:
+                return self._kept.popitem(last=False)[1].slot
             self._num_fresh -= 1
             return self.num_slots - self._num_fresh - 1
 
-    def release(self, slot: int, *, after: Reached | None = None) -> None:
-        """Give a slot back. The last one freed is the next one used: it is warm in the cache.
+    def take(self, key: ChunkKey) -> Kept | None:
+        """Take the free slot that holds `key`, if there is one."""
+        with self._lock:
+            self._settle()
+            return self._kept.pop(key, None)
+
+    def release(
+        self, slot: int, *, after: Reached | None = None, content: Content | None = None
+    ) -> None:
+        """Give a slot back. Of those that hold nothing, the last one freed is the next one used: it
+        is warm in the cache.
 
         Args:
-            slot: that was acquired.
+            slot: that was acquired or taken.
             after: it stays taken until then.
+            content: what it holds, kept for as long as there is room for it.
         """
+        freed = slot if content is None else Kept(slot, content)
         with self._lock:
             if after is None or after.poll():
-                self._returned.append(slot)
+                self._free(freed)
             else:
-                self._draining.append((slot, after))
+                self._draining.append((freed, after))
+
+    def release_oldest(self, kept: Kept) -> None:
+        """Give a slot back, kept if there is room, as if it had been used before all others."""
+        key = kept.content.key
+        with self._lock:
+            if key in self._kept or len(self._kept) >= self.max_kept:
+                self._returned.append(kept.slot)
+            else:
+                self._kept[key] = kept
+                self._kept.move_to_end(key, last=False)
+
+    def _free(self, freed: Kept | int) -> None:
+        if isinstance(freed, int):
+            self._returned.append(freed)
+            return
+        key = freed.content.key
+        twin = self._kept.pop(key, None)
+        self._kept[key] = freed
+        if twin is None and len(self._kept) > self.max_kept:
+            twin = self._kept.popitem(last=False)[1]
+        if twin is not None:
+            self._returned.append(twin.slot)
 
     def _settle(self) -> None:
         """Take back what devices are through with."""
         if self._draining:
             waiting = []
-            for slot, after in self._draining:
+            for freed, after in self._draining:
                 if after.poll():
-                    self._returned.append(slot)
+                    self._free(freed)
                 else:
-                    waiting.append((slot, after))
+                    waiting.append((freed, after))
             self._draining = waiting
 
     def view(self, slot: int) -> memoryview:

@@ -10,11 +10,13 @@ from kvferry.store.base import (
     Entry,
     PutResult,
     Source,
+    Stamp,
     Store,
     StoreStat,
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
+    SupportsStamp,
 )
 from kvferry.types import ChunkKey
 
@@ -41,6 +43,15 @@ class ProbeDelegate:
 
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)
+
+
+class StampDelegate:
+    """`SupportsStamp` for a wrapper whose inner store has it."""
+
+    inner: SupportsStamp
+
+    def stamp(self, key: ChunkKey) -> Stamp | None:
+        return self.inner.stamp(key)
 
 
 class ShardedWriteDelegate:
@@ -77,6 +88,7 @@ class WrapperStore(Store):
         (SupportsScan, ScanDelegate),
         (SupportsProbe, ProbeDelegate),
         (SupportsShardedWrite, ShardedWriteDelegate),
+        (SupportsStamp, StampDelegate),
     )
 
     def __new__(cls, inner: Store, *args: object, **kwargs: object) -> Self:

@@ -12,12 +12,13 @@ from kvferry.testing.stores import (
     ProbeTests,
     ScanTests,
     ShardedWriteTests,
+    StampTests,
     StoreTests,
     store_machine,
 )
 
 
-class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
+class TestFileStore(ScanTests, ProbeTests, StampTests, ShardedWriteTests, StoreTests):
     persistent = True
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):

@@ -73,7 +73,9 @@ class Parts:
         try:
             self._check_quota(self.store.stat().max_bytes)
             self._rows = RankRows(spec, self.schema)
-            self.staging = Staging(self.config.staging_bytes, self._rows.slot_bytes)
+            self.staging = Staging(
+                self.config.staging_bytes, self._rows.slot_bytes, self._keep_bytes()
+            )
         except ConfigError:
             self.store.close()
             raise
@@ -123,6 +125,11 @@ class Parts:
                 f"{len({part.table for part in parts})} with windows {windows}: use "
                 "promise='in_hand', on a host that carries messages from workers (vLLM 0.32)"
             )
+
+    def _keep_bytes(self) -> int:
+        """What is promised from the index is read to the blocks, and needs no memory of before."""
+        in_hand = self.config.promise == "in_hand" and self.spec.carries_worker_meta
+        return self.config.keep_bytes if in_hand and self.spec.loads else 0
 
     def _check_quota(self, limit: int | None) -> None:
         if limit is not None and limit < self.schema.record_bytes:

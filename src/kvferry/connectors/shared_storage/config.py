@@ -18,6 +18,8 @@ class SharedStorageConfig:
             value are not read.
         save_generated: also store chunks that end in confirmed generated tokens.
         staging_bytes: bound of the memory that reads and writes pass through.
+        keep_bytes: how much of that goes on holding what was read, for the next hit; at most half.
+            When an engine starts, it is filled with what was used last. 0 keeps nothing.
         promise: "in_hand" fetches and verifies a hit before it is promised; "index" promises what
             the index knows and reports failed loads as block ids, for hosts that carry no messages
             from workers to the scheduler.
@@ -33,6 +35,7 @@ class SharedStorageConfig:
     chunk_tokens: int = 128
     save_generated: bool = False
     staging_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
+    keep_bytes: int = field(default=512 << 20, metadata={"unit": "bytes"})
     promise: Literal["in_hand", "index"] = "in_hand"
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.connectors.shared_storage.load_memory import LoadSlot
+from kvferry.connectors.shared_storage.load_memory import LoadSlot, read_chunk
 from kvferry.connectors.shared_storage.messages import ChunkRef, Prefetch, Prefetched
 from kvferry.connectors.shared_storage.rank_device import REACHED
 from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, read_record
-from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.kept import KeptRecords
     from kvferry.connectors.shared_storage.rank_rows import RankRows
     from kvferry.connectors.shared_storage.report import Report
     from kvferry.observe import Observer
+    from kvferry.record.schema import RecordSchema, RowRange
     from kvferry.store.base import Store
     from kvferry.store.staging import Staging
 
@@ -59,6 +59,7 @@ class Fetches:
         rows: what this rank moves.
         store: where from.
         staging: memory for chunks in hand.
+        kept: what is in staging from before.
         pool: threads that read.
         report: receives news.
         observer: receives counts.
@@ -69,6 +70,7 @@ class Fetches:
         rows: RankRows,
         store: Store,
         staging: Staging,
+        kept: KeptRecords,
         pool: IOPool,
         report: Report,
         observer: Observer,
@@ -76,6 +78,7 @@ class Fetches:
         self._rows = rows
         self._store = store
         self._staging = staging
+        self._kept = kept
         self._pool = pool
         self._report = report
         self._observer = observer
@@ -85,38 +88,58 @@ class Fetches:
         """Start to bring chunks into staging. Never blocks."""
         fetch = Fetch(op, time.monotonic())
         self._fetches[op.ticket] = fetch
-        for chunk in op.chunks:
-            index = self._staging.acquire()
+        # Before slots are taken for others, since those may be the ones that hold them.
+        kept = [self._kept.take(chunk) for chunk in op.chunks]
+        for chunk, held in zip(op.chunks, kept, strict=True):
+            index = self._staging.acquire() if held is None else held.slot
             if index is None:
                 # What fits is still a hit; the scheduler role learns how much did.
                 self._observer.count(f"miss_{MissReason.NO_STAGING}")
                 break
             slot = LoadSlot(self._staging, index)
+            if held is not None:
+                slot.content = held.content
             job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
             fetch.slots.append(slot)
             fetch.jobs.append(job)
+        for left in kept[len(fetch.slots) :]:
+            if left is not None:
+                self._staging.release(left.slot, content=left.content)
 
     def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
-        rows, view = self._rows, slot.view
+        rows, schema = self._rows, self._rows.schema
         wanted = rows.pieces_of(rows.groups_of(fetch.op, chunk.first_token))
-        read = RecordRead(
-            key=ChunkKey(chunk.key),
-            first_token=chunk.first_token,
-            head=rows.head_of(view),
-            buffer_for=lambda piece: rows.piece_of(view, piece),
-            parts=lambda _record: wanted,
-        )
-
-        schema = rows.schema
 
         def run(job: ReadJob) -> MissReason | None:
             try:
-                return read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
+                return self._bring(job, chunk, slot, schema, wanted)
             finally:
                 fetch.ended = time.monotonic()
                 slot.drop()
 
         return run
+
+    def _bring(
+        self,
+        job: ReadJob,
+        chunk: ChunkRef,
+        slot: LoadSlot,
+        schema: RecordSchema,
+        wanted: tuple[RowRange, ...],
+    ) -> MissReason | None:
+        if slot.content is not None and self._kept.confirm(slot.content):
+            return None
+        slot.content = None
+        read = read_chunk(
+            *(self._store, self._rows, schema, chunk, slot.view, self._observer),
+            cancelled=lambda: job.cancelled,
+            wanted=wanted,
+        )
+        if isinstance(read, MissReason):
+            return read
+        if wanted == self._rows.pieces:
+            slot.content = read
+        return None
 
     def collect(self) -> None:
         """Report what came in hand since the last call."""
@@ -166,9 +189,12 @@ class Fetches:
         fetch = self._fetches.pop(ticket, None)
         if fetch is None:
             return
-        for slot, job in zip(fetch.slots, fetch.jobs, strict=True):
+        # The last one first: what is kept goes in the order in which it came, and a chunk whose
+        # prefix is gone is worth nothing.
+        for slot, job in zip(reversed(fetch.slots), reversed(fetch.jobs), strict=True):
             job.cancel()
             slot.drop(after)
+        self._kept.used()
 
     def find(self, ticket: int | None) -> Fetch | None:
         """A prefetch that was not released."""

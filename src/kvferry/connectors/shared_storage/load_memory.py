@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.rank_device import DEVICE_SECONDS, REACHED, RankDevice
 from kvferry.errors import TransferError
 from kvferry.layout.streams import Mark
-from kvferry.record.schema import RowRange
+from kvferry.record.check import MissReason
+from kvferry.record.schema import RecordSchema, RowRange
+from kvferry.store.recordio import RecordRead, read_record
+from kvferry.store.staging import Content
+from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.messages import ChunkRef
     from kvferry.connectors.shared_storage.rank_rows import RankRows
-    from kvferry.store.base import Source
+    from kvferry.observe import Observer
+    from kvferry.store.base import Source, Stamp, Store
     from kvferry.store.staging import Staging
 
 
 class LoadSlot:
     """A staging slot shared by an operation and whoever asked for it: free when both are through,
-    so that a read that outlives its deadline writes to memory that nobody else has."""
+    so that a read that outlives its deadline writes to memory that nobody else has.
 
-    __slots__ = ("_after", "_holders", "_lock", "_staging", "index")
+    Attributes:
+        content: what it holds, if that is worth keeping; set by the operation before it drops it.
+    """
+
+    __slots__ = ("_after", "_holders", "_lock", "_staging", "content", "index")
 
     def __init__(self, staging: Staging, index: int) -> None:
         self._staging = staging
@@ -29,6 +39,7 @@ class LoadSlot:
         self._holders = 2
         self._after = REACHED
         self.index = index
+        self.content: Content | None = None
 
     def drop(self, after: Mark = REACHED) -> None:
         """One of the two holders is through, or will be after a mark."""
@@ -38,11 +49,59 @@ class LoadSlot:
                 self._after = after
             last = self._holders == 0
         if last:
-            self._staging.release(self.index, after=self._after)
+            self._staging.release(self.index, after=self._after, content=self.content)
 
     @property
     def view(self) -> memoryview:
         return self._staging.view(self.index)
+
+
+def read_chunk(
+    store: Store,
+    rows: RankRows,
+    schema: RecordSchema,
+    chunk: ChunkRef,
+    memory: memoryview,
+    observer: Observer,
+    *,
+    cancelled: Callable[[], bool],
+    wanted: Sequence[RowRange] | None = None,
+    in_scratch: bool = False,
+) -> Content | MissReason:
+    """Read and verify a chunk, or what this rank needs of it. Blocks on the store; never raises.
+
+    Args:
+        store: where from.
+        rows: what this rank needs.
+        schema: what the record must look like.
+        chunk: which.
+        memory: a slot or, `in_scratch`, scratch of the calling thread.
+        observer: counts a miss.
+        cancelled: asked between pieces.
+        wanted: the pieces to read, instead of all that this rank has rows of.
+        in_scratch: each piece goes where the one before it was, so all are just looked at.
+
+    Returns:
+        What is in memory now, or why it is a miss.
+    """
+    place = rows.scratch_piece if in_scratch else rows.piece_of
+    stamp: Stamp | None = None
+
+    def parts(record: Source) -> Sequence[RowRange]:
+        nonlocal stamp
+        stamp = record.stamp
+        return rows.pieces if wanted is None else wanted
+
+    key = ChunkKey(chunk.key)
+    read = RecordRead(
+        key=key,
+        first_token=chunk.first_token,
+        head=rows.head_of(memory),
+        buffer_for=lambda piece: place(memory, piece),
+        parts=parts,
+    )
+    reason = read_record(store, schema, read, observer, cancelled)
+    return Content(key, chunk.first_token, schema, stamp) if reason is None else reason
 
 
 class DirectMemory:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.fetches import Fetches
+from kvferry.connectors.shared_storage.kept import PREPARED_BYTES, KeptRecords
 from kvferry.connectors.shared_storage.loads import Loads
 from kvferry.connectors.shared_storage.messages import EMPTY_PLAN, Saved, SharedStoragePlan
 from kvferry.connectors.shared_storage.rank_device import DeviceSetup, RankDevice
@@ -47,11 +48,6 @@ DEVICE_CLOSE_SECONDS = 2.0
 """How long copies under way are waited for, before their memory may go."""
 
 
-PREPARED_BYTES = 64 << 20
-"""Memory of staging to have ready at start: slots are used again before fresh ones are, so that
-much is enough for most of an engine's life."""
-
-
 class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
@@ -82,7 +78,10 @@ class SharedStorageWorker(WorkerRole):
         self._load_failed = False  # in this step
         self._report = Report()
         self._load_pool = IOPool(config.io_threads, "kvferry-load")
-        self._fetches = Fetches(rows, store, staging, self._load_pool, self._report, observer)
+        self._kept = KeptRecords(rows, store, staging, lambda: self._fetches.under_way, observer)
+        self._fetches = Fetches(
+            rows, store, staging, self._kept, self._load_pool, self._report, observer
+        )
         self._loads = Loads(
             rows,
             self._device,
@@ -108,6 +107,7 @@ class SharedStorageWorker(WorkerRole):
         self._device.register(kv_caches)
         self._loads.register()
         self._staging.prepare(PREPARED_BYTES)
+        self._kept.start()
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
@@ -214,7 +214,9 @@ class SharedStorageWorker(WorkerRole):
     def close(self) -> None:
         self._loads.abandon()
         self._fetches.close()
+        self._kept.close(0.0)
         loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)
+        loaded &= self._kept.close(LOADS_CLOSE_SECONDS)
         saved = self._saves.close(SAVES_CLOSE_SECONDS)
         copied = self._device.close(DEVICE_CLOSE_SECONDS)
         if not copied:

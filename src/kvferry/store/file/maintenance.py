@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
@@ -193,7 +194,8 @@ def _older_than(volume: Volume, oldest: float) -> Iterator[list[str]]:
 def _check(volume: Volume, key: ChunkKey, window: memoryview) -> MissReason | None:
     # Abilities of its own: a check goes past the page cache only for what is not in it anyway.
     try:
-        source = open_record(volume.io, volume.layout.record(key), ReadAbilities())
+        path = volume.layout.record(key)
+        source = open_record(volume.io, path, ReadAbilities(), time.time())
     except NotARecord:
         return MissReason.BAD_HEADER
     if source is None:

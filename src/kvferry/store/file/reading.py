@@ -19,7 +19,7 @@ import stat
 from dataclasses import dataclass, field
 
 from kvferry.errors import StoreError
-from kvferry.store.base import Source
+from kvferry.store.base import Source, Stamp
 from kvferry.store.file.fileio import (
     BLOCK_BYTES,
     O_DIRECT,
@@ -31,6 +31,9 @@ from kvferry.store.file.fileio import (
 
 _MIN_DIRECT_BYTES = 64 * 1024
 """Below, a look costs more than it can save."""
+
+_SETTLED_SECONDS = 2.0
+"""Clocks of file systems are that coarse: two changes within it may bear one time."""
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
 
@@ -48,12 +51,36 @@ class ReadAbilities:
     rng: random.Random = field(default_factory=random.Random)
 
 
+def stamp_of(status: os.stat_result, now: float) -> Stamp:
+    """The stamp of a file.
+
+    Args:
+        status: of the file.
+        now: seconds since the epoch.
+    """
+    # Whatever is done to a file sets the second time. A write sets both, to the same moment; links,
+    # renames and noted uses do not.
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    settled = now - status.st_ctime > _SETTLED_SECONDS
+    return Stamp(
+        value=(status.st_dev, status.st_ino, status.st_size),
+        changes=times if settled else None,
+        written=times[0] == times[1],
+    )
+
+
 class NotARecord(Exception):
     """Something that is no regular file stands where a record should."""
 
 
-def open_record(io: FileIO, path: str, abilities: ReadAbilities) -> FileSource | None:
+def open_record(io: FileIO, path: str, abilities: ReadAbilities, now: float) -> FileSource | None:
     """Open a record; None if it is absent.
+
+    Args:
+        io: system calls.
+        path: of the record.
+        abilities: of the file system.
+        now: seconds since the epoch.
 
     Raises:
         NotARecord: a directory, link, fifo, socket or device.
@@ -76,14 +103,17 @@ def open_record(io: FileIO, path: str, abilities: ReadAbilities) -> FileSource |
     if not stat.S_ISREG(status.st_mode):
         io.close(fd)
         raise NotARecord(path)
-    return FileSource(io, fd, status.st_size, abilities)
+    return FileSource(io, fd, stamp_of(status, now), status.st_size, abilities)
 
 
 class FileSource(Source):
     """One open record. Keeps its bytes even if the record is removed meanwhile. Not thread-safe."""
 
-    def __init__(self, io: FileIO, fd: int, size: int, abilities: ReadAbilities) -> None:
+    def __init__(
+        self, io: FileIO, fd: int, stamp: Stamp, size: int, abilities: ReadAbilities
+    ) -> None:
         self.size = size
+        self.stamp = stamp
         self._io = io
         self._fd = fd
         self._direct_fd = -1

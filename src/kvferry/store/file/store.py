@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -12,13 +13,13 @@ from pathlib import Path
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Entry, PutResult, Source, Store, StoreStat
+from kvferry.store.base import Buffer, Entry, PutResult, Source, Stamp, Store, StoreStat
 from kvferry.store.file import maintenance
 from kvferry.store.file.faults import READ_ONLY
 from kvferry.store.file.fileio import FileIO, as_views
 from kvferry.store.file.layout import open_root
 from kvferry.store.file.maintenance import GcReport, Progress, RepairReport, VerifyReport
-from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record
+from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record, stamp_of
 from kvferry.store.file.sharded import ShardedWrites
 from kvferry.store.file.volume import Volume
 from kvferry.store.file.writing import DirectIO, PendingWrite
@@ -42,7 +43,7 @@ class FileStore(Store):
     - No operation raises for a full, read-only, failing or vanished directory, except
       `Source.read_into` and `open_read` for a record that is there and cannot be read.
 
-    Has more public methods than most classes here: the store contract and its three optional
+    Has more public methods than most classes here: the store contract and its four optional
     abilities in one place, each a few lines over the part that does the work.
     """
 
@@ -138,7 +139,9 @@ class FileStore(Store):
         if self._closed:
             return None
         try:
-            source = open_record(volume.io, volume.layout.record(key), self._abilities)
+            source = open_record(
+                volume.io, volume.layout.record(key), self._abilities, self._wall()
+            )
         except NotARecord:
             volume.set_aside(key, "not_a_file")
             return None
@@ -150,6 +153,25 @@ class FileStore(Store):
         if source is None:
             volume.index.discard(key)
         return source
+
+    def stamp(self, key: ChunkKey) -> Stamp | None:
+        """What tells whether a record is still what was read; see `SupportsStamp`.
+
+        Raises:
+            StoreError: the medium failed.
+        """
+        if self._closed:
+            return None
+        try:
+            status = self._volume.io.lstat(self._volume.layout.record(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._volume.faults.failed("read", error)
+            raise StoreError(
+                f"record {key.hex()} of {self.url} cannot be looked at: {error.strerror}"
+            ) from error
+        return stamp_of(status, self._wall()) if stat.S_ISREG(status.st_mode) else None
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
         views = as_views(buffers)

@@ -1,11 +1,18 @@
-"""Optional abilities that only look: scan and probe."""
+"""Optional abilities that only look: scan, probe and stamp."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-from kvferry.store.base import Entry, Store, SupportsProbe, SupportsScan
+from kvferry.store.base import (
+    Entry,
+    Stamp,
+    Store,
+    SupportsProbe,
+    SupportsScan,
+    SupportsStamp,
+)
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, wait_until
 
 
@@ -102,3 +109,68 @@ class ProbeTests(StoreHooks):
             assert time.monotonic() - started < 5
             store.put(make_key(0), [b"value"])
             assert store.contains(make_key(0))
+
+
+def _stamp(store: Store) -> Stamp | None:
+    assert isinstance(store, SupportsStamp)
+    return store.stamp(make_key())
+
+
+def _tells(before: Stamp, now: Stamp | None) -> bool:
+    """Whether whoever read a value at `before` learns that it may be another one by `now`."""
+    if now is None or now.value != before.value or before.changes is None:
+        return True
+    return now.changes != before.changes
+
+
+class StampTests(StoreHooks):
+    """For stores with `SupportsStamp`."""
+
+    def test_a_source_bears_the_stamp_of_its_value(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            assert _stamp(store) is None
+            store.put(make_key(), [make_value()])
+            source = store.open_read(make_key())
+            assert source is not None
+            with source:
+                now = _stamp(store)
+                assert source.stamp is not None
+                assert now is not None
+                assert source.stamp.value == now.value
+
+    def test_a_stamp_tells_what_was_written_behind_the_api(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            assert before is not None
+            self.poke(store, make_key(), make_value(number=1))
+            now = _stamp(store)
+            assert now is not None
+            assert _tells(before, now)
+            assert now.written or now.value != before.value
+            self.poke(store, make_key(), make_value(5000))
+            longer = _stamp(store)
+            assert longer is not None
+            assert longer.value != before.value
+
+    def test_a_stamp_tells_that_a_value_went_and_came_back(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            assert before is not None
+            store.delete(make_key())
+            assert _stamp(store) is None
+            store.put(make_key(), [make_value(number=1)])
+            assert _tells(before, _stamp(store))
+
+    def test_a_noted_use_is_no_write(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            store.touch([make_key()])
+            self.settle(store)
+            now = _stamp(store)
+            assert before is not None
+            assert now is not None
+            assert now.value == before.value
+            assert not now.written or now.changes == before.changes

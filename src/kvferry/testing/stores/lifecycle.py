@@ -11,8 +11,9 @@ from kvferry.store.base import (
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
+    SupportsStamp,
 )
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests, StampTests
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     make_key,
@@ -31,6 +32,7 @@ class LifecycleTests(StoreHooks):
             abilities = {
                 ScanTests: isinstance(store, SupportsScan),
                 ProbeTests: isinstance(store, SupportsProbe),
+                StampTests: isinstance(store, SupportsStamp),
                 ShardedWriteTests: isinstance(store, SupportsShardedWrite),
             }
         for tests, is_able in abilities.items():
@@ -89,6 +91,8 @@ class LifecycleTests(StoreHooks):
         if isinstance(store, SupportsProbe):
             store.probe([make_key()])
             assert store.wait_indexed(0.0) in (True, False)
+        if isinstance(store, SupportsStamp):
+            assert store.stamp(make_key()) is None
         if isinstance(store, SupportsShardedWrite):
             assert store.begin(make_key(2), 4096) is PutResult.FAILED
             assert store.write_at("gone", 0, [b"x"]) is False

@@ -1,0 +1,222 @@
+"""Records that stay in free staging after they were read, so that a next hit on them reads nothing.
+
+Each was verified when it was read, and nobody has written to its memory since: it is right. What
+may have happened to the stored record meanwhile is asked of the store before each use, at the price
+of one look at its stamp. One that is gone, replaced or written to is read like any other, so that
+damage is found and told. Where all that is known is that something was done to it, such as noting
+its last use, it is used, and read again a little later.
+
+Runs in: worker. `confirm` on I/O threads; a thread of its own does all else.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.load_memory import read_chunk
+from kvferry.connectors.shared_storage.messages import ChunkRef
+from kvferry.errors import StoreError
+from kvferry.record.check import MissReason, parse_head
+from kvferry.store.base import Entry, SupportsScan, SupportsStamp
+from kvferry.store.cpus import leave_processor
+from kvferry.store.staging import Content, Kept
+from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.rank_rows import RankRows
+    from kvferry.observe import Observer
+    from kvferry.record.schema import RecordSchema
+    from kvferry.store.base import Store
+    from kvferry.store.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+PREPARED_BYTES = 64 << 20
+"""Memory of staging to have ready: more than most steps use of slots that are not kept."""
+
+RECHECK_SECONDS = 1.0
+"""How long after its use a record is read again: not beside the first token of a hit, and once for
+several hits."""
+
+FILL_SECONDS = 60.0
+"""After this, an engine that has started serves what it has in memory by then."""
+
+SCAN_SECONDS = 5.0
+"""How long to look for what was used last: some hundred thousand records."""
+
+GIVE_WAY_SECONDS = 0.01
+
+
+class KeptRecords:
+    """What one rank keeps. Does nothing if staging keeps nothing, or the store has no stamps.
+
+    Args:
+        rows: what this rank reads of a record.
+        store: where records come from.
+        staging: keeps them.
+        is_busy: whether reads for requests are under way, to which filling gives way.
+        observer: receives counts.
+    """
+
+    def __init__(
+        self,
+        rows: RankRows,
+        store: Store,
+        staging: Staging,
+        is_busy: Callable[[], bool],
+        observer: Observer,
+    ) -> None:
+        self._rows = rows
+        self._store = store
+        self._stamps = store if isinstance(store, SupportsStamp) and staging.max_kept else None
+        self._staging = staging
+        self._is_busy = is_busy
+        self._observer = observer
+        self._doubted: dict[bytes, Content] = {}
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to fill memory with what was used last. Once only."""
+        if self._stamps is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvferry-kept", daemon=True)
+            self._thread.start()
+
+    def take(self, chunk: ChunkRef) -> Kept | None:
+        """The slot that holds a chunk, if there is one: the caller's from now on. Memory only."""
+        return None if self._stamps is None else self._staging.take(ChunkKey(chunk.key))
+
+    def confirm(self, content: Content) -> bool:
+        """Whether the store still has what a slot holds. May block on the store; never raises."""
+        before = content.stamp
+        if self._stamps is None or before is None:
+            return False
+        try:
+            now = self._stamps.stamp(content.key)
+        except StoreError:
+            return False
+        if now is None or now.value != before.value:
+            return False
+        if before.changes is None or now.changes != before.changes:
+            if now.written:
+                return False
+            self._doubted[content.key] = content
+        self._observer.count("kept_used")
+        return True
+
+    def used(self) -> None:
+        """Slots were given back: have memory ready in their place, and read again what is in doubt,
+        in a while. Memory only."""
+        if self._thread is not None:
+            self._wake.set()
+
+    def close(self, timeout: float) -> bool:
+        """Stop, waiting for at most `timeout` seconds. True if the thread ended."""
+        self._closed.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        leave_processor()
+        try:
+            self._fill()
+            while not self._closed.is_set():
+                self._staging.prepare(PREPARED_BYTES)
+                self._wake.wait()
+                self._closed.wait(RECHECK_SECONDS)
+                self._wake.clear()
+                while self._doubted and not self._closed.is_set():
+                    self._read_again(self._doubted.popitem()[1])
+        except Exception:  # outermost of a thread: what is kept is still asked for by `confirm`
+            self._observer.count("kept_failed")
+            logger.exception("nothing more is done for records in memory")
+
+    def _fill(self) -> None:
+        started = time.monotonic()
+        for entry in self._used_last(started + SCAN_SECONDS):
+            while self._is_busy() and not self._closed.is_set():
+                self._closed.wait(GIVE_WAY_SECONDS)
+            over = self._closed.is_set() or time.monotonic() > started + FILL_SECONDS
+            if over or self._staging.num_kept >= self._staging.max_kept:
+                break
+            if not self._fill_slot(entry):
+                break
+        num_kept = self._staging.num_kept
+        if num_kept:
+            num_bytes, seconds = num_kept * self._rows.slot_bytes, time.monotonic() - started
+            logger.info("%.0f MB of records in memory after %.1f s", num_bytes / 1e6, seconds)
+
+    def _used_last(self, until: float) -> list[Entry]:
+        """What was used last, the most recent first, as far as it is found by `until`."""
+        if not isinstance(self._store, SupportsScan):
+            return []
+
+        def goes_on(_entry: Entry) -> bool:
+            return time.monotonic() < until and not self._closed.is_set()
+
+        # Of a store that models share, not all records are ours.
+        count = 4 * self._staging.max_kept
+        entries = itertools.takewhile(goes_on, self._store.scan())
+        try:
+            return heapq.nlargest(count, entries, key=lambda entry: entry.last_used)
+        except StoreError:
+            return []
+
+    def _fill_slot(self, entry: Entry) -> bool:
+        """Bring in one record if it is of this engine; False if there is no room."""
+        schema = self._rows.schema
+        first_token = self._first_token(schema, entry)
+        if first_token is None:
+            return True
+        slot = self._staging.acquire(keep_free=self._staging.num_slots // 4)
+        if slot is None:
+            return False
+        read = self._read(schema, ChunkRef(entry.key, first_token), self._staging.view(slot))
+        if isinstance(read, MissReason):
+            self._staging.release(slot)
+        else:
+            self._staging.release_oldest(Kept(slot, read))
+            self._observer.count("kept_filled")
+        return True
+
+    def _first_token(self, schema: RecordSchema, entry: Entry) -> int | None:
+        """Where the chunk of a record begins; None if it is not one of this namespace."""
+        head = memoryview(bytearray(schema.header_bytes))
+        try:
+            source = self._store.open_read(entry.key)
+            if source is None:
+                return None
+            with source:
+                info = parse_head(head[: source.read_into(head, 0)], source.size)
+        except StoreError:
+            return None
+        if isinstance(info, MissReason) or info.schema.namespace != schema.namespace:
+            return None
+        return info.first_token
+
+    def _read_again(self, content: Content) -> None:
+        # To memory of its own: the slot may be in use.
+        chunk = ChunkRef(content.key, content.first_token)
+        read = self._read(content.schema, chunk, self._rows.scratch(), in_scratch=True)
+        content.stamp = None if isinstance(read, MissReason) else read.stamp
+        self._observer.count("kept_rechecked")
+
+    def _read(
+        self, schema: RecordSchema, chunk: ChunkRef, view: memoryview, *, in_scratch: bool = False
+    ) -> Content | MissReason:
+        return read_chunk(
+            *(self._store, self._rows, schema, chunk, view, self._observer),
+            cancelled=self._closed.is_set,
+            in_scratch=in_scratch,
+        )

@@ -1,0 +1,325 @@
+"""Records kept in memory after they were read: nothing is read twice, and nothing goes unseen.
+
+The simulated host checks every byte of every request's KV, so a run proves that it was right.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.store.base import Source
+from kvferry.store.file.store import FileStore
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.faults import Gate, StallingStore
+from kvferry.types import ChunkKey
+
+from .windowed import group, opened
+
+PROMPT = list(range(41))
+NUM_CHUNKS = 5
+
+
+class CountingStore(WrapperStore):
+    """Counts what is opened."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.num_opened = 0
+
+    def open_read(self, key: ChunkKey) -> Source | None:
+        self.num_opened += 1
+        return self.inner.open_read(key)
+
+
+def open_store(directory: Path, **options: Any) -> CountingStore:
+    """A store whose clock is ahead: what it holds was not changed just now."""
+    store = FileStore(directory, wall=lambda: time.time() + 10, **options)
+    assert store.wait_indexed(10.0)
+    return CountingStore(store)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, make_host) -> Path:
+    """A store with a prompt of five chunks."""
+    host = make_host(store=open_store(tmp_path / "store"))
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == NUM_CHUNKS
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def host(directory: Path, make_host) -> Any:
+    """A host that has that prompt in memory."""
+    host = make_host(store=open_store(directory))
+    host.store = host.parts[0].store
+    filled(host)
+    return host
+
+
+def filled(host: Any, num_records: int = NUM_CHUNKS) -> None:
+    wait_for(lambda: host.observer["kept_filled"] == num_records)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def records(directory: Path) -> list[Path]:
+    """Those of the prompt, in its order: a fresh prefix is the most recent."""
+    found = [path for path in directory.rglob("*") if path.is_file() and len(path.name) >= 64]
+    assert len(found) == NUM_CHUNKS
+    return sorted(found)
+
+
+def test_a_hit_on_what_was_read_before_reads_nothing(directory: Path, make_host):
+    host = make_host(store=open_store(directory), num_staging_chunks=64)
+    store = host.parts[0].store
+    filled(host)
+    opened_before = store.num_opened
+    for number in range(3):
+        assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
+    assert store.num_opened == opened_before
+    assert host.observer["kept_used"] == 3 * NUM_CHUNKS
+
+
+def test_what_a_hit_read_is_kept_too(tmp_path: Path, make_host):
+    host = make_host(store=open_store(tmp_path))
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.run("reads", PROMPT).num_external_tokens == 40
+    assert host.parts[0].store.num_opened == NUM_CHUNKS
+    assert host.run("reads nothing", PROMPT).num_external_tokens == 40
+    assert host.parts[0].store.num_opened == NUM_CHUNKS
+
+
+def test_nothing_is_kept_if_so_configured(directory: Path, make_host):
+    host = make_host(store=open_store(directory), keep_bytes=0)
+    for number in range(2):
+        assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
+    assert host.parts[0].store.num_opened == 2 * NUM_CHUNKS
+    assert host.parts[0].staging.num_kept == 0
+
+
+def test_what_is_promised_from_the_index_fills_no_memory(directory: Path, make_host):
+    host = make_host(store=open_store(directory), promise="index")
+    assert host.parts[0].staging.max_kept == 0
+    assert host.run("warm", PROMPT).num_external_tokens == 40
+
+
+def test_two_hits_on_one_record_at_once(host):
+    first, second = host.add("one", PROMPT), host.add("two", PROMPT)
+    host.admit(first)
+    host.admit(second)
+    for request in (first, second):
+        host.prefill(request)
+        host.finish(request)
+    host.settle()
+    assert host.parts[0].staging.num_kept == NUM_CHUNKS
+    assert host.parts[0].staging.num_free == host.parts[0].staging.num_slots
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4200)
+        byte = file.read(1)[0]
+        file.seek(4200)
+        file.write(bytes([byte ^ 1]))
+
+
+def to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def to_another(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4200] ^= 1
+    path.with_name("other").write_bytes(content)
+    path.with_name("other").replace(path)
+
+
+def flip_and_note_a_use(path: Path) -> None:
+    flip(path)
+    os.utime(path, ns=(1, 1))
+
+
+DAMAGES = {
+    "flipped": (flip, "miss_bad_leaf"),
+    "truncated": (lambda path: os.truncate(path, 5000), "miss_truncated"),
+    "emptied": (lambda path: os.truncate(path, 0), "miss_truncated"),
+    "removed": (Path.unlink, "miss_absent"),
+    "a directory": (to_directory, "miss_absent"),
+    "replaced": (to_another, "miss_bad_leaf"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, directory, name: str):
+    damage, counter = DAMAGES[name]
+    damage(records(directory)[2])
+    assert host.run("warm", PROMPT).num_external_tokens in (0, 8, 16, 24, 32)
+    assert host.observer[counter] == 1
+    assert host.observer["kept_used"] >= NUM_CHUNKS - 1
+
+
+def test_a_store_that_is_gone_is_a_miss(host, directory: Path):
+    shutil.rmtree(directory)
+    assert host.run("warm", PROMPT).num_external_tokens == 0
+    assert host.observer["kept_used"] == 0
+
+
+def test_damage_that_looks_like_a_noted_use_is_found_a_little_later(host, directory: Path):
+    damaged = records(directory)[2]
+    flip_and_note_a_use(damaged)
+    # Of memory, and right: every byte is checked.
+    assert host.run("warm", PROMPT).num_external_tokens == 40
+    wait_for(lambda: host.observer["records_corrupt"] == 1)
+    wait_for(lambda: not damaged.exists())
+    host.settle()
+    assert host.run("warm again", PROMPT).num_external_tokens < 40
+
+
+def test_a_noted_use_is_read_again_once_and_then_trusted(host, directory: Path):
+    for path in records(directory):
+        os.utime(path, ns=(1, 1))
+    store = host.store
+    before = store.num_opened
+    assert host.run("warm", PROMPT).num_external_tokens == 40
+    wait_for(lambda: host.observer["kept_rechecked"] == NUM_CHUNKS)
+    assert store.num_opened == before + NUM_CHUNKS
+    assert host.run("warm again", PROMPT).num_external_tokens == 40
+    assert host.observer["kept_used"] == 2 * NUM_CHUNKS
+    assert store.num_opened == before + NUM_CHUNKS
+
+
+def test_changes_that_the_clock_cannot_tell_apart_are_not_trusted(tmp_path: Path, make_host):
+    store = CountingStore(FileStore(tmp_path))  # its clock is right: all is of just now
+    host = make_host(store=store)
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.run("reads", PROMPT).num_external_tokens == 40
+    times = {path: path.stat() for path in records(tmp_path)}
+    path = records(tmp_path)[2]
+    flip(path)
+    os.utime(path, ns=(times[path].st_atime_ns, times[path].st_mtime_ns))
+    host.run("warm", PROMPT)
+    wait_for(lambda: host.observer["records_corrupt"] == 1)
+
+
+def test_another_epoch_serves_nothing_of_memory(host):
+    assert host.scheduler.reset()
+    assert host.run("warm", PROMPT).num_external_tokens == 0
+    host.settle()
+    assert host.observer["kept_used"] == 0
+    assert host.observer["records_corrupt"] == 0
+
+
+def test_records_of_other_models_are_left_alone(directory: Path, make_host):
+    host = make_host(store=open_store(directory), weights=b"v" * 32)
+    host.run("writer", PROMPT)
+    host.settle()
+    wait_for(lambda: host.parts[0].store.num_opened >= NUM_CHUNKS)
+    assert host.observer["kept_filled"] == 0
+    assert host.observer["records_corrupt"] == 0
+
+
+def test_what_was_damaged_before_the_start_is_found_by_filling(directory: Path, make_host):
+    flip(records(directory)[2])
+    host = make_host(store=open_store(directory))
+    filled(host, NUM_CHUNKS - 1)
+    assert host.observer["records_corrupt"] == 1
+    assert host.run("warm", PROMPT).num_external_tokens < 40
+
+
+def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host):
+    host = make_host(store=open_store(directory), num_staging_chunks=24, num_blocks=4096)
+    filled(host)
+    for number in range(6):
+        prompt = [1000 * (number + 1) + token for token in range(41)]
+        host.run(f"cold {number}", prompt)
+        host.settle()
+        assert host.run(f"warm {number}", prompt).num_external_tokens == 40
+    staging = host.parts[0].staging
+    assert staging.num_kept <= staging.max_kept == 12
+    assert staging.num_free == 24
+
+
+def test_the_most_recent_ones_are_brought_in(tmp_path: Path, make_host):
+    host = make_host(store=open_store(tmp_path), num_blocks=4096)
+    prompts = [[1000 * number + token for token in range(41)] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        host.run(f"writer {number}", prompt)
+        host.settle()
+    host.run("uses the first", prompts[0])
+    host.settle()
+    host.close()
+    host.parts[0].store.close()  # writes noted uses back
+    again = make_host(store=open_store(tmp_path), num_staging_chunks=2 * NUM_CHUNKS)
+    filled(again, NUM_CHUNKS)
+    before = again.parts[0].store.num_opened
+    assert again.run("warm", prompts[0]).num_external_tokens == 40
+    assert again.parts[0].store.num_opened == before
+
+
+def test_a_store_that_hangs_when_looked_at_is_a_miss_at_the_deadline(directory: Path, make_host):
+    gate = Gate()
+    stalling = StallingStore(open_store(directory), gate=gate, operations=("stamp",))
+    host = make_host(store=stalling, load_timeout_seconds=0.3)
+    filled(host)
+    started = time.monotonic()
+    assert host.run("warm", PROMPT).num_external_tokens == 0
+    assert time.monotonic() - started < 5
+    assert host.observer["miss_deadline"] == 1
+    gate.release()
+    host.settle()
+    wait_for(lambda: host.parts[0].staging.num_free == host.parts[0].staging.num_slots)
+
+
+def test_a_store_that_hangs_while_it_is_filled_from_holds_nothing_up(directory: Path, make_host):
+    gate = Gate()
+    stalling = StallingStore(open_store(directory), gate=gate, operations=("read_into",))
+    host = make_host(store=stalling, load_timeout_seconds=0.3)
+    assert gate.wait_for_arrival()
+    assert host.run("warm", PROMPT).num_external_tokens == 0
+    started = time.monotonic()
+    host.close()
+    assert time.monotonic() - started < 5
+    gate.release()
+
+
+def test_a_part_of_a_record_is_not_kept(tmp_path: Path):
+    groups = (group(2, None), group(3, 12))
+    prompt = list(range(65))
+    store = open_store(tmp_path)
+    with opened(groups, store) as host:
+        host.run("writer", prompt)
+        host.settle()
+        assert host.run("reads", prompt).num_external_tokens == 64
+        # Of the first chunks, nothing was read of the layers with a window.
+        assert 0 < host.parts[0].staging.num_kept < 8
+        assert host.run("again", prompt).num_external_tokens == 64
+        assert host.run("shorter", prompt[:33]).num_external_tokens == 32
+    store.close()
+
+
+def test_each_rank_keeps_its_own_part(tmp_path: Path, make_host):
+    url = f"file://{tmp_path}"
+    host = make_host(store=url, world_size=2)
+    host.run("writer", PROMPT)
+    host.settle()
+    time.sleep(2.1)  # until the clock can tell changes apart
+    again = make_host(store=url, world_size=2)
+    filled(again, 2 * NUM_CHUNKS)
+    assert again.run("warm", PROMPT).num_external_tokens == 40
+    assert again.observer["kept_used"] == 2 * NUM_CHUNKS
