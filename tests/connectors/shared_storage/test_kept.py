@@ -17,7 +17,7 @@ import pytest
 from kvferry.store.base import Source
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.faults import Gate, StallingStore
+from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ChunkKey
 
 from .windowed import group, opened
@@ -36,6 +36,17 @@ class CountingStore(WrapperStore):
     def open_read(self, key: ChunkKey) -> Source | None:
         self.num_opened += 1
         return self.inner.open_read(key)
+
+
+class HangsLater(FaultyStore):
+    """Operations wait at `gate` once there is one."""
+
+    gate: Gate | None = None
+
+    def fault(self, operation: str) -> bool:
+        if self.gate is not None:
+            self.gate.pass_through()
+        return True
 
 
 def open_store(directory: Path, **options: Any) -> CountingStore:
@@ -234,12 +245,16 @@ def test_records_of_other_models_are_left_alone(directory: Path, make_host):
     assert host.observer["records_corrupt"] == 0
 
 
-def test_what_was_damaged_before_the_start_is_found_by_filling(directory: Path, make_host):
-    flip(records(directory)[2])
+@pytest.mark.parametrize("name", ["flipped", "truncated", "emptied", "a directory"])
+def test_damage_found_by_filling_is_left_for_a_hit_to_tell(directory: Path, make_host, name: str):
+    damaged, (damage, counter) = records(directory)[2], DAMAGES[name]
+    damage(damaged)
     host = make_host(store=open_store(directory))
     filled(host, NUM_CHUNKS - 1)
-    assert host.observer["records_corrupt"] == 1
+    assert damaged.exists()
+    assert host.observer[counter] == 0
     assert host.run("warm", PROMPT).num_external_tokens < 40
+    assert host.observer[counter] == 1
 
 
 def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host):
@@ -274,9 +289,10 @@ def test_the_most_recent_ones_are_brought_in(tmp_path: Path, make_host):
 
 def test_a_store_that_hangs_when_looked_at_is_a_miss_at_the_deadline(directory: Path, make_host):
     gate = Gate()
-    stalling = StallingStore(open_store(directory), gate=gate, operations=("stamp",))
-    host = make_host(store=stalling, load_timeout_seconds=0.3)
+    store = HangsLater(open_store(directory), operations=("stamp",))
+    host = make_host(store=store, load_timeout_seconds=0.3)
     filled(host)
+    store.gate = gate
     started = time.monotonic()
     assert host.run("warm", PROMPT).num_external_tokens == 0
     assert time.monotonic() - started < 5

@@ -182,7 +182,9 @@ class KeptRecords:
         slot = self._staging.acquire(keep_free=self._staging.num_slots // 4)
         if slot is None:
             return False
-        read = self._read(schema, ChunkRef(entry.key, first_token), self._staging.view(slot))
+        read = self._read(
+            schema, ChunkRef(entry.key, first_token), self._staging.view(slot), observer=None
+        )
         if isinstance(read, MissReason):
             self._staging.release(slot)
         else:
@@ -194,7 +196,9 @@ class KeptRecords:
         """Where the chunk of a record begins; None if it is not one of this namespace."""
         head = memoryview(bytearray(schema.header_bytes))
         try:
-            source = self._store.open_read(entry.key)
+            # What is no record is left alone: opening it would take it out of the store.
+            there = self._stamps is not None and self._stamps.stamp(entry.key) is not None
+            source = self._store.open_read(entry.key) if there else None
             if source is None:
                 return None
             with source:
@@ -208,15 +212,23 @@ class KeptRecords:
     def _read_again(self, content: Content) -> None:
         # To memory of its own: the slot may be in use.
         chunk = ChunkRef(content.key, content.first_token)
-        read = self._read(content.schema, chunk, self._rows.scratch(), in_scratch=True)
+        read = self._read(
+            *(content.schema, chunk, self._rows.scratch()), observer=self._observer, in_scratch=True
+        )
         content.stamp = None if isinstance(read, MissReason) else read.stamp
         self._observer.count("kept_rechecked")
 
     def _read(
-        self, schema: RecordSchema, chunk: ChunkRef, view: memoryview, *, in_scratch: bool = False
+        self,
+        schema: RecordSchema,
+        chunk: ChunkRef,
+        memory: memoryview,
+        *,
+        observer: Observer | None,
+        in_scratch: bool = False,
     ) -> Content | MissReason:
         return read_chunk(
-            *(self._store, self._rows, schema, chunk, view, self._observer),
+            *(self._store, self._rows, schema, chunk, memory, observer),
             cancelled=self._closed.is_set,
             in_scratch=in_scratch,
         )

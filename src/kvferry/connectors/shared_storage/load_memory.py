@@ -11,7 +11,7 @@ from kvferry.errors import TransferError
 from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, RowRange
-from kvferry.store.recordio import RecordRead, read_record
+from kvferry.store.recordio import RecordRead, read_record, try_record
 from kvferry.store.staging import Content
 from kvferry.types import ChunkKey
 
@@ -62,7 +62,7 @@ def read_chunk(
     schema: RecordSchema,
     chunk: ChunkRef,
     memory: memoryview,
-    observer: Observer,
+    observer: Observer | None,
     *,
     cancelled: Callable[[], bool],
     wanted: Sequence[RowRange] | None = None,
@@ -76,7 +76,8 @@ def read_chunk(
         schema: what the record must look like.
         chunk: which.
         memory: a slot or, `in_scratch`, scratch of the calling thread.
-        observer: counts a miss.
+        observer: counts a miss; None if nobody needs the chunk, so that one that is wrong is left
+            for whoever does to find.
         cancelled: asked between pieces.
         wanted: the pieces to read, instead of all that this rank has rows of.
         in_scratch: each piece goes where the one before it was, so all are just looked at.
@@ -100,7 +101,10 @@ def read_chunk(
         buffer_for=lambda piece: place(memory, piece),
         parts=parts,
     )
-    reason = read_record(store, schema, read, observer, cancelled)
+    if observer is None:
+        reason = try_record(store, schema, read, cancelled)
+    else:
+        reason = read_record(store, schema, read, observer, cancelled)
     return Content(key, chunk.first_token, schema, stamp) if reason is None else reason
 
 
