@@ -67,6 +67,26 @@ def test_hits_are_copied_while_the_forward_runs_where_a_core_is_free(
         assert answers.counted("layer_hooks_missed", "load_failed") == 0
 
 
+def test_what_was_read_once_is_of_memory_the_next_time(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (300, 777, 1000)]
+    own = oracle(prompts)
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate(prompts)
+    wait_for_records(tmp_path, num_chunks(prompts))
+    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
+        warm = engine.generate(prompts)
+        second.call("reset", 30, connector=False)
+        again = engine.generate(prompts)
+    assert_same(own, warm)
+    assert_same(own, again)
+    hits = [expected_hit(len(prompt)) for prompt in prompts]
+    assert [answer.cached for answer in warm] == [answer.cached for answer in again] == hits
+    assert again.counted("kept_used") == num_chunks(prompts)
+
+
 EDGES = [1, 2, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 255, 256, 257, 383, 384, 385]
 
 

@@ -16,6 +16,7 @@ import mmap
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,9 @@ from kvferry.types import ChunkKey
 
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
+
+_PREPARED_AT_ONCE = 2 << 20
+"""Other threads that get or return memory wait for so many bytes at a time."""
 
 
 class Reached(Protocol):
@@ -116,12 +120,14 @@ class Staging:
             if stop <= start:
                 return
             self._prepared = stop
-        # Not by the method of `mmap`: it holds the interpreter's lock, for 20 ms per 4 MiB where a
+        # Not by the method of `mmap`, which holds the interpreter's lock: 20 ms for 4 MiB where a
         # virtual machine gets its memory page by page. Failure (Linux before 5.14) costs only time.
-        start -= start % mmap.PAGESIZE
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._region, start))
         madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
+        region = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+        for at in range(start, stop, _PREPARED_AT_ONCE):
+            length = min(_PREPARED_AT_ONCE, stop - at)
+            address = ctypes.c_void_p(region + at)
+            madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     @property
     def num_free(self) -> int:
@@ -160,11 +166,11 @@ class Staging:
             self._num_fresh -= 1
             return self.num_slots - self._num_fresh - 1
 
-    def take(self, key: ChunkKey) -> Kept | None:
-        """Take the free slot that holds `key`, if there is one."""
+    def take_all(self, keys: Sequence[ChunkKey]) -> list[Kept | None]:
+        """For each key, take the free slot that holds it, if there is one."""
         with self._lock:
             self._settle()
-            return self._kept.pop(key, None)
+            return [self._kept.pop(key, None) for key in keys]
 
     def release(
         self, slot: int, *, after: Reached | None = None, content: Content | None = None
@@ -208,14 +214,14 @@ class Staging:
 
     def _settle(self) -> None:
         """Take back what devices are through with."""
-        if self._draining:
-            waiting = []
-            for freed, after in self._draining:
-                if after.poll():
-                    self._free(freed)
-                else:
-                    waiting.append((freed, after))
-            self._draining = waiting
+        index = 0
+        while index < len(self._draining):
+            freed, after = self._draining[index]
+            if after.poll():  # or it raises: then this one stays
+                del self._draining[index]
+                self._free(freed)
+            else:
+                index += 1
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""

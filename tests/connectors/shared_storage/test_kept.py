@@ -8,34 +8,27 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.store.base import Source
+from kvferry.connectors.shared_storage.kept import KeptRecords
 from kvferry.store.file.store import FileStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ChunkKey
 
+from .keeping import (
+    NUM_CHUNKS,
+    PROMPT,
+    SLOT,
+    CountingStore,
+    note_uses,
+    open_store,
+    records,
+    wait_for,
+)
 from .windowed import group, opened
-
-PROMPT = list(range(41))
-NUM_CHUNKS = 5
-
-
-class CountingStore(WrapperStore):
-    """Counts what is opened."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.num_opened = 0
-
-    def open_read(self, key: ChunkKey) -> Source | None:
-        self.num_opened += 1
-        return self.inner.open_read(key)
 
 
 class HangsLater(FaultyStore):
@@ -47,13 +40,6 @@ class HangsLater(FaultyStore):
         if self.gate is not None:
             self.gate.pass_through()
         return True
-
-
-def open_store(directory: Path, **options: Any) -> CountingStore:
-    """A store whose clock is ahead: what it holds was not changed just now."""
-    store = FileStore(directory, wall=lambda: time.time() + 10, **options)
-    assert store.wait_indexed(10.0)
-    return CountingStore(store)
 
 
 @pytest.fixture
@@ -79,18 +65,10 @@ def filled(host: Any, num_records: int = NUM_CHUNKS) -> None:
     wait_for(lambda: host.observer["kept_filled"] == num_records)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def records(directory: Path) -> list[Path]:
-    """Those of the prompt, in its order: a fresh prefix is the most recent."""
-    found = [path for path in directory.rglob("*") if path.is_file() and len(path.name) >= 64]
-    assert len(found) == NUM_CHUNKS
-    return sorted(found)
+@pytest.fixture
+def unfilled(monkeypatch) -> None:
+    """Nothing is brought in beforehand."""
+    monkeypatch.setattr(KeptRecords, "_fill", lambda _self: None)
 
 
 def test_a_hit_on_what_was_read_before_reads_nothing(directory: Path, make_host):
@@ -104,6 +82,7 @@ def test_a_hit_on_what_was_read_before_reads_nothing(directory: Path, make_host)
     assert host.observer["kept_used"] == 3 * NUM_CHUNKS
 
 
+@pytest.mark.usefixtures("unfilled")
 def test_what_a_hit_read_is_kept_too(tmp_path: Path, make_host):
     host = make_host(store=open_store(tmp_path))
     host.run("writer", PROMPT)
@@ -122,16 +101,65 @@ def test_nothing_is_kept_if_so_configured(directory: Path, make_host):
     assert host.parts[0].staging.num_kept == 0
 
 
-def test_what_is_promised_from_the_index_fills_no_memory(directory: Path, make_host):
-    host = make_host(store=open_store(directory), promise="index")
-    assert host.parts[0].staging.max_kept == 0
+def test_nothing_is_kept_that_cannot_be_used(directory: Path, make_host):
+    assert make_host(store=open_store(directory)).parts[0].staging.max_kept > 0
+    for options in ({"promise": "index"}, {"carries_worker_meta": False}, {"store": "memory://x"}):
+        host = make_host(**{"store": open_store(directory)} | options)
+        assert host.parts[0].staging.max_kept == 0
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_what_was_not_read_from_the_store_says_nothing_of_its_speed(directory: Path, make_host):
+    host = make_host(store=open_store(directory))
+    host.run("reads", PROMPT)
+    measured = host.scheduler._policy._load_rate
+    assert measured is not None
+    host.run("of memory", PROMPT)
+    host.parts[0].staging.take_all(keys_of(host)[:1])
+    host.run("of memory, but for one", PROMPT)
+    assert host.observer["kept_used"] == 2 * NUM_CHUNKS - 1
+    assert host.scheduler._policy._load_rate == measured
+
+
+def keys_of(host: Any) -> list[ChunkKey]:
+    keys: list[ChunkKey] = host.scheduler._track(host.add("for its keys", PROMPT)).keys.keys
+    return keys
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_what_is_nearest_to_the_root_is_kept_longest(directory: Path, make_host):
+    host = make_host(store=open_store(directory), keep_bytes=3 * SLOT)
+    host.run("reads", PROMPT)
+    held = host.parts[0].staging.take_all(keys_of(host))
+    assert [kept is not None for kept in held] == [True, True, True, False, False]
+
+
+def test_a_hit_gives_up_its_own_end_for_its_beginning(host):
+    staging, keys = host.parts[0].staging, keys_of(host)
+    for kept in staging.take_all(keys[:2]):
+        staging.release(kept.slot)
+    taken = [staging.acquire() for _ in range(staging.num_free - 3)]
+    assert host.run("warm", PROMPT).num_external_tokens == 24
+    assert host.observer["miss_no_staging"] == 1
+    for slot in taken:
+        staging.release(slot)
+    assert staging.num_free == staging.num_slots
+
+
+def test_what_is_held_as_another_chunk_is_read(host):
+    staging, key = host.parts[0].staging, keys_of(host)[2]
+    [kept] = staging.take_all([key])
+    kept.content.first_token += 8
+    staging.release(kept.slot, content=kept.content)
+    before = host.store.num_opened
     assert host.run("warm", PROMPT).num_external_tokens == 40
+    assert host.store.num_opened == before + 1
+    assert staging.num_free == staging.num_slots
 
 
 def test_two_hits_on_one_record_at_once(host):
     first, second = host.add("one", PROMPT), host.add("two", PROMPT)
-    host.admit(first)
-    host.admit(second)
+    assert [host.admit(first), host.admit(second)] == [40, 40]
     for request in (first, second):
         host.prefill(request)
         host.finish(request)
@@ -181,7 +209,10 @@ def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, direct
     damage(records(directory)[2])
     assert host.run("warm", PROMPT).num_external_tokens in (0, 8, 16, 24, 32)
     assert host.observer[counter] == 1
-    assert host.observer["kept_used"] >= NUM_CHUNKS - 1
+    assert host.observer["kept_used"] == NUM_CHUNKS - 1
+    # Whatever the failed read left in its slot is not taken for the record.
+    assert host.parts[0].staging.num_kept == NUM_CHUNKS - 1
+    assert host.parts[0].staging.num_free == host.parts[0].staging.num_slots
 
 
 def test_a_store_that_is_gone_is_a_miss(host, directory: Path):
@@ -202,8 +233,7 @@ def test_damage_that_looks_like_a_noted_use_is_found_a_little_later(host, direct
 
 
 def test_a_noted_use_is_read_again_once_and_then_trusted(host, directory: Path):
-    for path in records(directory):
-        os.utime(path, ns=(1, 1))
+    note_uses(directory)
     store = host.store
     before = store.num_opened
     assert host.run("warm", PROMPT).num_external_tokens == 40
@@ -228,19 +258,19 @@ def test_changes_that_the_clock_cannot_tell_apart_are_not_trusted(tmp_path: Path
     wait_for(lambda: host.observer["records_corrupt"] == 1)
 
 
-def test_another_epoch_serves_nothing_of_memory(host):
+def test_records_of_the_epoch_before_are_read_again_as_what_they_are(host, directory: Path):
+    note_uses(directory)
+    assert host.run("warm", PROMPT).num_external_tokens == 40
     assert host.scheduler.reset()
-    assert host.run("warm", PROMPT).num_external_tokens == 0
-    host.settle()
-    assert host.observer["kept_used"] == 0
+    assert host.run("another epoch", PROMPT).num_external_tokens == 0
+    wait_for(lambda: host.observer["kept_rechecked"] == NUM_CHUNKS)
     assert host.observer["records_corrupt"] == 0
 
 
 def test_records_of_other_models_are_left_alone(directory: Path, make_host):
     host = make_host(store=open_store(directory), weights=b"v" * 32)
-    host.run("writer", PROMPT)
-    host.settle()
-    wait_for(lambda: host.parts[0].store.num_opened >= NUM_CHUNKS)
+    wait_for(lambda: host.parts[0].store.num_opened == NUM_CHUNKS)
+    assert host.run("cold", PROMPT).num_external_tokens == 0
     assert host.observer["kept_filled"] == 0
     assert host.observer["records_corrupt"] == 0
 
@@ -271,7 +301,7 @@ def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host
 
 
 def test_the_most_recent_ones_are_brought_in(tmp_path: Path, make_host):
-    host = make_host(store=open_store(tmp_path), num_blocks=4096)
+    host = make_host(store=open_store(tmp_path, notes_uses=True), num_blocks=4096)
     prompts = [[1000 * number + token for token in range(41)] for number in range(4)]
     for number, prompt in enumerate(prompts):
         host.run(f"writer {number}", prompt)
@@ -314,6 +344,7 @@ def test_a_store_that_hangs_while_it_is_filled_from_holds_nothing_up(directory: 
     gate.release()
 
 
+@pytest.mark.usefixtures("unfilled")
 def test_a_part_of_a_record_is_not_kept(tmp_path: Path):
     groups = (group(2, None), group(3, 12))
     prompt = list(range(65))
@@ -334,7 +365,7 @@ def test_each_rank_keeps_its_own_part(tmp_path: Path, make_host):
     host = make_host(store=url, world_size=2)
     host.run("writer", PROMPT)
     host.settle()
-    time.sleep(2.1)  # until the clock can tell changes apart
+    time.sleep(2.1)  # the clock of this store is right: until it can tell changes apart
     again = make_host(store=url, world_size=2)
     filled(again, 2 * NUM_CHUNKS)
     assert again.run("warm", PROMPT).num_external_tokens == 40

@@ -21,7 +21,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, SupportsProbe, SupportsShardedWrite
+from kvferry.store.base import Store, SupportsProbe, SupportsShardedWrite, SupportsStamp
 from kvferry.store.late import LateStore
 from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
@@ -127,9 +127,11 @@ class Parts:
             )
 
     def _keep_bytes(self) -> int:
-        """What is promised from the index is read to the blocks, and needs no memory of before."""
+        """What is promised from the index is read to the blocks; and without stamps nobody can tell
+        whether a record is still what was read."""
         in_hand = self.config.promise == "in_hand" and self.spec.carries_worker_meta
-        return self.config.keep_bytes if in_hand and self.spec.loads else 0
+        is_used = in_hand and self.spec.loads and isinstance(self.store, SupportsStamp)
+        return self.config.keep_bytes if is_used else 0
 
     def _check_quota(self, limit: int | None) -> None:
         if limit is not None and limit < self.schema.record_bytes:

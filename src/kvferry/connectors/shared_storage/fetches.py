@@ -6,6 +6,7 @@ Runs in: worker, on the model runner's thread; the reads on I/O threads.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvferry.observe import Observer
     from kvferry.record.schema import RecordSchema, RowRange
     from kvferry.store.base import Store
-    from kvferry.store.staging import Staging
+    from kvferry.store.staging import Kept, Staging
 
 ReadJob = Job[MissReason | None]
 """A read under way; its result is the reason why it is a miss."""
@@ -45,6 +46,8 @@ class Fetch:
     told: int = 0
     """Leading chunks in hand, as last reported."""
     done: bool = False
+    from_memory: bool = False
+    """Some of it was in staging from before; written by the reads."""
 
     def in_hand(self) -> dict[bytes, LoadSlot]:
         """The slots of the chunks that were read and verified, by key."""
@@ -89,9 +92,12 @@ class Fetches:
         fetch = Fetch(op, time.monotonic())
         self._fetches[op.ticket] = fetch
         # Before slots are taken for others, since those may be the ones that hold them.
-        kept = [self._kept.take(chunk) for chunk in op.chunks]
-        for chunk, held in zip(op.chunks, kept, strict=True):
+        kept = deque(self._kept.take_all(op.chunks))
+        for chunk in op.chunks:
+            held = kept.popleft()
             index = self._staging.acquire() if held is None else held.slot
+            if index is None:
+                index = _last_of(kept)
             if index is None:
                 # What fits is still a hit; the scheduler role learns how much did.
                 self._observer.count(f"miss_{MissReason.NO_STAGING}")
@@ -102,9 +108,6 @@ class Fetches:
             job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
             fetch.slots.append(slot)
             fetch.jobs.append(job)
-        for left in kept[len(fetch.slots) :]:
-            if left is not None:
-                self._staging.release(left.slot, content=left.content)
 
     def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
         rows, schema = self._rows, self._rows.schema
@@ -112,7 +115,7 @@ class Fetches:
 
         def run(job: ReadJob) -> MissReason | None:
             try:
-                return self._bring(job, chunk, slot, schema, wanted)
+                return self._bring(fetch, job, chunk, slot, schema, wanted)
             finally:
                 fetch.ended = time.monotonic()
                 slot.drop()
@@ -121,13 +124,17 @@ class Fetches:
 
     def _bring(
         self,
+        fetch: Fetch,
         job: ReadJob,
         chunk: ChunkRef,
         slot: LoadSlot,
         schema: RecordSchema,
         wanted: tuple[RowRange, ...],
     ) -> MissReason | None:
+        if job.cancelled:
+            return MissReason.CANCELLED
         if slot.content is not None and self._kept.confirm(slot.content):
+            fetch.from_memory = True
             return None
         slot.content = None
         read = read_chunk(
@@ -160,8 +167,10 @@ class Fetches:
                     if not succeeded(job)
                 )
                 seconds = max(0.0, fetch.ended - fetch.started)
+                # Of a store, this says nothing if only a part was read from it.
+                measured = 0.0 if fetch.from_memory else seconds
                 self._report.prefetched.append(
-                    Prefetched(fetch.op.ticket, good, True, seconds, broken)
+                    Prefetched(fetch.op.ticket, good, True, measured, broken)
                 )
                 self._observer.observe("prefetch", seconds)
             elif good > fetch.told:
@@ -204,6 +213,17 @@ class Fetches:
         """Drop all."""
         for ticket in list(self._fetches):
             self.release(ticket)
+
+
+def _last_of(kept: deque[Kept | None]) -> int | None:
+    """The slot of the last chunk that is held, which must then be read again if there is room: the
+    end of a hit is worth the least."""
+    for index in reversed(range(len(kept))):
+        held = kept[index]
+        if held is not None:
+            kept[index] = None
+            return held.slot
+    return None
 
 
 def succeeded(job: ReadJob) -> bool:

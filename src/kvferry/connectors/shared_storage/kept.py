@@ -6,18 +6,19 @@ of one look at its stamp. One that is gone, replaced or written to is read like 
 damage is found and told. Where all that is known is that something was done to it, such as noting
 its last use, it is used, and read again a little later.
 
-Runs in: worker. `confirm` on I/O threads; a thread of its own does all else.
+Runs in: worker. `take_all` on the model runner's thread, `confirm` on I/O threads; a thread of its
+own does all else.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connectors.shared_storage.load_memory import read_chunk
 from kvferry.connectors.shared_storage.messages import ChunkRef
@@ -52,6 +53,16 @@ SCAN_SECONDS = 5.0
 
 GIVE_WAY_SECONDS = 0.01
 
+LATE_SECONDS = 30.0
+"""If a record has waited so long to be read again, others in doubt are not used any more."""
+
+
+class _Doubt(NamedTuple):
+    """Something was done to a stored record; what is in memory was used all the same."""
+
+    content: Content
+    since: float
+
 
 class KeptRecords:
     """What one rank keeps. Does nothing if staging keeps nothing, or the store has no stamps.
@@ -60,7 +71,7 @@ class KeptRecords:
         rows: what this rank reads of a record.
         store: where records come from.
         staging: keeps them.
-        is_busy: whether reads for requests are under way, to which filling gives way.
+        is_busy: whether reads for requests are under way: this gives way to them.
         observer: receives counts.
     """
 
@@ -78,23 +89,38 @@ class KeptRecords:
         self._staging = staging
         self._is_busy = is_busy
         self._observer = observer
-        self._doubted: dict[bytes, Content] = {}
+        self._lock = threading.Lock()
+        self._doubted: dict[bytes, _Doubt] = {}
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to fill memory with what was used last. Once only."""
-        if self._stamps is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvferry-kept", daemon=True)
-            self._thread.start()
+        if self._stamps is None or self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="kvferry-kept", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process has as many as it may have
+            logger.warning("no thread for records in memory: none is brought in beforehand")
+        else:
+            self._thread = thread
 
-    def take(self, chunk: ChunkRef) -> Kept | None:
-        """The slot that holds a chunk, if there is one: the caller's from now on. Memory only."""
-        return None if self._stamps is None else self._staging.take(ChunkKey(chunk.key))
+    def take_all(self, chunks: Sequence[ChunkRef]) -> list[Kept | None]:
+        """For each chunk the slot that holds it, if there is one: the caller's from now on. Memory
+        only."""
+        if self._stamps is None:
+            return [None] * len(chunks)
+        kept = self._staging.take_all([ChunkKey(chunk.key) for chunk in chunks])
+        for index, (chunk, held) in enumerate(zip(chunks, kept, strict=True)):
+            if held is not None and held.content.first_token != chunk.first_token:
+                self._staging.release(held.slot)  # a read will say what is wrong with it
+                kept[index] = None
+        return kept
 
     def confirm(self, content: Content) -> bool:
-        """Whether the store still has what a slot holds. May block on the store; never raises."""
+        """Whether what a slot holds may be used. May block on the store; never raises."""
         before = content.stamp
         if self._stamps is None or before is None:
             return False
@@ -104,11 +130,23 @@ class KeptRecords:
             return False
         if now is None or now.value != before.value:
             return False
-        if before.changes is None or now.changes != before.changes:
-            if now.written:
-                return False
-            self._doubted[content.key] = content
+        is_same = before.changes is not None and now.changes == before.changes
+        if not is_same and (now.written or not self._doubt(content)):
+            return False
         self._observer.count("kept_used")
+        return True
+
+    def _doubt(self, content: Content) -> bool:
+        """Have it read again in a while. False if that is far behind, or never comes."""
+        now = time.monotonic()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                return False
+            oldest = next(iter(self._doubted.values()), None)
+            if oldest is not None and now - oldest.since > LATE_SECONDS:
+                return False
+            known = self._doubted.get(content.key)
+            self._doubted[content.key] = _Doubt(content, now if known is None else known.since)
         return True
 
     def used(self) -> None:
@@ -131,23 +169,30 @@ class KeptRecords:
         leave_processor()
         try:
             self._fill()
-            while not self._closed.is_set():
-                self._staging.prepare(PREPARED_BYTES)
-                self._wake.wait()
-                self._closed.wait(RECHECK_SECONDS)
-                self._wake.clear()
-                while self._doubted and not self._closed.is_set():
-                    self._read_again(self._doubted.popitem()[1])
-        except Exception:  # outermost of a thread: what is kept is still asked for by `confirm`
-            self._observer.count("kept_failed")
-            logger.exception("nothing more is done for records in memory")
+        except Exception as error:
+            self._failed("no more records are brought into memory", error)
+        while not self._closed.is_set():
+            self._staging.prepare(PREPARED_BYTES)
+            self._wake.wait()
+            self._closed.wait(RECHECK_SECONDS)
+            self._wake.clear()
+            self._read_doubted()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._observer.count("kept_failed")
+        logger.error("%s", what, exc_info=error)
+
+    def _give_way(self, until: float) -> None:
+        while self._is_busy() and not self._closed.is_set() and time.monotonic() < until:
+            self._closed.wait(GIVE_WAY_SECONDS)
 
     def _fill(self) -> None:
         started = time.monotonic()
+        until = started + FILL_SECONDS
         for entry in self._used_last(started + SCAN_SECONDS):
-            while self._is_busy() and not self._closed.is_set():
-                self._closed.wait(GIVE_WAY_SECONDS)
-            over = self._closed.is_set() or time.monotonic() > started + FILL_SECONDS
+            self._read_doubted()
+            self._give_way(until)
+            over = self._closed.is_set() or time.monotonic() > until
             if over or self._staging.num_kept >= self._staging.max_kept:
                 break
             if not self._fill_slot(entry):
@@ -159,19 +204,20 @@ class KeptRecords:
 
     def _used_last(self, until: float) -> list[Entry]:
         """What was used last, the most recent first, as far as it is found by `until`."""
-        if not isinstance(self._store, SupportsScan):
-            return []
-
-        def goes_on(_entry: Entry) -> bool:
-            return time.monotonic() < until and not self._closed.is_set()
-
-        # Of a store that models share, not all records are ours.
+        # Of a store that models share, not all records of our size are ours.
         count = 4 * self._staging.max_kept
-        entries = itertools.takewhile(goes_on, self._store.scan())
-        try:
-            return heapq.nlargest(count, entries, key=lambda entry: entry.last_used)
-        except StoreError:
-            return []
+        return heapq.nlargest(count, self._found(until), key=lambda entry: entry.last_used)
+
+    def _found(self, until: float) -> Iterator[Entry]:
+        if not isinstance(self._store, SupportsScan):
+            return
+        num_bytes = self._rows.schema.record_bytes
+        with suppress(StoreError):
+            for entry in self._store.scan():
+                if self._closed.is_set() or time.monotonic() > until:
+                    return
+                if entry.num_bytes == num_bytes:
+                    yield entry
 
     def _fill_slot(self, entry: Entry) -> bool:
         """Bring in one record if it is of this engine; False if there is no room."""
@@ -179,17 +225,21 @@ class KeptRecords:
         first_token = self._first_token(schema, entry)
         if first_token is None:
             return True
-        slot = self._staging.acquire(keep_free=self._staging.num_slots // 4)
+        # What is kept is free, too, but not for this.
+        others = self._staging.num_kept + self._staging.num_slots // 4
+        slot = self._staging.acquire(keep_free=others)
         if slot is None:
             return False
-        read = self._read(
-            schema, ChunkRef(entry.key, first_token), self._staging.view(slot), observer=None
-        )
-        if isinstance(read, MissReason):
-            self._staging.release(slot)
-        else:
-            self._staging.release_oldest(Kept(slot, read))
-            self._observer.count("kept_filled")
+        read: Content | MissReason | None = None
+        try:
+            chunk = ChunkRef(entry.key, first_token)
+            read = self._read(schema, chunk, self._staging.view(slot), observer=None)
+        finally:
+            if isinstance(read, Content):
+                self._staging.release_oldest(Kept(slot, read))
+                self._observer.count("kept_filled")
+            else:
+                self._staging.release(slot)
         return True
 
     def _first_token(self, schema: RecordSchema, entry: Entry) -> int | None:
@@ -209,13 +259,27 @@ class KeptRecords:
             return None
         return info.first_token
 
+    def _read_doubted(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                if not self._doubted:
+                    return
+                content = self._doubted.pop(next(iter(self._doubted))).content
+            self._give_way(time.monotonic() + RECHECK_SECONDS)
+            try:
+                self._read_again(content)
+            except Exception as error:
+                self._failed("a record in memory cannot be read again", error)
+
     def _read_again(self, content: Content) -> None:
-        # To memory of its own: the slot may be in use.
+        content.stamp = None  # not to be trusted until it was read
         chunk = ChunkRef(content.key, content.first_token)
+        # To memory of its own: the slot may be in use.
         read = self._read(
             *(content.schema, chunk, self._rows.scratch()), observer=self._observer, in_scratch=True
         )
-        content.stamp = None if isinstance(read, MissReason) else read.stamp
+        if isinstance(read, Content):
+            content.stamp = read.stamp
         self._observer.count("kept_rechecked")
 
     def _read(

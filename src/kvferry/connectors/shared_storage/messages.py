@@ -99,7 +99,8 @@ class Prefetched(msgspec.Struct, frozen=True, array_like=True):
     done: bool
     """False: more may come; told so that a deadline can take what is there."""
     seconds: float = 0.0
-    """If done: from the plan to the end of the last read, whatever the step around it took."""
+    """If done: from the plan to the end of the last read, whatever the step around it took. 0 if it
+    was not all read from the store."""
     broken: tuple[bytes, ...] = ()
     """Keys that were found absent or wrong: not to be offered again."""
 

@@ -153,6 +153,21 @@ class StampTests(StoreHooks):
             assert longer is not None
             assert longer.value != before.value
 
+    def test_a_stamp_that_has_settled_tells_what_is_written_later(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+
+            def settled() -> bool:
+                stamp = _stamp(store)
+                return stamp is not None and stamp.changes is not None
+
+            wait_until(settled, "a stamp settles", self.patience_seconds)
+            before = _stamp(store)
+            assert before is not None
+            assert _stamp(store) == before
+            self.poke(store, make_key(), make_value(number=1))
+            assert _tells(before, _stamp(store))
+
     def test_a_stamp_tells_that_a_value_went_and_came_back(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
             store.put(make_key(), [make_value()])
