@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_filling_gives_way_to_reads_for_requests(bench):
     assert one.staging.num_kept == 0
     one.busy = False
     wait_for(lambda: one.staging.num_kept == NUM_CHUNKS)
+
+
+def test_of_what_is_brought_in_the_most_recent_goes_last(bench, directory: Path):
+    paths = records(directory)
+    for number, path in enumerate(paths):
+        os.utime(path, ns=(number, number))
+    one = bench()
+    filled(one)
+    names = [f"{content.key.hex()}.safetensors" for content in one.contents()]
+    assert names == [path.name for path in paths]
 
 
 def test_filling_ends_in_time_however_busy_it_is(bench, monkeypatch):
