@@ -52,6 +52,7 @@ SCAN_SECONDS = 5.0
 """How long to look for what was used last: some hundred thousand records."""
 
 GIVE_WAY_SECONDS = 0.01
+"""How often to look whether reads for requests have ended."""
 
 LATE_SECONDS = 30.0
 """If a record has waited so long to be read again, others in doubt are not used any more."""

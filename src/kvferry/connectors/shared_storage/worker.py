@@ -214,7 +214,7 @@ class SharedStorageWorker(WorkerRole):
     def close(self) -> None:
         self._loads.abandon()
         self._fetches.close()
-        self._kept.close(0.0)
+        self._kept.close(0.0)  # told now, waited for below: what it reads nobody wants either
         loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)
         loaded &= self._kept.close(LOADS_CLOSE_SECONDS)
         saved = self._saves.close(SAVES_CLOSE_SECONDS)
