@@ -160,7 +160,7 @@ def test_exactly_the_half_that_was_asked_for_is_taken(role, given):
 def test_a_method_of_the_other_half_is_refused():
     facade = RolesAsV1(make_config(), SCHEDULER, scheduler=DictScheduler({}))
     with pytest.raises(ContractError, match="worker-side method"):
-        facade.bind_connector_metadata(facade._scheduler_half._quiet)
+        facade.bind_connector_metadata(facade._quiet)
     facade = RolesAsV1(make_config(), WORKER, worker=RecordingWorker())
     with pytest.raises(ContractError, match="scheduler-side method"):
         facade.build_connector_meta(None)

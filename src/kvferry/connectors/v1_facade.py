@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.connectors.v1_halves import SchedulerHalf, WorkerHalf
-from kvferry.connectors.v1_host import HostRequests
+from kvferry.connectors.v1_host import HostRequests, brings_news
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, WorkerMeta
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.v1 import (
@@ -36,7 +36,7 @@ from kvferry.contract.v1 import (
     V1Request,
     V1SchedulerOutput,
 )
-from kvferry.contract.v1_messages import CarriedMeta, CounterStats
+from kvferry.contract.v1_messages import CarriedMeta, CounterStats, PlanMetadata
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
@@ -82,15 +82,28 @@ class OneRole:
 
     host_types: ClassVar[HostTypes] = HostTypes()
 
-    _scheduler_half: SchedulerHalf | None = None
-    _worker_half: WorkerHalf | None = None
-    _step: WorkerHalf | None = None
-    """The worker half in a step in which it has a part. In all others, which are most, hooks take
-    no more than this one look: they run with cold caches, where each one costs."""
-    _error_before: BaseException | None = None
-    """What the caller was handling when the step began: the host may run in an error's handler."""
     _connector_metadata: Any
     """Base classes answer `has_connector_metadata` from it, which hosts ask around each layer."""
+    _quiet: PlanMetadata
+    _quiet_without_tokens: PlanMetadata
+
+    def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
+        # Hooks run with cold caches, since a forward lies between two steps: every object they look
+        # at costs 0.1 to 0.5 us. Of a step without news, as most are, they look at no more than
+        # what it brings and these, which lie side by side.
+        #
+        # _idle: the last step brought the role nothing, and nothing is under way in it.
+        # _step: the worker half, in a step in which it has a part.
+        # _error_before: what the caller was handling when the step began; hosts may do that in an
+        # error's handler.
+        self._idle = False
+        self._step: WorkerHalf | None = None
+        self._no_results = self.host_types.no_results
+        self._tells_preempted = self._tells_empty = False
+        self._error_before: BaseException | None = None
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        super().__init__(*args)
 
     def attach(
         self,
@@ -126,6 +139,7 @@ class OneRole:
                 block_size,
                 observer,
             )
+            self._quiet, self._quiet_without_tokens = self._scheduler_half.quiet
         if worker is not None:
             self._worker_half = WorkerHalf(worker, observer)
 
@@ -145,6 +159,12 @@ class OneRole:
         return self._scheduler_half
 
     @property
+    def _awake(self) -> SchedulerHalf:
+        """The scheduler half, for a hook that tells it something."""
+        self._idle = False
+        return self._scheduler
+
+    @property
     def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
@@ -156,14 +176,17 @@ class OneRole:
         self._worker.role.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        half = self._worker_half or self._worker
+        if (
+            self._idle
+            and isinstance(connector_metadata, PlanMetadata)
+            and connector_metadata.is_quiet
+        ):
+            return  # bound to nothing, for which hosts leave out the hooks around layers
+        half = self._worker
+        self._idle = False
         if self._step is not None:  # never ended by the host
             self._step.end()
             self._step = self._error_before = None
-        if half.is_quiet(connector_metadata):
-            # Asked for it around each layer, hosts leave the hooks of that layer out.
-            self._connector_metadata = None
-            return
         self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
         self._connector_metadata = connector_metadata
@@ -199,8 +222,9 @@ class OneRole:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
         if self._step is None:
-            nothing = self.host_types.no_results
-            return self.host_types.make_results(set(), set(), set()) if nothing is None else nothing
+            if self._no_results is not None:
+                return self._no_results
+            return self.host_types.make_results(set(), set(), set())
         output = self._step.collect(finished_req_ids)
         return self.host_types.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
@@ -232,26 +256,26 @@ class OneRole:
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._step.end()
+            self._idle = self._step.end()
             self._step = self._error_before = None
 
     # Scheduler side.
 
     def on_new_request(self, request: V1Request) -> None:
-        half = self._scheduler.awake
+        half = self._awake
         half.role.on_new_request(half.requests.view(request))
 
     def get_num_new_matched_tokens(
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        half = self._scheduler.awake
+        half = self._awake
         view = half.requests.view(request)
         return half.role.lookup(view, num_computed_tokens) if view.may_read else MISS
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        half = self._scheduler.awake
+        half = self._awake
         view = half.requests.view(request)
         table = half.requests.allocated(
             view.request_id, blocks.get_block_ids(), num_external_tokens
@@ -259,12 +283,20 @@ class OneRole:
         half.role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
-        return (self._scheduler_half or self._scheduler).plan(scheduler_output)
+        if self._idle and not brings_news(scheduler_output, self._tells_preempted):
+            has_tokens = scheduler_output.total_num_scheduled_tokens > 0
+            return self._quiet if has_tokens else self._quiet_without_tokens
+        half = self._scheduler
+        metadata = half.plan(scheduler_output)
+        self._idle, self._tells_preempted = half.is_idle, half.requests.tells_preempted
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        half = self._scheduler_half or self._scheduler
-        if not half.learns_nothing(connector_output):
-            half.learn(connector_output)
+        if self._idle and self._tells_empty and connector_output.is_empty():
+            return
+        half = self._awake
+        half.learn(connector_output)
+        self._tells_empty = half.tells_empty
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]
@@ -280,7 +312,7 @@ class OneRole:
     def _request_finished(
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        half = self._scheduler.awake
+        half = self._awake
         result = half.role.request_finished(half.requests.view(request), block_ids)
         half.requests.forget(request.request_id)
         return result.delay_free, None if result.params is None else dict(result.params)
@@ -296,7 +328,7 @@ class OneRole:
         return False
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.awake.role.reset()
+        return self._awake.role.reset()
 
     def shutdown(self) -> None:
         if self._scheduler_half is not None:

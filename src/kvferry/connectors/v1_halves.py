@@ -30,6 +30,13 @@ class SchedulerHalf:
 
     Most steps bring no news: their requests go on decoding. As long as the role is idle it is left
     out of them (`SupportsIdle`).
+
+    Attributes:
+        role: behind its guard.
+        requests: what the host said of them.
+        quiet: what goes to the workers with a step that brings no news, with tokens and without.
+        is_idle: whether the step that was planned last brought nothing and nothing is under way.
+        tells_empty: whether the host's outputs say if there is anything in them.
     """
 
     def __init__(
@@ -42,35 +49,25 @@ class SchedulerHalf:
         self.role = GuardedScheduler(role, observer, block_size=block_size)
         self.requests = requests
         self._later_fields: frozenset[str] | None = None
-        self._tells_empty = False
-        self._idle = False
+        self.tells_empty = False
+        self.is_idle = False
         empty = self.role.empty_plan()
-        self._quiet = PlanMetadata(empty, has_tokens=True, is_quiet=True)
-        self._quiet_without_tokens = PlanMetadata(empty, has_tokens=False, is_quiet=True)
-
-    def learns_nothing(self, output: KVConnectorOutput) -> bool:
-        """Whether the role can be left out of an output."""
-        return self._idle and self._tells_empty and output.is_empty()
-
-    @property
-    def awake(self) -> SchedulerHalf:
-        """This half, for a hook that tells the role something."""
-        self._idle = False
-        return self
+        self.quiet = (
+            PlanMetadata(empty, has_tokens=True, is_quiet=True),
+            PlanMetadata(empty, has_tokens=False, is_quiet=True),
+        )
 
     def plan(self, output: V1SchedulerOutput) -> PlanMetadata:
         """What goes to the workers with this step."""
-        if self._idle and self.requests.is_quiet(output):
-            return self._quiet if output.total_num_scheduled_tokens else self._quiet_without_tokens
         step = self.requests.step(output)
         plan = self.role.build_plan(step)
         # A step that could not be read is no ground to stop reading.
-        self._idle = plan is self._quiet.plan and isinstance(step, HostStep) and self.role.is_idle
+        is_empty = plan is self.quiet[0].plan and isinstance(step, HostStep)
+        self.is_idle = is_empty and self.role.is_idle
         return PlanMetadata(plan, output.total_num_scheduled_tokens > 0)
 
     def learn(self, output: KVConnectorOutput) -> None:
         """Tell the role what the workers report."""
-        self._idle = False
         self.role.update_output(self.read_output(output))
 
     def read_output(self, output: KVConnectorOutput) -> WorkerOutput:
@@ -78,7 +75,7 @@ class SchedulerHalf:
         one."""
         if self._later_fields is None:
             self._later_fields = frozenset(name for name in _LATER_FIELDS if hasattr(output, name))
-            self._tells_empty = hasattr(output, "is_empty")
+            self.tells_empty = hasattr(output, "is_empty")
         later = {
             name: getattr(output, name) if name in self._later_fields else None
             for name in _LATER_FIELDS
@@ -115,17 +112,11 @@ class WorkerHalf:
         self._rules = ReportRules(observer or Observer())
         self._metadata: PlanMetadata | None = None
         self._saved = False
-        self._idle = False
         self._saw_foreign = False
-
-    def is_quiet(self, metadata: object) -> bool:
-        """Whether nothing is to be done in a step: it brings no news, and the role is idle."""
-        return self._idle and isinstance(metadata, PlanMetadata) and metadata.is_quiet
 
     def begin(self, metadata: object) -> bool:
         """Take a step's plan. A step that somebody else's scheduler half planned is not ours:
         nothing is done in it, what there is to report waits for the next one, and this is False."""
-        self._idle = False
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -162,8 +153,9 @@ class WorkerHalf:
         )
         return self.output
 
-    def end(self) -> None:
+    def end(self) -> bool:
+        """The step is over. Whether nothing is under way: a step without news can be left out."""
         self._metadata = None
         self.output = EMPTY_OUTPUT
         self.role.end_step()
-        self._idle = self.role.is_idle and not self._rules.holds_reports
+        return self.role.is_idle and not self._rules.holds_reports

@@ -103,7 +103,12 @@ class HostStep:
 
 
 class HostRequests:
-    """The requests that a host speaks of, and the block table of each."""
+    """The requests that a host speaks of, and the block table of each.
+
+    Attributes:
+        tells_preempted: whether the host's steps name preempted requests; known from the first
+            step that could be read.
+    """
 
     def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named) -> None:
         self._lora_identity = lora_identity
@@ -111,7 +116,7 @@ class HostRequests:
         self._views: dict[str, HostRequestView | PromptView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._resumed: Callable[[Any], Collection[str]] | None = None
-        self._tells_preempted = False
+        self.tells_preempted = False
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request, the same one for its whole life."""
@@ -148,16 +153,6 @@ class HostRequests:
         self._tables[request_id] = table
         return tuple(table)
 
-    def is_quiet(self, output: Any) -> bool:  # noqa: ANN401 - a host's object
-        """Whether a step tells nothing new: no request begins, goes on with other blocks, is
-        preempted or has ended. Only after a step that could be read."""
-        if output.scheduled_new_reqs or output.finished_req_ids:
-            return False
-        if self._tells_preempted and output.preempted_req_ids:
-            return False
-        added = output.scheduled_cached_reqs.new_block_ids
-        return bool(added.count(None) == len(added))
-
     def step(self, output: V1SchedulerOutput) -> HostStep | UnreadableStep:
         """One scheduler output with full block tables. Call once per step, in order. Never raises:
         an output of no known version gives a step that nobody can look into."""
@@ -177,8 +172,8 @@ class HostRequests:
         """
         if self._resumed is None:
             self._resumed = _resumed_reader(output.scheduled_cached_reqs)
-            self._tells_preempted = hasattr(output, "preempted_req_ids")
-        preempted = (output.preempted_req_ids or ()) if self._tells_preempted else ()
+            self.tells_preempted = hasattr(output, "preempted_req_ids")
+        preempted = (output.preempted_req_ids or ()) if self.tells_preempted else ()
         for request_id in preempted:
             self._tables.pop(request_id, None)
         num_tokens = output.num_scheduled_tokens
@@ -221,6 +216,22 @@ class HostRequests:
             for group, new in zip(table, added, strict=True):
                 group.extend(new)
         return table
+
+
+def brings_news(output: Any, tells_preempted: bool) -> bool:  # noqa: ANN401 - a host's object
+    """Whether a step tells anything new: a request begins, goes on with other blocks, is preempted
+    or has ended. Only after a step that could be read.
+
+    Args:
+        output: of the host's scheduler.
+        tells_preempted: see `HostRequests`.
+    """
+    if output.scheduled_new_reqs or output.finished_req_ids:
+        return True
+    if tells_preempted and output.preempted_req_ids:
+        return True
+    added = output.scheduled_cached_reqs.new_block_ids
+    return bool(added.count(None) != len(added))
 
 
 def extra_keys_of(

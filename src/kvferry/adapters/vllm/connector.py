@@ -47,11 +47,14 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served; one
                 line that says what to change.
         """
+        # First, as what `OneRole` needs in hooks.
+        self._observer = IntervalCounters()
+        self._counts = self._observer.sums
+        self._translator: EventTranslator | None = None
         groups = (kv_cache_config,) if self.host.base_takes_groups else ()
-        super().__init__(vllm_config, role, *groups)  # type: ignore[call-arg]
+        super().__init__(vllm_config, role, *groups)
         options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         version = options.get("weights_version")
-        self._observer = IntervalCounters()
         self._lora_identities = LoraIdentities()
         self._item_identities = ItemIdentities(vllm_config, local_model(vllm_config))
         spec = engine_spec(
@@ -125,7 +128,7 @@ class FerryConnector(OneRole):
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
         step = self._step
-        if step is None and not self._observer.has_counts:
+        if step is None and not self._counts:
             return None
         counts = self._observer.take()
         if step is None or self.host_types.carries_worker_meta:

@@ -39,30 +39,27 @@ class IntervalCounters(Observer):
     """What was counted since the last `take`. Thread-safe.
 
     Attributes:
-        has_counts: whether there is anything to take.
+        sums: what there is to take, the same dictionary for good.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = {}
-        self.has_counts = False
+        self.sums: dict[str, float] = {}
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self._sums[name] = self._sums.get(name, 0) + amount
-            self.has_counts = True
+            self.sums[name] = self.sums.get(name, 0) + amount
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             for key, amount in ((f"{name}_seconds", seconds), (f"{name}_count", 1)):
-                self._sums[key] = self._sums.get(key, 0) + amount
-            self.has_counts = True
+                self.sums[key] = self.sums.get(key, 0) + amount
 
     def take(self) -> dict[str, float]:
         """The sums since the last call, which begin anew."""
         with self._lock:
-            sums, self._sums = self._sums, {}
-            self.has_counts = False
+            sums = self.sums.copy()
+            self.sums.clear()
         return sums
 
 

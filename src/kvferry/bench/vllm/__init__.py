@@ -7,6 +7,7 @@ fresh engine, cases in turn over the rounds, medians at the end.
 cases.py     the connectors that are compared, and how each is configured
 child.py     the process with the engine
 hooks.py     how long hooks take, seen from inside
+no_op.py     a connector that does nothing
 fs_tier.py   vLLM's file tier on a host without a device
 servers.py   LMCache's server
 rounds.py    all processes of a run, in turn

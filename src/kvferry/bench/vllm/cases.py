@@ -19,6 +19,7 @@ class Case:
         name: in the table.
         connector: from the directory it may store in to vLLM's `kv_transfer_config`; None for none.
         required: whether the benchmark means nothing without it.
+        stores: whether a second process can find anything.
         server: whether it stores in LMCache's server, which is started for each round.
         refusal: why it cannot run here; None if it can.
         note: what must be known to read its figures.
@@ -27,6 +28,7 @@ class Case:
     name: str
     connector: Callable[[Path], Json] | None
     required: bool = False
+    stores: bool = True
     server: bool = False
     refusal: str | None = None
     note: str | None = None
@@ -40,6 +42,12 @@ def cases() -> Sequence[Case]:
     """All cases; the first is vLLM alone."""
     return (
         Case(name="none", connector=None, required=True),
+        Case(
+            name="no-op",
+            connector=_no_op,
+            stores=False,
+            note="a connector that does nothing: what vLLM takes for having one",
+        ),
         Case(name="kvferry", connector=_kvferry, required=True),
         Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
         Case(
@@ -67,6 +75,14 @@ def _kvferry(directory: Path) -> Json:
         "kv_connector_module_path": "kvferry.adapters.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
+    }
+
+
+def _no_op(directory: Path) -> Json:
+    return {
+        "kv_connector": "NoOpConnector",
+        "kv_connector_module_path": "kvferry.bench.vllm.no_op",
+        "kv_role": "kv_both",
     }
 
 

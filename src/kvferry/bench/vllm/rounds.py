@@ -90,7 +90,7 @@ class Measured:
     Attributes:
         case: which.
         cold: results of its first processes, one per round.
-        warm: of its second ones; empty without a connector.
+        warm: of its second ones; empty if it stores nothing.
         stored_bytes: after each first process.
         computed: tokens in whole blocks that each first process computed.
         failure: why it was given up, if it was.
@@ -153,7 +153,7 @@ def _run_case(measured: Measured, jobs: tuple[Json, Json], directory: Path) -> N
             measured.cold.append(_run_child(cold, directory))
             measured.stored_bytes.append(_bytes_in(store))
             measured.computed.append(_tokens_in_blocks(cold))
-            if connector is not None:
+            if connector is not None and case.stores:
                 measured.warm.append(_run_child(warm, directory))
     except (ChildFailedError, ConfigError) as error:
         if case.required:

@@ -54,7 +54,7 @@ def rows_of(found: Sequence[Measured]) -> list[Row]:
         rows.append(_cold_row(measured, alone, note))
         if measured is alone:
             rows.append(_own_row(alone))
-        else:
+        elif measured.case.stores:
             rows.append(_warm_row(measured, alone, note))
         rows.append(_decode_row(measured, alone))
         rows.append(_serve_row(measured, alone))
