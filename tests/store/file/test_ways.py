@@ -1,4 +1,4 @@
-"""Writes take the page cache, unless the disk turns out to be much faster."""
+"""Writes take the page cache, unless the disk turns out to be faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from kvferry.store.base import PutResult
 from kvferry.store.file.fileio import O_DIRECT
 from kvferry.store.file.ways import (
-    ADVANTAGE,
     LOOK_EVERY,
     LOOK_EVERY_MOST,
     SAMPLES,
@@ -49,10 +48,8 @@ def test_both_ways_are_tried_first_the_page_cache_before_the_disk():
     assert Machine(cached=1, direct=1).write(2 * SAMPLES) == [False, True] * SAMPLES
 
 
-@pytest.mark.parametrize(
-    ("cached", "is_direct"), [(0.6, False), (1.0, False), (ADVANTAGE, False), (2.1, True)]
-)
-def test_the_page_cache_is_passed_by_only_if_the_disk_is_much_faster(cached, is_direct):
+@pytest.mark.parametrize(("cached", "is_direct"), [(0.6, False), (1.0, False), (1.1, True)])
+def test_the_page_cache_is_passed_by_only_if_the_disk_is_faster(cached, is_direct):
     machine = Machine(cached=cached, direct=1.0)
     machine.write(2 * SAMPLES)
     after = machine.write(3 * LOOK_EVERY)
@@ -66,7 +63,7 @@ def test_looks_take_a_small_part_of_the_time(cached, direct):
     machine.write(2 * SAMPLES)
     taken = machine.write(8 * LOOK_EVERY_MOST)
     seconds = {way: taken.count(way) * (direct if way else cached) for way in (False, True)}
-    used = 2 * direct < cached
+    used = direct < cached
     assert seconds[not used] <= seconds[used] / 16
     assert taken.count(not used) >= 8
 
@@ -84,7 +81,7 @@ def test_a_change_is_noticed_in_both_directions():
 @pytest.mark.parametrize("times", [3.0, 1000.0])
 @pytest.mark.parametrize("first", [0, 2 * SAMPLES, 2 * LOOK_EVERY])
 def test_one_slow_write_changes_little(times, first):
-    machine = Machine(cached=1.0, direct=0.9)
+    machine = Machine(cached=1.0, direct=2.0)
     machine.write(first)
     machine.cached = times
     machine.write()

@@ -90,6 +90,7 @@ class Saves:
         `write` on. Never blocks on I/O."""
         left = iter(saves)
         waiting: deque[tuple[Save, int]] = deque()
+        unshared: list[_Taken] = []
         try:
             for out in self._device.take_out(self._copies_of(left, waiting)):
                 save, slot = waiting.popleft()
@@ -98,11 +99,15 @@ class Saves:
                 if save.shared:
                     self._unnamed[save.chunk.key] = taken
                 else:
-                    self._submit(taken, None)
+                    unshared.append(taken)
         except TransferError as error:
             logger.warning("saves put off: %s", error)
             self._observer.count("save_no_device_memory")
         finally:
+            # Only now, since the step waits for the copies: what hashes and writes meanwhile would
+            # slow them down.
+            for taken in unshared:
+                self._submit(taken, None)
             # What was not taken out, by whatever error: some of it may still be on its way.
             for save, slot in waiting:
                 self._staging.release(slot, after=self._device.done())

@@ -13,7 +13,7 @@ from kvferry.store.file.index import KeyIndex
 from kvferry.store.file.layout import NUM_SHARDS, Layout, key_of_record_name, shard_of
 from kvferry.types import ChunkKey
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 _DUTY = 20
 """A round of listing is followed by at least so many times its own duration of rest."""
 _SETTLED_SECONDS = 1.0

@@ -2,8 +2,9 @@
 
 The page cache is the better place, since a record just written is often the next one read. But it
 needs memory that is free, and on a virtual machine that memory may have to come from the host page
-by page: writing through the cache then takes several times as long as the disk does, all of it CPU
-time taken from the engine. No system says which machine is such a one, so both ways are timed.
+by page: writing through the cache then takes longer than the disk does, and all of it is CPU time
+taken from the engine, where waiting for a disk takes next to none. No system says which machine is
+such a one, so both ways are timed, and the faster one is taken.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from dataclasses import dataclass
 
 WORTH_BYTES = 1 << 20
 """Smaller writes say more about the threads of a process than about disk and memory."""
-
-ADVANTAGE = 2.0
-"""How many times faster the disk must be before the page cache is passed by."""
 
 LOOK_EVERY = 32
 """Of so many writes one goes the other way, to learn what that takes by now. If it took ten times
@@ -70,7 +68,7 @@ class Ways:
         cached, direct = self._cached, self._direct
         if min(cached.samples, direct.samples) < SAMPLES:
             return direct.samples < cached.samples
-        prefers_direct = direct.seconds_per_byte * ADVANTAGE < cached.seconds_per_byte
+        prefers_direct = direct.seconds_per_byte < cached.seconds_per_byte
         used, other = (direct, cached) if prefers_direct else (cached, direct)
         self._since_look += 1
         looks = self._since_look * used.seconds_per_byte >= LOOK_EVERY * other.seconds_per_byte
