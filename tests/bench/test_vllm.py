@@ -162,6 +162,16 @@ def test_cases_take_turns_and_store_before_they_read(children, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_stores_nothing_has_nothing_to_read(children, tmp_path, measured):
+    found = rounds.measure([NONE, named("a", stores=False)], SMALL, tmp_path, rounds=1, seed=1)
+    assert children == [(None, True), ("a", True)]
+    assert found[1].warm == []
+    measured[1].case = named("ours", stores=False)
+    table = [row for row in rows.rows_of(measured) if row["case"] == "ours"]
+    assert [row["phase"] for row in table] == ["cold", "decode", "serve"]
+    assert table[0]["bytes_per_token"] is None
+
+
 def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(children, tmp_path):
     none, ours = rounds.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
     for number in range(2):
@@ -217,18 +227,17 @@ def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
         assert str(tmp_path) in text or case.server or not case.stores
 
 
-class Connector:
-    def build_connector_meta(self, seconds: float) -> str:
-        self.take_events()
-        time.sleep(seconds)
-        return "meta"
-
-    def take_events(self) -> tuple:
-        time.sleep(0.002)
-        return ()
-
-
 def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
+    class Connector:
+        def build_connector_meta(self, seconds: float) -> str:
+            self.take_events()
+            time.sleep(seconds)
+            return "meta"
+
+        def take_events(self) -> tuple:
+            time.sleep(0.002)
+            return ()
+
     connector, other = Connector(), SimpleNamespace(unknown=1)
     timer = HookTimer([connector, other])
     assert connector.build_connector_meta(0.01) == "meta"

@@ -16,9 +16,10 @@ from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsIdle
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.v1 import KVConnectorOutput, KVConnectorRole
+from kvferry.contract.v1 import KVConnectorMetadata, KVConnectorOutput, KVConnectorRole
 from kvferry.contract.v1_messages import PlanMetadata
 from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
@@ -270,6 +271,42 @@ def test_an_idle_worker_sits_out_quiet_steps_only():
     assert role.calls == []
     assert run_step(facade, PlanMetadata(Plan(), has_tokens=True))
     assert role.calls == WHOLE_STEP
+
+
+def test_a_step_that_never_ended_is_ended_before_a_quiet_one():
+    facade, role = worker_facade()
+    run_step(facade, QUIET)
+    role.calls.clear()
+    facade.bind_connector_metadata(PlanMetadata(Plan(), has_tokens=True))
+    facade.start_load_kv(None)
+    assert run_step(facade, QUIET)
+    assert role.calls == ["begin", "load", "end", *WHOLE_STEP]
+    assert not run_step(facade, QUIET)
+
+
+def test_a_foreign_plan_wakes_an_idle_worker_and_leaves_nothing_bound():
+    facade, role = worker_facade()
+    run_step(facade, QUIET)
+    role.calls.clear()
+    assert run_step(facade, KVConnectorMetadata())
+    assert role.calls == []
+    assert run_step(facade, QUIET)
+    assert role.calls == WHOLE_STEP
+
+
+@pytest.mark.parametrize("kind", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+def test_an_idle_half_refuses_the_hooks_of_the_other_one(kind, decoding):
+    if kind is KVConnectorRole.SCHEDULER:
+        facade, _role = decoding
+        facade.build_connector_meta(step())
+        with pytest.raises(ContractError, match="worker-side method"):
+            facade.bind_connector_metadata(QUIET)
+        return
+    facade, _role = worker_facade()
+    run_step(facade, QUIET)
+    for call in (facade.build_connector_meta, facade.update_connector_output):
+        with pytest.raises(ContractError, match="scheduler-side method"):
+            call(step())
 
 
 def test_a_worker_with_something_under_way_takes_part_in_quiet_steps():

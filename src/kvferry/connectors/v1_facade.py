@@ -89,17 +89,20 @@ class OneRole:
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
         # Hooks run with cold caches, since a forward lies between two steps: every object they look
-        # at costs 0.1 to 0.5 us. Of a step without news, as most are, they look at no more than
-        # what it brings and these, which lie side by side.
+        # at costs 0.1 to 0.5 us. In a step without news, as most are, they look at little more than
+        # these attributes, which lie side by side, and at what the step brings.
         #
-        # _idle: the last step brought the role nothing, and nothing is under way in it.
+        # _worker_idle: nothing is under way in the worker role: quiet steps are not for it.
         # _step: the worker half, in a step in which it has a part.
+        # _scheduler_idle: the last step told the scheduler role nothing, nothing did since, and
+        # nothing is under way in it.
         # _error_before: what the caller was handling when the step began; hosts may do that in an
         # error's handler.
-        self._idle = False
+        self._worker_idle = False
         self._step: WorkerHalf | None = None
         self._no_results = self.host_types.no_results
-        self._tells_preempted = self._tells_empty = False
+        self._scheduler_idle = self._tells_preempted = self._tells_empty = False
+        self._connector_metadata = None
         self._error_before: BaseException | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
@@ -161,7 +164,7 @@ class OneRole:
     @property
     def _awake(self) -> SchedulerHalf:
         """The scheduler half, for a hook that tells it something."""
-        self._idle = False
+        self._scheduler_idle = False
         return self._scheduler
 
     @property
@@ -177,13 +180,13 @@ class OneRole:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         if (
-            self._idle
+            self._worker_idle
             and isinstance(connector_metadata, PlanMetadata)
             and connector_metadata.is_quiet
         ):
             return  # bound to nothing, for which hosts leave out the hooks around layers
         half = self._worker
-        self._idle = False
+        self._worker_idle = False
         if self._step is not None:  # never ended by the host
             self._step.end()
             self._step = self._error_before = None
@@ -256,7 +259,7 @@ class OneRole:
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._idle = self._step.end()
+            self._worker_idle = self._step.end()
             self._step = self._error_before = None
 
     # Scheduler side.
@@ -283,16 +286,16 @@ class OneRole:
         half.role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
-        if self._idle and not brings_news(scheduler_output, self._tells_preempted):
+        if self._scheduler_idle and not brings_news(scheduler_output, self._tells_preempted):
             has_tokens = scheduler_output.total_num_scheduled_tokens > 0
             return self._quiet if has_tokens else self._quiet_without_tokens
         half = self._scheduler
-        metadata = half.plan(scheduler_output)
-        self._idle, self._tells_preempted = half.is_idle, half.requests.tells_preempted
+        metadata, self._scheduler_idle = half.plan(scheduler_output)
+        self._tells_preempted = half.requests.tells_preempted
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._idle and self._tells_empty and connector_output.is_empty():
+        if self._scheduler_idle and self._tells_empty and connector_output.is_empty():
             return
         half = self._awake
         half.learn(connector_output)

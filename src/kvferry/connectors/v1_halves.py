@@ -28,14 +28,10 @@ _LATER_FIELDS = ("failed_recving", "kv_cache_events", "kv_connector_worker_meta"
 class SchedulerHalf:
     """What an instance in the scheduler's process holds.
 
-    Most steps bring no news: their requests go on decoding. As long as the role is idle it is left
-    out of them (`SupportsIdle`).
-
     Attributes:
         role: behind its guard.
         requests: what the host said of them.
         quiet: what goes to the workers with a step that brings no news, with tokens and without.
-        is_idle: whether the step that was planned last brought nothing and nothing is under way.
         tells_empty: whether the host's outputs say if there is anything in them.
     """
 
@@ -50,21 +46,21 @@ class SchedulerHalf:
         self.requests = requests
         self._later_fields: frozenset[str] | None = None
         self.tells_empty = False
-        self.is_idle = False
         empty = self.role.empty_plan()
         self.quiet = (
             PlanMetadata(empty, has_tokens=True, is_quiet=True),
             PlanMetadata(empty, has_tokens=False, is_quiet=True),
         )
 
-    def plan(self, output: V1SchedulerOutput) -> PlanMetadata:
-        """What goes to the workers with this step."""
+    def plan(self, output: V1SchedulerOutput) -> tuple[PlanMetadata, bool]:
+        """What goes to the workers with this step; and whether it told the role nothing and nothing
+        is under way (`SupportsIdle`): then the role is left out of steps until one brings news."""
         step = self.requests.step(output)
         plan = self.role.build_plan(step)
         # A step that could not be read is no ground to stop reading.
         is_empty = plan is self.quiet[0].plan and isinstance(step, HostStep)
-        self.is_idle = is_empty and self.role.is_idle
-        return PlanMetadata(plan, output.total_num_scheduled_tokens > 0)
+        metadata = PlanMetadata(plan, output.total_num_scheduled_tokens > 0)
+        return metadata, is_empty and self.role.is_idle
 
     def learn(self, output: KVConnectorOutput) -> None:
         """Tell the role what the workers report."""

@@ -7,10 +7,13 @@ import time
 import pytest
 import torch
 
+from kvferry.connectors.shared_storage import saves as saves_module
 from kvferry.connectors.shared_storage import worker as worker_module
 from kvferry.connectors.shared_storage.messages import Save, Session
 from kvferry.connectors.shared_storage.rank_device import DeviceSetup
+from kvferry.connectors.shared_storage.rank_rows import RankRows
 from kvferry.errors import TransferError
+from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
 from tests.connectors.shared_storage.device_host import (
     CHUNK,
@@ -203,6 +206,62 @@ def test_saves_without_device_memory_are_put_off(make):
     assert host.saved[-1].stored
     staging = host.parts.staging
     assert staging.num_free == staging.num_slots
+
+
+@pytest.mark.parametrize("which", ["NHD", "simulated"])
+def test_saves_without_a_thread_are_put_off(make, monkeypatch, which):
+    device = SimulatedDevice()
+    host = make(setup=device.setup()) if which == "simulated" else make()
+    submit, refused = IOPool.submit, [True, False, True]
+
+    def sometimes(pool, run):
+        if refused.pop(0):
+            raise RuntimeError("can't start new thread")
+        return submit(pool, run)
+
+    monkeypatch.setattr(IOPool, "submit", sometimes)
+    host.begin(saves=saves())
+    host.fill()
+    host.end()
+    device.drain()
+    host.settle(saved=3)
+    assert {saved.key: (saved.stored, saved.retry) for saved in host.saved} == {
+        CHUNKS[0].key: (False, True),
+        CHUNKS[1].key: (True, False),
+        CHUNKS[2].key: (False, True),
+    }
+    assert host.observer["save_no_thread"] == 2
+    staging = host.parts.staging
+    assert staging.num_free == staging.num_slots
+
+
+@pytest.mark.parametrize(
+    ("held_slots", "expected"),
+    [(4, "copy copy copy submit submit submit"), (2, "copy copy submit submit copy submit")],
+)
+def test_what_follows_a_copy_waits_for_the_others_of_its_step(
+    make, monkeypatch, held_slots, expected
+):
+    host = make()
+    monkeypatch.setattr(saves_module, "HELD_BYTES", held_slots * host.parts.staging.slot_bytes)
+    done = []
+
+    def noting(kind, name, word):
+        original = getattr(kind, name)
+
+        def call(*args):
+            done.append(word)
+            return original(*args)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noting(RankRows, "gather_chunk", "copy")
+    noting(IOPool, "submit", "submit")
+    host.begin(saves=saves())
+    host.fill()
+    host.end()
+    assert " ".join(done) == expected
+    host.settle(saved=3)
 
 
 @PATHS

@@ -12,6 +12,7 @@ from kvferry.store.file.fileio import O_DIRECT
 from kvferry.store.file.ways import (
     LOOK_EVERY,
     LOOK_EVERY_MOST,
+    MARGIN,
     SAMPLES,
     WORTH_BYTES,
     Ways,
@@ -48,7 +49,9 @@ def test_both_ways_are_tried_first_the_page_cache_before_the_disk():
     assert Machine(cached=1, direct=1).write(2 * SAMPLES) == [False, True] * SAMPLES
 
 
-@pytest.mark.parametrize(("cached", "is_direct"), [(0.6, False), (1.0, False), (1.1, True)])
+@pytest.mark.parametrize(
+    ("cached", "is_direct"), [(0.6, False), (1.0, False), (MARGIN, False), (1.3, True)]
+)
 def test_the_page_cache_is_passed_by_only_if_the_disk_is_faster(cached, is_direct):
     machine = Machine(cached=cached, direct=1.0)
     machine.write(2 * SAMPLES)
@@ -80,8 +83,9 @@ def test_a_change_is_noticed_in_both_directions():
 
 @pytest.mark.parametrize("times", [3.0, 1000.0])
 @pytest.mark.parametrize("first", [0, 2 * SAMPLES, 2 * LOOK_EVERY])
-def test_one_slow_write_changes_little(times, first):
-    machine = Machine(cached=1.0, direct=2.0)
+@pytest.mark.parametrize("direct", [1.0, 1.2, 2.0])
+def test_one_slow_write_changes_little(times, first, direct):
+    machine = Machine(cached=1.0, direct=direct)
     machine.write(first)
     machine.cached = times
     machine.write()
@@ -151,7 +155,7 @@ def aligned(value) -> memoryview:
     ("options", "seconds", "expected"),
     [
         ({}, {"cached": 0.005, "direct": 0.001}, [False, True, False] + 9 * [True]),
-        ({}, {"cached": 0.001, "direct": 0.001}, [False, True, False, True] + 8 * [False]),
+        ({}, {"cached": 0.001, "direct": 0.0011}, [False, True, False, True] + 8 * [False]),
         ({"direct_io": "off"}, {"cached": 0.005, "direct": 0.001}, 12 * [False]),
         ({"direct_io": "on"}, {"cached": 0.001, "direct": 0.005}, 12 * [True]),
     ],

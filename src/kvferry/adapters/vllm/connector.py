@@ -47,7 +47,7 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served; one
                 line that says what to change.
         """
-        # First, as what `OneRole` needs in hooks.
+        # Before all others, as those of `OneRole`: hooks look at them in every step.
         self._observer = IntervalCounters()
         self._counts = self._observer.sums
         self._translator: EventTranslator | None = None

@@ -39,7 +39,8 @@ class IntervalCounters(Observer):
     """What was counted since the last `take`. Thread-safe.
 
     Attributes:
-        sums: what there is to take, the same dictionary for good.
+        sums: what there is to take, the same dictionary for good. Without `take`, all that can be
+            asked of it is whether it is empty.
     """
 
     def __init__(self) -> None:

@@ -45,11 +45,11 @@ class HookTimer:
         self._nanoseconds = 0
         self._calls = 0
         self._depth = 0
-        for kind in {type(connector) for connector in connectors}:
-            for name in HOOKS:
-                hook = getattr(kind, name, None)
-                if callable(hook):
-                    setattr(kind, name, self._timed(hook))
+        kinds = {type(connector) for connector in connectors}
+        hooks = [(kind, name, getattr(kind, name, None)) for kind in kinds for name in HOOKS]
+        for kind, name, hook in hooks:
+            if callable(hook):
+                setattr(kind, name, self._timed(hook))
         self._overhead = self._measure_overhead()
         self.take()
 

@@ -1,7 +1,6 @@
 """A connector that keeps nothing: what vLLM takes for having one at all.
 
-Every hook returns at once, so what its rows show, vLLM's own work for a connector and the cost of
-measuring included, is the least that any connector's can. Loaded by vLLM, by name.
+Every hook returns at once, most of them in vLLM's base class. Loaded by vLLM, by name.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 
 class NoOpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Finds nothing, stores nothing."""
 
     _metadata = KVConnectorMetadata()
+    _results = KVConnectorOutput()
+    requires_kv_delivery = False
 
     def bind_connector_metadata(self, connector_metadata: object) -> None:
         """Bound to nothing: vLLM then leaves out the hooks around layers."""
@@ -37,6 +39,9 @@ class NoOpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         pass
+
+    def get_transfer_results(self, finished_req_ids: object) -> Any:  # noqa: ANN401
+        return self._results
 
     def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Any:  # noqa: ANN401
         return 0, False

@@ -154,7 +154,7 @@ def is_equal(ours: Json, reference: Json) -> bool:
 
 
 def _bytes_per_token(measured: Measured) -> float | None:
-    if measured.case.connector is None:
+    if measured.case.connector is None or not measured.case.stores:
         return None
     return _median(
         stored / tokens

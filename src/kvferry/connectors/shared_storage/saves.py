@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HELD_BYTES = 64 << 20
+"""What is hashed and written takes processors and memory's time from the copies that a step waits
+for: so many bytes are copied first."""
 
 NAME_SECONDS = 60.0
 """How long a chunk that was taken out waits for the name of its record. The scheduler role answers
@@ -90,7 +93,7 @@ class Saves:
         `write` on. Never blocks on I/O."""
         left = iter(saves)
         waiting: deque[tuple[Save, int]] = deque()
-        unshared: list[_Taken] = []
+        held: list[_Taken] = []
         try:
             for out in self._device.take_out(self._copies_of(left, waiting)):
                 save, slot = waiting.popleft()
@@ -99,21 +102,25 @@ class Saves:
                 if save.shared:
                     self._unnamed[save.chunk.key] = taken
                 else:
-                    unshared.append(taken)
+                    held.append(taken)
+                if len(held) * self._staging.slot_bytes >= HELD_BYTES:
+                    self._submit_all(held)
         except TransferError as error:
             logger.warning("saves put off: %s", error)
             self._observer.count("save_no_device_memory")
         finally:
-            # Only now, since the step waits for the copies: what hashes and writes meanwhile would
-            # slow them down.
-            for taken in unshared:
-                self._submit(taken, None)
             # What was not taken out, by whatever error: some of it may still be on its way.
             for save, slot in waiting:
                 self._staging.release(slot, after=self._device.done())
                 self._put_off(save)
             for save in left:
                 self._put_off(save)
+            self._submit_all(held)
+
+    def _submit_all(self, held: list[_Taken]) -> None:
+        for taken in held:
+            self._submit(taken, None)
+        held.clear()
 
     def _put_off(self, save: Save) -> None:
         self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
@@ -165,7 +172,15 @@ class Saves:
             finally:
                 self._staging.release(taken.slot, after=taken.out.mark)
 
-        self._saves.append((taken.save, self._pool.submit(run)))
+        try:
+            job = self._pool.submit(run)
+        except RuntimeError as error:  # the process has as many threads as it may have
+            logger.warning("save put off: %s", error)
+            self._observer.count("save_no_thread")
+            self._staging.release(taken.slot, after=taken.out.mark)
+            self._put_off(taken.save)
+        else:
+            self._saves.append((taken.save, job))
 
     def _store_chunk(self, taken: _Taken, slot: memoryview, session: str | None) -> Saved:
         """Hash and write one chunk. Runs in: I/O thread."""

@@ -73,7 +73,7 @@ class FileStore(Store):
             read_only: never write. A directory that cannot be written is opened so with a warning.
             observer: receives counts named `store_...`.
             direct_io: "off" never passes by the page cache; "auto" does for cold reads, and for
-                writes where the disk is much faster than the cache; "on" for all writes. See
+                writes where the disk is the faster one; "on" for all writes. See
                 `reading` and `ways`.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
             io: system calls, for tests.

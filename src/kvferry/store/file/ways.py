@@ -16,6 +16,9 @@ from dataclasses import dataclass
 WORTH_BYTES = 1 << 20
 """Smaller writes say more about the threads of a process than about disk and memory."""
 
+MARGIN = 1.2
+"""How many times faster the other way must be before it is taken."""
+
 LOOK_EVERY = 32
 """Of so many writes one goes the other way, to learn what that takes by now. If it took ten times
 as long, one of ten times as many."""
@@ -29,9 +32,9 @@ SAMPLES = 2
 _WEIGHT = 0.25
 """Of the newest write in the average."""
 
-_OUTLIER = 4.0
+_OUTLIER = 1.75
 """No write counts for more than so many times the average: a process that was stopped for a minute
-meanwhile says nothing about disks."""
+meanwhile says nothing about disks. One such write alone stays below `MARGIN`."""
 
 
 @dataclass(slots=True)
@@ -62,14 +65,17 @@ class Ways:
         self._clock = clock
         self._cached, self._direct = _Way(), _Way()
         self._since_look = 0
+        self._prefers_direct = False
 
     def choose_direct(self) -> bool:
         """Whether the next write goes past the page cache."""
         cached, direct = self._cached, self._direct
         if min(cached.samples, direct.samples) < SAMPLES:
             return direct.samples < cached.samples
-        prefers_direct = direct.seconds_per_byte < cached.seconds_per_byte
-        used, other = (direct, cached) if prefers_direct else (cached, direct)
+        used, other = (direct, cached) if self._prefers_direct else (cached, direct)
+        if other.seconds_per_byte * MARGIN < used.seconds_per_byte:
+            used, other = other, used
+        self._prefers_direct = prefers_direct = used is direct
         self._since_look += 1
         looks = self._since_look * used.seconds_per_byte >= LOOK_EVERY * other.seconds_per_byte
         if self._since_look < LOOK_EVERY or not (looks or self._since_look >= LOOK_EVERY_MOST):
