@@ -245,7 +245,7 @@ def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
     assert timer.take() == 0.0
     connector.take_events()
     assert timer.take() >= 2_000
-    assert vars(connector) == {}  # or its attributes would be slower to find than without a timer
+    assert vars(connector) == {}  # as it is without a timer
 
 
 def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):

@@ -37,8 +37,8 @@ HOOKS = (
 class HookTimer:
     """Adds up the time spent in the hooks of connectors. One thread calls them all.
 
-    Wraps the methods of their classes, for good: attributes of their own would make instances
-    slower than they are otherwise. The cost of measuring is measured too, and taken off.
+    Wraps the methods of their classes, for good, so that the instances stay as they are. The cost
+    of measuring is measured too, and taken off.
     """
 
     def __init__(self, connectors: Iterable[Any]) -> None:

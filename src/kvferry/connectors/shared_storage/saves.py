@@ -93,7 +93,7 @@ class Saves:
         `write` on. Never blocks on I/O."""
         left = iter(saves)
         waiting: deque[tuple[Save, int]] = deque()
-        held: list[_Taken] = []
+        held: deque[_Taken] = deque()
         try:
             for out in self._device.take_out(self._copies_of(left, waiting)):
                 save, slot = waiting.popleft()
@@ -117,10 +117,9 @@ class Saves:
                 self._put_off(save)
             self._submit_all(held)
 
-    def _submit_all(self, held: list[_Taken]) -> None:
-        for taken in held:
-            self._submit(taken, None)
-        held.clear()
+    def _submit_all(self, held: deque[_Taken]) -> None:
+        while held:
+            self._submit(held.popleft(), None)
 
     def _put_off(self, save: Save) -> None:
         self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
