@@ -74,6 +74,17 @@ def test_prepared_memory_is_there_before_it_is_used_and_keeps_what_it_holds():
 
 
 @PREPARED
+def test_preparing_stops_when_it_is_told_to_and_goes_on_there():
+    size = 64 << 20
+    staging = Staging(2 * size, size)
+    before = resident_bytes()
+    pieces = iter(range(16))
+    staging.prepare(size, lambda: next(pieces, None) is not None)
+    assert size * 0.4 < resident_bytes() - before < size * 0.6
+    staging.prepare(size)
+    assert size * 0.9 < resident_bytes() - before < size * 1.1
+
+
 def test_a_system_that_cannot_prepare_memory_is_no_fault(monkeypatch):
     monkeypatch.setattr("kvferry.store.staging._MADV_POPULATE_WRITE", 9999)
     staging = Staging(4 * ALIGN, ALIGN)

@@ -16,7 +16,7 @@ import mmap
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -108,26 +108,34 @@ class Staging:
                 self._region.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._region)
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, go_on: Callable[[], bool] = lambda: True) -> None:
         """Have the next slots that will be used backed by memory now, `num_bytes` of them, so that
-        no read or write waits for that. Does nothing where the system cannot do it beforehand."""
+        no read or write waits for that. Does nothing where the system cannot do it beforehand.
+
+        Args:
+            num_bytes: how much.
+            go_on: asked every few milliseconds; may wait. False: the rest is left for another call.
+        """
         if sys.platform != "linux":
             return
-        with self._lock:
-            used = (self.num_slots - self._num_fresh) * self.slot_bytes
-            missing = num_bytes - len(self._returned) * self.slot_bytes
-            start, stop = max(used, self._prepared), min(used + missing, self.total_bytes)
-            if stop <= start:
-                return
-            self._prepared = stop
         # Not by the method of `mmap`, which holds the interpreter's lock: 20 ms for 4 MiB where a
         # virtual machine gets its memory page by page. Failure (Linux before 5.14) costs only time.
         madvise = ctypes.CDLL(None).madvise
         region = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
-        for at in range(start, stop, _PREPARED_AT_ONCE):
-            length = min(_PREPARED_AT_ONCE, stop - at)
-            address = ctypes.c_void_p(region + at)
-            madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+        while go_on() and (piece := self._next_to_prepare(num_bytes)):
+            address = ctypes.c_void_p(region + piece.start)
+            madvise(address, ctypes.c_size_t(len(piece)), _MADV_POPULATE_WRITE)
+
+    def _next_to_prepare(self, num_bytes: int) -> range:
+        """Bytes of the region; none if `num_bytes` are ready."""
+        with self._lock:
+            used = (self.num_slots - self._num_fresh) * self.slot_bytes
+            missing = num_bytes - len(self._returned) * self.slot_bytes
+            start, stop = max(used, self._prepared), min(used + missing, self.total_bytes)
+            piece = range(start, min(stop, start + _PREPARED_AT_ONCE))
+            if piece:
+                self._prepared = piece.stop
+        return piece
 
     @property
     def num_free(self) -> int:

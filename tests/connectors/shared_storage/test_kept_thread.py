@@ -79,6 +79,42 @@ def test_filling_gives_way_to_reads_for_requests(bench):
     wait_for(lambda: one.staging.num_kept == NUM_CHUNKS)
 
 
+def test_a_hit_that_begins_ends_a_read_under_way_which_is_done_again_after_it(bench, monkeypatch):
+    one = bench()
+    open_read, opened = one.store.open_read, []
+
+    def busy_from_here(key):
+        opened.append(key)
+        one.busy = len(opened) == 2  # once to see what it is, once to read it
+        return open_read(key)
+
+    monkeypatch.setattr(one.store, "open_read", busy_from_here)
+    one.kept.start()
+    wait_for(lambda: one.busy)
+    time.sleep(0.2)
+    assert one.staging.num_kept == 0
+    one.busy = False
+    wait_for(lambda: one.staging.num_kept == NUM_CHUNKS)
+    assert len(opened) == 2 * NUM_CHUNKS + 1
+
+
+def test_memory_is_not_made_ready_beside_a_hit(bench, monkeypatch):
+    one = bench()
+    asked: list[bool] = []
+
+    def prepare(_num_bytes, go_on):
+        one.busy = True
+        asked.append(go_on())
+
+    monkeypatch.setattr(one.staging, "prepare", prepare)
+    one.kept.start()
+    wait_for(lambda: one.busy)
+    time.sleep(0.1)
+    assert not asked
+    one.busy = False
+    wait_for(lambda: asked == [True])
+
+
 def test_of_what_is_brought_in_the_most_recent_goes_last(bench, directory: Path):
     paths = records(directory)
     for number, path in enumerate(paths):
@@ -94,7 +130,7 @@ def test_filling_ends_in_time_however_busy_it_is(bench, monkeypatch):
     one = bench()
     one.busy = True
     prepared = threading.Event()
-    monkeypatch.setattr(one.staging, "prepare", lambda _num_bytes: prepared.set())
+    monkeypatch.setattr(one.staging, "prepare", lambda _num_bytes, _go_on: prepared.set())
     one.kept.start()
     assert prepared.wait(10.0)
     assert one.staging.num_kept == 0
@@ -156,7 +192,7 @@ def test_a_fault_while_filling_ends_filling_only(bench, monkeypatch, directory: 
 def test_memory_is_made_ready_again_after_a_use(bench, monkeypatch):
     one = bench()
     calls: list[int] = []
-    monkeypatch.setattr(one.staging, "prepare", calls.append)
+    monkeypatch.setattr(one.staging, "prepare", lambda num_bytes, _go_on: calls.append(num_bytes))
     filled(one)
     wait_for(lambda: len(calls) == 1)
     one.kept.used()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connectors.shared_storage.load_memory import read_chunk
@@ -51,8 +52,11 @@ FILL_SECONDS = 60.0
 SCAN_SECONDS = 5.0
 """How long to look for what was used last: some hundred thousand records."""
 
+PREPARE_SECONDS = 60.0
+"""Likewise: what memory is not ready by then is gotten where it is used."""
+
 GIVE_WAY_SECONDS = 0.01
-"""How often to look whether reads for requests have ended."""
+"""How often to look whether hits have ended."""
 
 LATE_SECONDS = 30.0
 """If a record has waited so long to be read again, others in doubt are not used any more."""
@@ -72,7 +76,8 @@ class KeptRecords:
         rows: what this rank reads of a record.
         store: where records come from.
         staging: keeps them.
-        is_busy: whether reads for requests are under way: this gives way to them.
+        is_busy: whether hits are under way, from their reads to the end of the forward that uses
+            them: this gives way to them.
         observer: receives counts.
     """
 
@@ -173,7 +178,9 @@ class KeptRecords:
         except Exception as error:
             self._failed("no more records are brought into memory", error)
         while not self._closed.is_set():
-            self._staging.prepare(PREPARED_BYTES)
+            # What gets memory holds up others that do, a forward for one.
+            until = time.monotonic() + PREPARE_SECONDS
+            self._staging.prepare(PREPARED_BYTES, partial(self._may_go_on, until))
             self._wake.wait()
             self._closed.wait(RECHECK_SECONDS)
             self._wake.clear()
@@ -183,20 +190,17 @@ class KeptRecords:
         self._observer.count("kept_failed")
         logger.error("%s", what, exc_info=error)
 
-    def _give_way(self, until: float) -> None:
+    def _may_go_on(self, until: float) -> bool:
+        """Wait while hits are under way; False if this is closed, or it is `until`."""
         while self._is_busy() and not self._closed.is_set() and time.monotonic() < until:
             self._closed.wait(GIVE_WAY_SECONDS)
+        return not self._closed.is_set() and time.monotonic() < until
 
     def _fill(self) -> None:
         started = time.monotonic()
         until = started + FILL_SECONDS
         for entry in self._used_last(started + SCAN_SECONDS):
-            self._read_doubted()
-            self._give_way(until)
-            over = self._closed.is_set() or time.monotonic() > until
-            if over or self._staging.num_kept >= self._staging.max_kept:
-                break
-            if not self._fill_slot(entry):
+            if not self._bring_in(entry, until):
                 break
         num_kept = self._staging.num_kept
         if num_kept:
@@ -220,28 +224,43 @@ class KeptRecords:
                 if entry.num_bytes == num_bytes:
                     yield entry
 
-    def _fill_slot(self, entry: Entry) -> bool:
-        """Bring in one record if it is of this engine; False if there is no room."""
+    def _bring_in(self, entry: Entry, until: float) -> bool:
+        """Bring in one record if it is of this engine; False if it was the last one: no room, or no
+        time."""
         schema = self._rows.schema
-        first_token = self._first_token(schema, entry)
-        if first_token is None:
-            return True
+        first_token: int | None = None
+        while True:
+            self._read_doubted()
+            if not self._may_go_on(until) or self._staging.num_kept >= self._staging.max_kept:
+                return False
+            if first_token is None:
+                first_token = self._first_token(schema, entry)
+            if first_token is None:
+                return True
+            read = self._fill_slot(schema, ChunkRef(entry.key, first_token))
+            if read is not MissReason.CANCELLED:
+                return read is not MissReason.NO_STAGING
+
+    def _fill_slot(self, schema: RecordSchema, chunk: ChunkRef) -> Content | MissReason:
+        """Read one record into a free slot, which then holds it. Given up when a hit begins."""
         # What is kept is free, too, but not for this.
         others = self._staging.num_kept + self._staging.num_slots // 4
         slot = self._staging.acquire(keep_free=others)
         if slot is None:
-            return False
+            return MissReason.NO_STAGING
         read: Content | MissReason | None = None
         try:
-            chunk = ChunkRef(entry.key, first_token)
-            read = self._read(schema, chunk, self._staging.view(slot), observer=None)
+            read = read_chunk(
+                *(self._store, self._rows, schema, chunk, self._staging.view(slot), None),
+                cancelled=lambda: self._is_busy() or self._closed.is_set(),
+            )
         finally:
             if isinstance(read, Content):
                 self._staging.release_oldest(Kept(slot, read))
                 self._observer.count("kept_filled")
             else:
                 self._staging.release(slot)
-        return True
+        return read
 
     def _first_token(self, schema: RecordSchema, entry: Entry) -> int | None:
         """Where the chunk of a record begins; None if it is not one of this namespace."""
@@ -266,7 +285,7 @@ class KeptRecords:
                 if not self._doubted:
                     return
                 content = self._doubted.pop(next(iter(self._doubted))).content
-            self._give_way(time.monotonic() + RECHECK_SECONDS)
+            self._may_go_on(time.monotonic() + RECHECK_SECONDS)
             try:
                 self._read_again(content)
             except Exception as error:
@@ -276,24 +295,11 @@ class KeptRecords:
         content.stamp = None  # not to be trusted until it was read
         chunk = ChunkRef(content.key, content.first_token)
         # To memory of its own: the slot may be in use.
-        read = self._read(
-            *(content.schema, chunk, self._rows.scratch()), observer=self._observer, in_scratch=True
+        read = read_chunk(
+            *(self._store, self._rows, content.schema, chunk, self._rows.scratch(), self._observer),
+            cancelled=self._closed.is_set,
+            in_scratch=True,
         )
         if isinstance(read, Content):
             content.stamp = read.stamp
         self._observer.count("kept_rechecked")
-
-    def _read(
-        self,
-        schema: RecordSchema,
-        chunk: ChunkRef,
-        memory: memoryview,
-        *,
-        observer: Observer | None,
-        in_scratch: bool = False,
-    ) -> Content | MissReason:
-        return read_chunk(
-            *(self._store, self._rows, schema, chunk, memory, observer),
-            cancelled=self._closed.is_set,
-            in_scratch=in_scratch,
-        )
