@@ -1,6 +1,7 @@
 """What a host of the one-class shape says about requests and steps, read into our views.
 
-The only place that knows how hosts from vLLM 0.10 to 0.32 spell it. Attributes that not all hosts
+The only place that knows how hosts from vLLM 0.10 to 0.32 spell it, but for the few fields that
+`kvferry.connectors.v1_facade` looks at in steps without news. Attributes that not all hosts
 have are looked for once per host: at the first request and at the first step. Runs in: scheduler.
 """
 
@@ -216,22 +217,6 @@ class HostRequests:
             for group, new in zip(table, added, strict=True):
                 group.extend(new)
         return table
-
-
-def brings_news(output: Any, tells_preempted: bool) -> bool:  # noqa: ANN401 - a host's object
-    """Whether a step tells anything new: a request begins, goes on with other blocks, is preempted
-    or has ended. Only after a step that could be read.
-
-    Args:
-        output: of the host's scheduler.
-        tells_preempted: see `HostRequests`.
-    """
-    if output.scheduled_new_reqs or output.finished_req_ids:
-        return True
-    if tells_preempted and output.preempted_req_ids:
-        return True
-    added = output.scheduled_cached_reqs.new_block_ids
-    return bool(added.count(None) != len(added))
 
 
 def extra_keys_of(
