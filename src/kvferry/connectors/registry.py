@@ -183,6 +183,7 @@ def open_parts(
     observer: Observer,
     *,
     where: str,
+    schedules: bool,
 ) -> ConnectorParts:
     """Open what connector `name` needs in this process; the caller takes one role from it.
 
@@ -192,6 +193,7 @@ def open_parts(
         options: the connector's own options; unknown keys are refused.
         observer: receives its counts.
         where: what the options belong to, the start of messages about them.
+        schedules: whether the scheduler role is taken.
 
     Raises:
         ConfigError: unknown name or option, or a store that cannot be used.
@@ -199,7 +201,7 @@ def open_parts(
     if name == "shared_storage":
         from kvferry.connectors.shared_storage.build import Parts
 
-        return Parts(spec, options, observer, where=where)
+        return Parts(spec, options, observer, where=where, schedules=schedules)
     raise ConfigError(f"unknown connector {name!r}; known: shared_storage")
 
 

@@ -47,7 +47,13 @@ class MemoryOptions(_Quota):
     """
 
 
-def open_store(url: str, *, observer: Observer | None = None, multi_process: bool = False) -> Store:
+def open_store(
+    url: str,
+    *,
+    observer: Observer | None = None,
+    multi_process: bool = False,
+    index: bool = True,
+) -> Store:
     """Open the store that `url` names.
 
     Args:
@@ -55,6 +61,7 @@ def open_store(url: str, *, observer: Observer | None = None, multi_process: boo
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
+        index: False: nobody will ask what the store `contains`, so that it need not keep track.
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
@@ -69,7 +76,7 @@ def open_store(url: str, *, observer: Observer | None = None, multi_process: boo
     seen_by = observer if observer is not None else Observer()
     if parsed.scheme == "memory":
         return _open_memory(parsed, where, seen_by, multi_process=multi_process)
-    return _open_file(parsed, where, seen_by)
+    return _open_file(parsed, where, seen_by, index=index)
 
 
 def _open_memory(
@@ -84,7 +91,7 @@ def _open_memory(
     return MemoryStore(parsed.path, options.max_bytes, observer)
 
 
-def _open_file(parsed: StoreUrl, where: str, observer: Observer) -> Store:
+def _open_file(parsed: StoreUrl, where: str, observer: Observer, *, index: bool) -> Store:
     options = build_config(FileOptions, parsed.options, where=where)
     # Only here: whoever keeps values in memory need not load threads, rings and ledgers.
     from kvferry.store.file.store import FileStore
@@ -95,5 +102,6 @@ def _open_file(parsed: StoreUrl, where: str, observer: Observer) -> Store:
         create=options.create,
         read_only=options.read_only,
         direct_io=options.direct_io,
+        index=index,
         observer=observer,
     )

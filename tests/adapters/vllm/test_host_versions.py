@@ -141,6 +141,14 @@ def test_a_second_engine_in_a_process_does_not_get_the_connector_of_the_first(en
     assert engine().run("b", prompt()).hit == whole_blocks(NUM_TOKENS)
 
 
+def test_only_the_scheduler_keeps_track_of_what_is_stored(engine):
+    host = engine()
+    host.run("cold", prompt())
+    host.rest_until_saved()
+    counts = [one._parts.store.stat().num_records for one in (host.scheduler, *host.workers)]
+    assert counts == [NUM_TOKENS // CHUNK, 0]
+
+
 def test_hits_inside_a_multi_connector_too(engine):
     host = engine(in_multi=True)
     host.run("cold", prompt())

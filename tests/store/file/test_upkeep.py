@@ -16,6 +16,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file.background import Background, Job
 from kvferry.store.file.index import KeyIndex
+from kvferry.store.file.layout import NUM_SHARDS
 from kvferry.store.file.ledger import Ledger, Owner, encode
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.types import ChunkKey
@@ -167,6 +168,37 @@ def test_a_store_that_only_seems_full_finds_out(bench):
     store.maintain()
     assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
     assert store.stat().used_bytes == 5000
+
+
+def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
+    store = bench.open(index=False)
+    keys = make_keys(50)
+    for key in keys:
+        store.put(key, [make_value(10)])
+    store.maintain()
+    bench.io.calls.clear()
+    bench.clock.advance(60)
+    store.maintain()
+    assert bench.io.calls["lstat"] < NUM_SHARDS
+    assert not store.contains(keys[0])
+    assert not store.wait_indexed(60.0)
+    assert store.stat().num_records == len(store._volume.index) == 0
+    assert store.put(keys[0], [make_value(10)]) is PutResult.EXISTS
+    assert read_value(store, keys[1]) == make_value(10)
+    assert {entry.key for entry in store.scan()} == set(keys)
+
+
+def test_a_store_without_an_index_that_only_seems_full_finds_out(bench):
+    store = bench.open(max_bytes=10_000, index=False)
+    for number in range(2):
+        store.put(make_key(number), [make_value(5000)])
+    for number in range(2):
+        bench.path(make_key(number)).unlink()
+    store.maintain()
+    assert store.put(make_key(2), [make_value(5000)]) is PutResult.NO_SPACE
+    bench.clock.advance(60)
+    store.maintain()
+    assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
 
 
 def test_nothing_is_corrected_while_a_write_is_pending(bench):

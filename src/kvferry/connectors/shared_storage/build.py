@@ -38,6 +38,7 @@ class Parts:
         observer: receives counts.
         store: instead of the one the options name; then closed here as if it had been opened here.
         where: what the options belong to, the start of messages about them.
+        schedules: whether the scheduler role will be asked for: only it looks keys up.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
@@ -51,6 +52,7 @@ class Parts:
         *,
         store: Store | None = None,
         where: str = "shared_storage options",
+        schedules: bool = True,
     ) -> None:
         self.spec = spec
         self.observer = observer
@@ -69,7 +71,7 @@ class Parts:
             # Before it is opened: a store opened with such a quota would evict down to it.
             max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
             self._check_quota(None if max_bytes is None else parse_size(max_bytes))
-        self.store = store or self._open_store()
+        self.store = store or self._open_store(index=schedules)
         try:
             self._check_quota(self.store.stat().max_bytes)
             self._rows = RankRows(spec, self.schema)
@@ -80,7 +82,7 @@ class Parts:
             self.store.close()
             raise
 
-    def _open_store(self) -> Store:
+    def _open_store(self, *, index: bool) -> Store:
         """The store, or its stand-in while it takes long to open.
 
         Raises:
@@ -90,7 +92,9 @@ class Parts:
         multi_process = spec.multi_process or spec.shard.world_size > 1
         late = LateStore(
             url,
-            lambda: open_store(url, observer=self.observer, multi_process=multi_process),
+            lambda: open_store(
+                url, observer=self.observer, multi_process=multi_process, index=index
+            ),
             self.config.start_timeout_seconds,
         )
         return late.opened or late
@@ -211,5 +215,5 @@ def create_worker(spec: EngineSpec, options: Mapping[str, Any], observer: Observ
     Raises:
         ConfigError: see `Parts`.
     """
-    parts = Parts(spec, options, observer)
+    parts = Parts(spec, options, observer, schedules=False)
     return RankWorker(parts.worker(), parts.store.close)

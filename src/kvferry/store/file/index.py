@@ -93,3 +93,10 @@ class KeyIndex:
             self._shards[shard].discard(rest)
         if shard == self._listed_shard:
             self._changes[rest] = present
+
+
+class NoIndex(KeyIndex):
+    """Of a store that nobody looks keys up in: learns nothing, so that it does not grow."""
+
+    def _set(self, key: ChunkKey, *, present: bool) -> None:
+        pass

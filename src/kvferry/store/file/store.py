@@ -58,6 +58,7 @@ class FileStore(Store):
         read_only: bool = False,
         observer: Observer = NO_OBSERVER,
         direct_io: DirectIO = "auto",
+        index: bool = True,
         background: bool = True,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -75,6 +76,8 @@ class FileStore(Store):
             direct_io: "off" never passes by the page cache; "auto" does for cold reads, and for
                 writes where the disk is the faster one; "on" for all writes. See
                 `reading` and `ways`.
+            index: know what is stored, for `contains`, at the price of a look at every directory
+                once a second. Without, `contains` finds nothing, and `stat` counts no records.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
             io: system calls, for tests.
             clock: monotonic seconds.
@@ -91,6 +94,7 @@ class FileStore(Store):
         self._abilities = ReadAbilities(rng=rng)
         self._abilities.direct &= direct_io != "off"
         self._closed = False
+        self._has_index = index
         self._wall = wall
         self._volume = Volume(
             io,
@@ -98,6 +102,7 @@ class FileStore(Store):
             max_bytes=max_bytes,
             create=create,
             direct_io=direct_io,
+            index=index,
             observer=observer,
             clock=clock,
             wall=wall,
@@ -236,7 +241,7 @@ class FileStore(Store):
 
     def wait_indexed(self, timeout: float) -> bool:
         """Wait for the first fill of the index; see `SupportsProbe`."""
-        return self._volume.upkeep.refresh.wait_complete(timeout)
+        return self._has_index and self._volume.upkeep.refresh.wait_complete(timeout)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """Begin a record that several processes write; see `SupportsShardedWrite`."""

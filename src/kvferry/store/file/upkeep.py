@@ -38,6 +38,7 @@ class Upkeep:
         recovery: Recovery,
         quota: Quota,
         faults: Faults,
+        lists: bool,
         clock: Callable[[], float],
         wall: Callable[[], float],
         observer: Observer,
@@ -52,11 +53,15 @@ class Upkeep:
         self._quota = quota
         self._observer = observer
         self._scan: Generator[None, None, Net | None] | None = None
-        self._scans_left = RECONCILE_TRIES
-        jobs = [
+        self._lists = lists
+        self._scans_left = RECONCILE_TRIES if lists else 0  # others look, unless counts are wrong
+        listing = [
             Job("probe", self._probe, faults.failed, urgent=True),
-            Job("heartbeat", self._beat, faults.failed),
             Job("index", self.refresh.step, faults.failed),
+        ]
+        jobs = [
+            *(listing if lists else ()),
+            Job("heartbeat", self._beat, faults.failed),
             Job("recency", self._flush, faults.failed),
             Job("recover", self._recover, faults.failed),
             Job("reconcile", self._reconcile, faults.failed),
@@ -114,7 +119,9 @@ class Upkeep:
         if self._quota.is_stuck:
             self._quota.is_stuck = False
             self._scans_left = max(self._scans_left, 1)
-        if member is None or self._scans_left == 0 or not self.refresh.is_complete:
+        if member is None or self._scans_left == 0:
+            return 1.0
+        if self._lists and not self.refresh.is_complete:
             return 1.0
         if self._scan is None:
             self._scan = reconcile(self._io, self._layout, member.writer)

@@ -12,7 +12,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.file.eviction import Evictor
 from kvferry.store.file.faults import Faults
 from kvferry.store.file.fileio import FileIO
-from kvferry.store.file.index import KeyIndex
+from kvferry.store.file.index import KeyIndex, NoIndex
 from kvferry.store.file.layout import Layout, key_of_record_name
 from kvferry.store.file.membership import Membership
 from kvferry.store.file.quarantine import Quarantine
@@ -40,6 +40,7 @@ class Volume:
         max_bytes: int | None,
         create: bool,
         direct_io: DirectIO,
+        index: bool,
         observer: Observer,
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -48,7 +49,7 @@ class Volume:
         self.io = io
         self.layout = layout
         self.observer = observer
-        self.index = KeyIndex()
+        self.index = KeyIndex() if index else NoIndex()
         self.membership = Membership(io, layout, wall, create=create)
         self.faults = Faults(layout.root, observer, clock)
         self.writing = RecordWriting(io, layout, direct_io, clock)
@@ -71,6 +72,7 @@ class Volume:
             recovery=recovery,
             quota=self.quota,
             faults=self.faults,
+            lists=index,
             clock=clock,
             wall=wall,
             observer=observer,
