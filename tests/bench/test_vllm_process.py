@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,13 +52,20 @@ def start(tmp_path):
         child.kill()
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, taken up by whoever inherited it or not."""
+def state_of(pid: int) -> str:
+    """As `ps` shows it; Z also once nothing is left of the process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def reaches(pid: int, state: str) -> bool:
+    """Whether a process comes to a state within ten seconds."""
+    until = time.monotonic() + 10
+    while state_of(pid) != state and time.monotonic() < until:
+        pass
+    return state_of(pid) == state
 
 
 def test_commands_are_answered_one_by_one_and_the_end_is_waited_for(start, tmp_path):
@@ -102,12 +110,31 @@ def test_a_child_that_died_between_two_commands_fails_the_second(start):
 def test_what_a_child_started_ends_with_it(start, end):
     child = start()
     pid = child.ask({"do": "fork"})
-    assert not is_gone(pid)
+    assert state_of(pid) != "Z"
     getattr(child, end)()
-    until = time.monotonic() + 10
-    while not is_gone(pid) and time.monotonic() < until:
-        pass
-    assert is_gone(pid)
+    assert reaches(pid, "Z")
+
+
+def test_a_child_is_stopped_between_commands(start):
+    child = start()
+    for _ in range(3):
+        assert child.ask({"do": "a"}) == {"did": "a"}
+        assert reaches(child._process.pid, "T")
+
+
+def test_a_stopped_child_does_not_outlive_its_parent(tmp_path):
+    script = f"""
+import os, sys
+from pathlib import Path
+from kvferry.bench.vllm.process import Child
+child = Child(Path({str(tmp_path / "log")!r}), (sys.executable, "-c", {OBEYS!r}))
+child.ask({{"do": "a"}})
+print(child._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert parent.returncode == -9, parent.stderr
+    assert reaches(int(parent.stdout), "Z")
 
 
 def test_the_reason_of_a_failure_is_the_last_error_of_the_log(tmp_path):

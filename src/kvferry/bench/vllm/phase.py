@@ -37,7 +37,7 @@ class Measured:
 
 
 class Phase:
-    """Processes of several cases with an engine each. All but one are idle at any time.
+    """Processes of several cases with an engine each. All but one are stopped at any time.
 
     A case whose process fails is given up. On leaving the context no process is left, whatever
     happened.

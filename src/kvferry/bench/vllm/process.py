@@ -39,9 +39,13 @@ class ChildFailedError(Exception):
 class Child:
     """A process that obeys: a JSON line each for a command and for its answer.
 
-    It leads a process group of its own, which ends with it; an interrupt of the terminal does not
+    Between two commands it is stopped: threads of an idle engine (13 of gloo) wake 1300 times a
+    second and take 19 ms of CPU in it, which the process that is measured would feel.
+
+    It leads a process group of its own, which ends with it. An interrupt of the terminal does not
     reach it, so whoever starts one must `kill` it in the end. Should we be killed ourselves, it
-    finds its stdin at an end and goes.
+    goes too: it finds its stdin at an end or, while it is stopped, gets the SIGHUP that the system
+    sends to stopped groups of its session that nobody is left to continue.
     """
 
     def __init__(
@@ -58,17 +62,18 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 env=os.environ | ENVIRONMENT,
-                start_new_session=True,
+                process_group=0,
             )
 
     def ask(self, command: Json) -> Json:
-        """Tell it what to do and wait for the answer.
+        """Tell it what to do and wait for the answer; it runs no longer than that.
 
         Raises:
             ChildFailedError: it died or took too long. It is killed then.
         """
         assert self._process.stdin is not None  # both are pipes
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
@@ -81,6 +86,7 @@ class Child:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             self._fail()
+        self._signal(signal.SIGSTOP)
         answer: Json = json.loads(line)
         return answer
 
@@ -91,6 +97,7 @@ class Child:
             ChildFailedError: it ended badly, or not in time. It is killed then.
         """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -106,13 +113,16 @@ class Child:
         if self._killed:
             return
         self._killed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(BrokenPipeError):  # a command that it did not take
                 if pipe is not None:
                     pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _fail(self, reason: str | None = None) -> NoReturn:
         self.kill()
