@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ import pytest
 
 from kvferry.bench import vllm
 from kvferry.bench.registry import BenchOptions
-from kvferry.bench.vllm import rounds, rows
+from kvferry.bench.vllm import phase, rounds, rows
 from kvferry.bench.vllm.cases import Case, cases
 from kvferry.bench.vllm.hooks import HookTimer
-from kvferry.bench.vllm.rounds import ChildFailedError, Measured, Sizes
+from kvferry.bench.vllm.phase import Measured, in_turn
+from kvferry.bench.vllm.process import ChildFailedError
+from kvferry.bench.vllm.rounds import Sizes
 from kvferry.errors import ConfigError
 
 SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served_tokens=128)
@@ -24,6 +27,7 @@ SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served
 def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
     return {
         "cpu_s": cpu,
+        "own_cpu_s": cpu / 10,
         "wall_s": wall,
         "hit_tokens": hit,
         "tokens": [7],
@@ -86,6 +90,8 @@ def test_rows_are_medians_against_vllm_alone(measured):
         *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
     ]
     assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
+    assert found["ours", "cold"]["own_cpu_ms"] == pytest.approx(110)
+    assert found["none", "own_hit"]["own_cpu_ms"] == pytest.approx(20)
     assert found["ours", "cold"]["bytes_per_token"] == 3.0
     assert found["ours", "warm"]["beyond_ms"] == pytest.approx(20)
     assert found["ours", "warm"]["hit_tokens"] == 128
@@ -127,21 +133,39 @@ def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
 
 @pytest.fixture
 def children(monkeypatch):
-    """Instead of engines: a list of (connector, whether it stores) in the order of their runs."""
-    ran = []
+    """Instead of processes with engines: what happens to them, in order, as (case, what)."""
+    seen = []
 
-    def run_child(job, directory):
-        name = None if job["connector"] is None else job["connector"]["name"]
-        ran.append((name, job["serve"] is not None))
-        if name == "breaks":
-            raise ChildFailedError("no such device")
-        if name is not None and job["serve"] is not None:
-            (directory / "store" / "file").write_bytes(b"12345678")
-        return {"prompts": job["prompts"], "again": job["again"]}
+    class Fake:
+        def __init__(self, log):
+            self.case, self.store, self.alive = log.parent.name, log.parent / "store", True
 
-    monkeypatch.setattr(rounds, "_run_child", run_child)
+        def ask(self, command):
+            what = command.get("do") or ("read" if command["stored"] else "store")
+            seen.append((self.case, what))
+            assert self.alive
+            if self.case == f"breaks in {what}":
+                raise ChildFailedError("no such device")
+            if what == "store" and command["connector"] is not None:
+                (self.store / "file").write_bytes(b"12345678")
+            return {"tokens": command.get("tokens")}
+
+        def close(self):
+            seen.append((self.case, "close"))
+            self.kill()
+
+        def kill(self):
+            if self.alive:
+                seen.append((self.case, "end"))
+            self.alive = False
+
+    monkeypatch.setattr(phase, "Child", Fake)
     monkeypatch.setattr(rounds, "make_tiny_model", lambda path, *args, **kwargs: path)
-    return ran
+    return seen
+
+
+def cases_of(seen: list[tuple[str, str]], what: str) -> list[str]:
+    return [case for case, done in seen if done == what]
 
 
 def named(name: str, **more) -> Case:
@@ -151,20 +175,42 @@ def named(name: str, **more) -> Case:
 NONE = Case(name="none", connector=None, required=True)
 
 
-def test_cases_take_turns_and_store_before_they_read(children, tmp_path):
-    found = rounds.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
-    one, two = [(None, True)], [("a", True), ("a", False)]
-    assert children == one + two + two + one
-    assert [len(m.cold) for m in found] == [2, 2]
-    assert found[1].stored_bytes == [8, 8]
-    assert found[1].computed == [128 + 2 * 128 + 2 * 128] * 2
+def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
+    found = rounds.measure([NONE, named("a"), named("b")], SMALL, tmp_path, rounds=1, seed=1)
+    none, a, b = "none", "a", "b"
+    assert children == [
+        *((case, "store") for case in (none, a, b)),
+        *((case, "prompt") for case in (none, a, b, a, b, none)),
+        *((case, "prompt") for case in (none, none)),  # its own hits
+        *((case, "serve") for case in (none, a, b)),
+        *((case, "decode") for case in (none, a, b)),
+        *((case, what) for case in (none, a, b) for what in ("close", "end")),
+        *((case, "read") for case in (a, b)),
+        *((case, "prompt") for case in (a, b, b, a)),
+        *((case, "prompt") for case in (a, b, b, a)),
+        *((case, what) for case in (a, b) for what in ("close", "end")),
+    ]
+    assert found[1].stored_bytes == [8]
+    assert found[1].computed == [128 + 2 * 128 + 2 * 128]
     assert found[0].warm == []
     assert list(tmp_path.iterdir()) == []
 
 
+def test_everyone_goes_first_and_last_as_often_and_follows_more_than_one():
+    found = [Measured(named(name), [], [], [], []) for name in "abcd"]
+    orders = ["".join(m.case.name for m in in_turn(found, turn)) for turn in range(8)]
+    assert orders[:5] == ["abcd", "bcda", "cdab", "dabc", "dcba"]
+    assert set(Counter(order[0] for order in orders).values()) == {2}
+    assert set(Counter(order[-1] for order in orders).values()) == {2}
+    found[1].failure = "gone"
+    assert [m.case.name for m in in_turn(found, 1)] == ["c", "d", "a"]
+    assert list(in_turn([], 1)) == []
+
+
 def test_what_stores_nothing_has_nothing_to_read(children, tmp_path, measured):
     found = rounds.measure([NONE, named("a", stores=False)], SMALL, tmp_path, rounds=1, seed=1)
-    assert children == [(None, True), ("a", True)]
+    assert cases_of(children, "store") == ["none", "a"]
+    assert cases_of(children, "read") == []
     assert found[1].warm == []
     measured[1].case = named("ours", stores=False)
     table = [row for row in rows.rows_of(measured) if row["case"] == "ours"]
@@ -177,44 +223,36 @@ def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(children, t
     for number in range(2):
         assert none.cold[number]["prompts"] == ours.cold[number]["prompts"]
         assert ours.cold[number]["prompts"] == ours.warm[number]["prompts"]
+        assert none.cold[number]["again"] == none.cold[number]["prompts"]
+        assert ours.cold[number]["again"] == []
+        assert ours.warm[number]["again"] == ours.warm[number]["prompts"]
     assert none.cold[0]["prompts"] != none.cold[1]["prompts"]
-    assert none.cold[0]["again"] is True
-    assert ours.cold[0]["again"] is False
-    assert ours.warm[0]["again"] is True
 
 
-def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(children, tmp_path):
+@pytest.mark.parametrize("what", ["store", "prompt", "decode", "read"])
+def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(children, tmp_path, what):
+    breaks = f"breaks in {what}"
     found = rounds.measure(
-        [NONE, named("breaks"), named("absent", refusal="not installed"), named("a")],
+        [NONE, named(breaks), named("absent", refusal="not installed"), named("a")],
         SMALL,
         tmp_path,
         rounds=3,
         seed=1,
     )
     assert [m.failure for m in found] == [None, "no such device", "not installed", None]
-    assert children.count(("breaks", True)) == 1
+    assert children.count((breaks, what)) == 1
+    assert children.count((breaks, "read")) == (what == "read")
+    assert children[-1] == ("a", "end")
     assert len(found[3].warm) == 3
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_required_case_that_fails_ends_the_run_in_one_line(children, tmp_path):
-    with pytest.raises(ConfigError, match="vLLM with breaks failed: no such device"):
-        rounds.measure([NONE, named("breaks", required=True)], SMALL, tmp_path, rounds=1, seed=1)
-
-
-def test_the_reason_of_a_failure_is_the_last_error_of_the_log(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("INFO starting\nValueError: first\nRuntimeError: the engine died\nINFO bye\n\n")
-    assert rounds._reason(log) == "RuntimeError: the engine died"
-    log.write_text("Killed\n")
-    assert rounds._reason(log) == "Killed"
-    log.write_text("")
-    assert rounds._reason(log) == "no output"
-
-
-def test_a_child_that_dies_is_told_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds.sys, "executable", "/bin/false")
-    with pytest.raises(ChildFailedError, match="no output"):
-        rounds._run_child({}, tmp_path)
+    breaks = named("breaks in prompt", required=True)
+    with pytest.raises(ConfigError, match="vLLM with breaks in prompt failed: no such device"):
+        rounds.measure([NONE, breaks], SMALL, tmp_path, rounds=1, seed=1)
+    assert sorted(cases_of(children, "end")) == ["breaks in prompt", "none"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
@@ -246,6 +284,36 @@ def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
     connector.take_events()
     assert timer.take() >= 2_000
     assert vars(connector) == {}  # as it is without a timer
+    timer.remove()
+    connector.take_events()
+    assert timer.take() == 0.0
+
+
+def test_a_timer_that_is_removed_leaves_classes_as_they_were():
+    class Base:
+        def take_events(self) -> tuple:
+            return ()
+
+    class Connector(Base):
+        def wait_for_save(self) -> None:
+            pass
+
+    before = dict(vars(Connector))
+    timer = HookTimer([Connector()], clock=time.thread_time_ns)
+    assert vars(Connector) != before
+    timer.remove()
+    timer.remove()
+    assert dict(vars(Connector)) == before
+
+
+def test_a_timer_of_thread_time_does_not_count_sleep():
+    class Connector:
+        def wait_for_save(self) -> None:
+            time.sleep(0.05)
+
+    timer = HookTimer([connector := Connector()], clock=time.thread_time_ns)
+    connector.wait_for_save()
+    assert timer.take() < 25_000
 
 
 def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):

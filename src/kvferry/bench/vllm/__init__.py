@@ -2,15 +2,18 @@
 
 Run it with the Python of vLLM's environment. A small random Llama (62.7 M parameters, bfloat16),
 prompts of 2108 tokens, blocks of 128, one compute thread. Every case in a process of its own with a
-fresh engine, cases in turn over the rounds, medians at the end.
+fresh engine. The processes of all cases live side by side, and they take turns prompt by prompt, so
+that what is compared lies a second or two apart; medians over prompts and rounds.
 
 cases.py     the connectors that are compared, and how each is configured
 child.py     the process with the engine
+process.py   its other end
+phase.py     processes of all cases side by side, in turn
 hooks.py     how long hooks take, seen from inside
 no_op.py     a connector that does nothing
 fs_tier.py   vLLM's file tier on a host without a device
 servers.py   LMCache's server
-rounds.py    all processes of a run, in turn
+rounds.py    what they do in each round, in which order
 rows.py      medians of what they measured
 
 Phases:

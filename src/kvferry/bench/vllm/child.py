@@ -1,13 +1,17 @@
-"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm.child JOB RESULT`.
+"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm.child`.
 
-Both are JSON files. Does what the job says, in its order, and writes what it measured.
+It obeys: a JSON object per line of stdin, and one per line of stdout for the answer. The first
+command is `Engine`'s arguments and is answered when the engine has done a short prompt; the others
+name themselves in `do`. At the end of stdin the engine is shut down. The other end is `Child`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,25 @@ IDLE_SECONDS = 0.001
 
 SETTLE_SECONDS = 30.0
 
+WARM_UP_ANSWER = 4
+"""Tokens."""
+
 CHUNK_BYTES = 4 << 20
 
 
 class Engine:
-    """vLLM, stepped the way its own loop in a server does it."""
+    """vLLM, stepped the way its own loop in a server does it.
 
-    def __init__(self, arguments: Json, connector: Json | None) -> None:
+    Args:
+        arguments: of vLLM's `LLM`.
+        connector: vLLM's `kv_transfer_config`.
+        warm_up: tokens of a short prompt, which is done at once.
+        stored: directory with what timed prompts will find; None if they find nothing.
+    """
+
+    def __init__(
+        self, arguments: Json, connector: Json | None, warm_up: list[int], stored: str | None
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -48,6 +64,10 @@ class Engine:
 
         core.post_step = noting
         self._count = 0
+        self._warm_up = warm_up
+        self._stored = None if stored is None else Path(stored)
+        self.hooks = HookTimer(self.connectors(), clock=time.thread_time_ns)
+        prompt(self, warm_up, WARM_UP_ANSWER)
 
     def connectors(self) -> list[Any]:
         """Both halves; none without a connector."""
@@ -56,6 +76,13 @@ class Engine:
         if not has_kv_transfer_group():
             return []
         return [self._scheduler.connector, get_kv_transfer_group()]
+
+    def get_ready(self) -> None:
+        """Before a timed prompt that finds something stored: work a little, with all of that in
+        memory."""
+        if self._stored is not None:
+            bring_to_memory(self._stored)
+            prompt(self, self._warm_up, WARM_UP_ANSWER)
 
     def add(self, tokens: list[int], max_tokens: int, logprobs: int | None) -> str:
         from vllm import SamplingParams
@@ -116,8 +143,12 @@ def _hide_numba() -> None:
 
 
 def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
-    """One prompt on an idle engine: time to first token, and CPU time until it is idle again."""
-    cpu, began = time.process_time(), time.perf_counter()
+    """One prompt on an idle engine: time to first token, and CPU time until it is idle again.
+
+    `own_cpu_s` of the CPU time is that of other threads, and of this one inside hooks.
+    """
+    engine.hooks.take()
+    cpu, thread, began = time.process_time(), time.thread_time(), time.perf_counter()
     engine.add(tokens, max_tokens, logprobs=5)
     first, last = None, None
     while engine.has_work():
@@ -126,12 +157,13 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
                 first = time.perf_counter() - began
             last = output
     engine.settle()
-    cpu = time.process_time() - cpu
+    cpu, thread = time.process_time() - cpu, time.thread_time() - thread
     if last is None or first is None:
         raise RuntimeError("the engine gave no answer")
     answer = last.outputs[0]
     return {
         "cpu_s": cpu,
+        "own_cpu_s": cpu - thread + engine.hooks.take() / 1e6,
         "wall_s": first,
         "hit_tokens": last.num_cached_tokens or 0,
         "tokens": list(answer.token_ids),
@@ -144,6 +176,7 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
 
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
     """Decode steps of one request: what hooks take of each, and how long it is."""
+    engine.hooks.remove()
     engine.add(tokens, num_steps + 2, logprobs=None)
     while not engine.step():
         pass
@@ -162,6 +195,7 @@ def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
 
 def serve(engine: Engine, prompts: list[list[int]], max_tokens: list[int], at_once: int) -> Json:
     """Keep `at_once` requests running until all are done: gaps between tokens, and throughput."""
+    engine.hooks.remove()
     waiting = list(zip(prompts, max_tokens, strict=True))
     seen: dict[str, tuple[int, float]] = {}
     gaps: list[float] = []
@@ -194,30 +228,31 @@ def bring_to_memory(directory: Path) -> None:
                     pass
 
 
-def timed_prompt(engine: Engine, tokens: list[int], job: Json) -> Json:
-    """`prompt`, on an engine that has just worked and with all that is stored in memory."""
-    if job["stored"] is not None:
-        bring_to_memory(Path(job["stored"]))
-        for others in job["warm_up"]:
-            prompt(engine, others, 4)
-    return prompt(engine, tokens, job["max_tokens"])
+def timed_prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
+    """`prompt`, on an engine that has just worked if it can find something stored."""
+    engine.get_ready()
+    return prompt(engine, tokens, max_tokens)
 
 
-def main(job: Json) -> Json:
-    engine = Engine(job["engine"], job["connector"])
-    result: Json = {}
-    for tokens in job["warm_up"]:
-        prompt(engine, tokens, 4)
-    result["prompts"] = [timed_prompt(engine, tokens, job) for tokens in job["prompts"]]
-    if job["again"]:
-        result["again"] = [timed_prompt(engine, tokens, job) for tokens in job["prompts"]]
-    if job["serve"]:
-        result["serve"] = serve(engine, **job["serve"])
-    if job["decode_steps"]:
-        result["decode"] = decode(engine, job["prompts"][-1], job["decode_steps"])
+COMMANDS: dict[str, Callable[..., Json]] = {
+    "prompt": timed_prompt,
+    "serve": serve,
+    "decode": decode,
+}
+
+
+def main() -> None:
+    # vLLM prints; what it prints goes to the log with stderr, and answers stay alone.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = Engine(**json.loads(sys.stdin.readline()))
+    print("{}", file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = COMMANDS[command.pop("do")](engine, **command)
+        print(json.dumps(answer), file=answers)
     engine.close()
-    return result
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    main()

@@ -37,18 +37,27 @@ HOOKS = (
 class HookTimer:
     """Adds up the time spent in the hooks of connectors. One thread calls them all.
 
-    Wraps the methods of their classes, for good, so that the instances stay as they are. The cost
-    of measuring is measured too, and taken off.
+    Wraps the methods of their classes until `remove`, so that the instances stay as they are. The
+    cost of measuring is measured too, and taken off.
+
+    Args:
+        connectors: whose hooks.
+        clock: in nanoseconds.
     """
 
-    def __init__(self, connectors: Iterable[Any]) -> None:
+    def __init__(
+        self, connectors: Iterable[Any], clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self._clock = clock
         self._nanoseconds = 0
         self._calls = 0
         self._depth = 0
         kinds = {type(connector) for connector in connectors}
         hooks = [(kind, name, getattr(kind, name, None)) for kind in kinds for name in HOOKS]
+        self._wrapped: list[tuple[type, str, Any]] = []
         for kind, name, hook in hooks:
             if callable(hook):
+                self._wrapped.append((kind, name, vars(kind).get(name)))
                 setattr(kind, name, self._timed(hook))
         self._overhead = self._measure_overhead()
         self.take()
@@ -59,8 +68,17 @@ class HookTimer:
         self._nanoseconds = self._calls = 0
         return max(0.0, spent / 1e3)
 
+    def remove(self) -> None:
+        """Leave the classes as they were. May be called again."""
+        while self._wrapped:
+            kind, name, own = self._wrapped.pop()
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
+
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        clock = time.perf_counter_ns
+        clock = self._clock
 
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the hook takes
             if self._depth:

@@ -1,15 +1,11 @@
-"""All processes of a run: every case in every round, in turn."""
+"""All processes of a run: in every round, first those that store, then those that read."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvferry.bench.vllm.cases import Case
+from kvferry.bench.vllm.phase import Measured, Phase, giving_up, live
 from kvferry.bench.vllm.servers import lmcache_server
-from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 
 Json = dict[str, Any]
 
 ROUNDS = 10
-PROCESS_SECONDS = 600.0
 
 MODEL = {
     "vocab_size": 32000,
@@ -54,24 +49,13 @@ ENGINE = {
     "seed": 0,
 }
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """How much each process does."""
 
     prompt_tokens: int = 2108
-    prompts: int = 2
+    prompts: int = 3
     answer_tokens: int = 8
     warm_up_tokens: int = 300
     decode_steps: int = 150
@@ -83,29 +67,30 @@ class Sizes:
         return Sizes(prompt_tokens=300, prompts=1, decode_steps=20, served=4, served_tokens=140)
 
 
-@dataclass(slots=True)
-class Measured:
-    """What one case gave.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the processes of one round do; the same for every case.
 
     Attributes:
-        case: which.
-        cold: results of its first processes, one per round.
-        warm: of its second ones; empty if it stores nothing.
-        stored_bytes: after each first process.
-        computed: tokens in whole blocks that each first process computed.
-        failure: why it was given up, if it was.
+        engine: arguments of vLLM's `LLM`.
+        warm_up: tokens of a short prompt.
+        prompts: tokens of those that are timed.
+        max_tokens: of each answer to them.
+        serve: arguments of `child.serve`.
+        decode_steps: of one request.
     """
 
-    case: Case
-    cold: list[Json]
-    warm: list[Json]
-    stored_bytes: list[int]
-    computed: list[int]
-    failure: str | None = None
+    engine: Json
+    warm_up: list[int]
+    prompts: list[list[int]]
+    max_tokens: int
+    serve: Json
+    decode_steps: int
 
-
-class ChildFailedError(Exception):
-    """A process with an engine ended badly; the message is the end of its log, as one line."""
+    def tokens_in_blocks(self) -> int:
+        """In whole blocks, of all prompts that a storing process computes."""
+        prompts = [self.warm_up, *self.prompts, *self.serve["prompts"]]
+        return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
 def measure(
@@ -127,102 +112,128 @@ def measure(
     found = [Measured(case, [], [], [], [], case.refusal) for case in cases]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("rounds of engines", total=rounds * len(found))
-        for number in range(rounds):
-            jobs = _jobs(sizes, model, random.Random(seed * 1000 + number))
-            # Whoever goes first has the quietest machine: nobody always does.
-            turn = number % len(found)
-            for measured in found[turn:] + found[:turn]:
-                if measured.failure is None:
-                    _run_case(measured, jobs, directory / f"round-{number}")
-                progress.advance(task)
+        for number in progress.track(range(rounds), description="rounds of engines"):
+            work = _work(sizes, model, random.Random(seed * 1000 + number))
+            Round(live(found), work, directory / f"round-{number}", number).run()
     return found
 
 
-def _run_case(measured: Measured, jobs: tuple[Json, Json], directory: Path) -> None:
-    case = measured.case
-    store = directory / "store"
-    store.mkdir(parents=True)
-    connector = None if case.connector is None else case.connector(store)
-    cold, warm = ({**job, "connector": connector} for job in jobs)
-    cold["again"], warm["again"] = connector is None, True
-    cold["stored"], warm["stored"] = None, str(store)
-    log = directory / "log"
-    try:
-        with lmcache_server(store, log) if case.server else nullcontext():
-            measured.cold.append(_run_child(cold, directory))
-            measured.stored_bytes.append(_bytes_in(store))
-            measured.computed.append(_tokens_in_blocks(cold))
-            if connector is not None and case.stores:
-                measured.warm.append(_run_child(warm, directory))
-    except (ChildFailedError, ConfigError) as error:
-        if case.required:
-            raise ConfigError(f"vLLM with {case.name} failed: {error}") from error
-        measured.failure = str(error)
-    finally:
-        shutil.rmtree(directory)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of all cases.
+
+    Attributes:
+        cases: they get the results, or the reason why they are given up.
+        work: of each process.
+        directory: made and removed again; each case has its store and its log in one of its own.
+        number: of the round; who goes first depends on it.
+    """
+
+    cases: Sequence[Measured]
+    work: Work
+    directory: Path
+    number: int
+
+    def run(self) -> None:
+        """Store, then read.
+
+        Raises:
+            ConfigError: a case that is required failed.
+        """
+        self.directory.mkdir(parents=True)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.directory)
+            for measured in self.cases:
+                own = self.directory / measured.case.name
+                (own / "store").mkdir(parents=True)
+                if measured.case.server:
+                    with giving_up(measured):
+                        stack.enter_context(lmcache_server(own / "store", own / "log"))
+            self._cold()
+            self._warm()
+
+    def _cold(self) -> None:
+        """Everything that finds nothing stored; vLLM alone also shows its own prefix hits."""
+        work, turn = self.work, self.number
+        alone = [measured for measured in self.cases if measured.case.connector is None]
+        steps = {"do": "decode", "tokens": work.prompts[-1], "num_steps": work.decode_steps}
+        with Phase(self.cases, self.directory) as phase:
+            phase.start(turn, lambda case: self._engine(case, reads=False))
+            prompts = self._prompts(phase, self.cases)
+            again = self._prompts(phase, alone)
+            served = phase.ask(turn, {"do": "serve", **work.serve})
+            decoded = phase.ask(turn, steps)
+            phase.close()
+        for measured in live(self.cases):
+            name = measured.case.name
+            result = {
+                "prompts": [answers[name] for answers in prompts],
+                "again": [answers[name] for answers in again if name in answers],
+                "serve": served[name],
+                "decode": decoded[name],
+            }
+            measured.cold.append(result)
+            measured.stored_bytes.append(_bytes_in(self._store(measured.case)))
+            measured.computed.append(work.tokens_in_blocks())
+
+    def _warm(self) -> None:
+        """The same prompts in other processes, of the cases that stored them."""
+        cases = [m for m in live(self.cases) if m.case.stores and m.case.connector is not None]
+        with Phase(cases, self.directory) as phase:
+            phase.start(self.number, lambda case: self._engine(case, reads=True))
+            prompts = self._prompts(phase, cases)
+            again = self._prompts(phase, cases)
+            phase.close()
+        for measured in live(cases):
+            name = measured.case.name
+            result = {
+                "prompts": [answers[name] for answers in prompts],
+                "again": [answers[name] for answers in again],
+            }
+            measured.warm.append(result)
+
+    def _engine(self, case: Case, *, reads: bool) -> Json:
+        """A process's first command."""
+        store = self._store(case)
+        return {
+            "arguments": self.work.engine,
+            "connector": None if case.connector is None else case.connector(store),
+            "warm_up": self.work.warm_up,
+            "stored": str(store) if reads else None,
+        }
+
+    def _prompts(self, phase: Phase, cases: Sequence[Measured]) -> list[dict[str, Json]]:
+        """Of each prompt, the answers by case."""
+        return [
+            phase.ask(
+                self.number + index,
+                {"do": "prompt", "tokens": tokens, "max_tokens": self.work.max_tokens},
+                cases,
+            )
+            for index, tokens in enumerate(self.work.prompts)
+        ]
+
+    def _store(self, case: Case) -> Path:
+        return self.directory / case.name / "store"
 
 
-def _jobs(sizes: Sizes, model: Path, source: random.Random) -> tuple[Json, Json]:
-    """What the storing and the reading process of one round do; the same for every case."""
-
+def _work(sizes: Sizes, model: Path, source: random.Random) -> Work:
     def tokens(count: int) -> list[int]:
         return [source.randrange(3, MODEL["vocab_size"]) for _ in range(count)]
 
-    common: Json = {
-        "engine": {**ENGINE, "model": str(model)},
-        "warm_up": [tokens(sizes.warm_up_tokens)],
-        "prompts": [tokens(sizes.prompt_tokens) for _ in range(sizes.prompts)],
-        "max_tokens": sizes.answer_tokens,
-        "again": False,
-    }
-    serve = {
-        "prompts": [tokens(sizes.served_tokens) for _ in range(sizes.served)],
-        # Of different lengths, so that prompts are computed while others decode.
-        "max_tokens": [20 + 7 * index % 30 for index in range(sizes.served)],
-        "at_once": 4,
-    }
-    return (
-        {**common, "serve": serve, "decode_steps": sizes.decode_steps},
-        {**common, "serve": None, "decode_steps": 0},
+    return Work(
+        engine={**ENGINE, "model": str(model)},
+        warm_up=tokens(sizes.warm_up_tokens),
+        prompts=[tokens(sizes.prompt_tokens) for _ in range(sizes.prompts)],
+        max_tokens=sizes.answer_tokens,
+        serve={
+            "prompts": [tokens(sizes.served_tokens) for _ in range(sizes.served)],
+            # Of different lengths, so that prompts are computed while others decode.
+            "max_tokens": [20 + 7 * index % 30 for index in range(sizes.served)],
+            "at_once": 4,
+        },
+        decode_steps=sizes.decode_steps,
     )
-
-
-def _run_child(job: Json, directory: Path) -> Json:
-    job_file, result_file, log = (directory / name for name in ("job", "result", "log"))
-    job_file.write_text(json.dumps(job), encoding="utf-8")
-    result_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "kvferry.bench.vllm.child", str(job_file), str(result_file)]
-    with log.open("ab") as output:
-        try:
-            subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | ENVIRONMENT,
-                timeout=PROCESS_SECONDS,
-                check=True,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ChildFailedError(f"no end within {PROCESS_SECONDS:.0f} s") from error
-        except subprocess.CalledProcessError as error:
-            raise ChildFailedError(_reason(log)) from error
-    result: Json = json.loads(result_file.read_text(encoding="utf-8"))
-    return result
-
-
-def _reason(log: Path) -> str:
-    """The last line of a log that names an error, or its last line."""
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
-    lines = [line for line in lines if line] or ["no output"]
-    errors = [line for line in lines if "Error" in line.split(":")[0] or "Exception:" in line]
-    return (errors or lines)[-1][:200]
-
-
-def _tokens_in_blocks(job: Json) -> int:
-    prompts = job["warm_up"] + job["prompts"] + job["serve"]["prompts"]
-    return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
 def _bytes_in(directory: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvferry.bench.registry import Row
-from kvferry.bench.vllm.rounds import Measured
+from kvferry.bench.vllm.phase import Measured
 
 Json = dict[str, Any]
 
@@ -19,6 +19,7 @@ COLUMNS = (
     "phase",
     "cpu_s",
     "cpu_ratio",
+    "own_cpu_ms",
     "wall_s",
     "beyond_ms",
     "hit_tokens",
@@ -34,7 +35,8 @@ COLUMNS = (
 """All rows have these keys.
 
 cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone in the same round: to its `cold`, its `own_hit` for warm rows. wall_s: to the first token.
+alone with the same prompt: to its `cold`, its `own_hit` for warm rows. own_cpu_ms: of cpu_s, what
+threads other than the engine's took, and the engine's inside hooks. wall_s: to the first token.
 beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
 process, which then has its prefix itself.
 p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
@@ -77,6 +79,7 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
         "cold",
         cpu_s=_median(p["cpu_s"] for p in prompts),
         cpu_ratio=_ratio(prompts, plain),
+        own_cpu_ms=_own_cpu_ms(prompts),
         wall_s=_median(p["wall_s"] for p in prompts),
         hit_tokens=_median(p["hit_tokens"] for p in prompts),
         bytes_per_token=_bytes_per_token(measured),
@@ -90,6 +93,7 @@ def _own_row(alone: Measured) -> Row:
         alone,
         "own_hit",
         cpu_s=_median(p["cpu_s"] for p in again),
+        own_cpu_ms=_own_cpu_ms(again),
         wall_s=_median(p["wall_s"] for p in again),
         hit_tokens=_median(p["hit_tokens"] for p in again),
     )
@@ -103,6 +107,7 @@ def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
         "warm",
         cpu_s=_median(p["cpu_s"] for p in prompts),
         cpu_ratio=_ratio(prompts, own),
+        own_cpu_ms=_own_cpu_ms(prompts),
         wall_s=_median(p["wall_s"] for p in prompts),
         beyond_ms=1e3 * _median(p["wall_s"] - a["wall_s"] for p, a in _pairs(prompts, again)),
         hit_tokens=_median(p["hit_tokens"] for p in prompts),
@@ -172,6 +177,10 @@ def _pairs(ours: Sequence[Json], plain: Sequence[Json]) -> Iterator[tuple[Json, 
 
 def _ratio(ours: Sequence[Json], plain: Sequence[Json]) -> float:
     return _median(one["cpu_s"] / other["cpu_s"] for one, other in _pairs(ours, plain))
+
+
+def _own_cpu_ms(prompts: Sequence[Json]) -> float:
+    return 1e3 * _median(one["own_cpu_s"] for one in prompts)
 
 
 def _median(values: Iterable[float]) -> float:
