@@ -28,6 +28,10 @@ SETTLE_SECONDS = 30.0
 WARM_UP_ANSWER = 4
 """Tokens."""
 
+QUIET_SECONDS = 1.5
+"""For what a connector does behind an engine that has started: a process that was stopped meanwhile
+would do it beside the first timed prompt."""
+
 CHUNK_BYTES = 4 << 20
 
 
@@ -246,6 +250,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = Engine(**json.loads(sys.stdin.readline()))
+    time.sleep(QUIET_SECONDS)
     print("{}", file=answers)
     for line in sys.stdin:
         command = json.loads(line)
