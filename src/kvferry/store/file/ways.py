@@ -1,10 +1,10 @@
 """Which way a store's writes go: through the page cache, or past it to the disk.
 
-The page cache is the better place, since a record just written is often the next one read. But it
-needs memory that is free, and on a virtual machine that memory may have to come from the host page
-by page: writing through the cache then takes longer than the disk does, and all of it is CPU time
-taken from the engine, where waiting for a disk takes next to none. No system says which machine is
-such a one, so both ways are timed, and the faster one is taken.
+What goes through the page cache takes CPU time from the engine, where waiting for a disk takes next
+to none; on a virtual machine that gets its memory from the host page by page, it takes longer than
+the disk does. But a record just written is often the next one read, and a page cache that is the
+faster way may be worth its CPU time. No system says which machine is such a one, so both ways are
+timed: past the page cache, unless that is the slower way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORTH_BYTES = 1 << 20
 """Smaller writes say more about the threads of a process than about disk and memory."""
 
 MARGIN = 1.2
-"""How many times faster the other way must be before it is taken."""
+"""How many times faster the way that is not in use must be before it is taken."""
 
 LOOK_EVERY = 32
 """Of so many writes one goes the other way, to learn what that takes by now. If it took ten times
@@ -27,7 +27,7 @@ LOOK_EVERY_MOST = 1024
 """However long it took: it may have been in a bad moment."""
 
 SAMPLES = 2
-"""Writes each way before the two are compared."""
+"""Writes the other way before the two are compared."""
 
 _WEIGHT = 0.25
 """Of the newest write in the average."""
@@ -65,18 +65,18 @@ class Ways:
         self._clock = clock
         self._cached, self._direct = _Way(), _Way()
         self._since_look = 0
-        self._prefers_direct = False
+        self._prefers_direct = True
 
     def choose_direct(self) -> bool:
         """Whether the next write goes past the page cache."""
         cached, direct = self._cached, self._direct
-        if min(cached.samples, direct.samples) < SAMPLES:
-            return direct.samples < cached.samples
         used, other = (direct, cached) if self._prefers_direct else (cached, direct)
-        if other.seconds_per_byte * MARGIN < used.seconds_per_byte:
+        is_known = other.samples >= SAMPLES
+        if is_known and other.seconds_per_byte * MARGIN < used.seconds_per_byte:
             used, other = other, used
         self._prefers_direct = prefers_direct = used is direct
         self._since_look += 1
+        # For as long as it is not known, the other way takes no time.
         looks = self._since_look * used.seconds_per_byte >= LOOK_EVERY * other.seconds_per_byte
         if self._since_look < LOOK_EVERY or not (looks or self._since_look >= LOOK_EVERY_MOST):
             return prefers_direct
