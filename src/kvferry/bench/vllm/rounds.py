@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvferry.bench.vllm.cases import Case
-from kvferry.bench.vllm.phase import Measured, Phase, giving_up, live
+from kvferry.bench.vllm.phase import Measured, Phase, giving_up, in_turn, live
 from kvferry.bench.vllm.servers import lmcache_server
 from kvferry.testing.models import make_tiny_model
 
@@ -177,20 +177,22 @@ class Round:
             measured.computed.append(work.tokens_in_blocks())
 
     def _warm(self) -> None:
-        """The same prompts in other processes, of the cases that stored them."""
+        """The same prompts in other processes, of the cases that stored them. One process after the
+        other: what is compared lies within each."""
         cases = [m for m in live(self.cases) if m.case.stores and m.case.connector is not None]
-        with Phase(cases, self.directory) as phase:
-            phase.start(self.number, lambda case: self._engine(case, reads=True))
-            prompts = self._prompts(phase, cases)
-            again = self._prompts(phase, cases)
-            phase.close()
-        for measured in live(cases):
-            name = measured.case.name
-            result = {
-                "prompts": [answers[name] for answers in prompts],
-                "again": [answers[name] for answers in again],
-            }
-            measured.warm.append(result)
+        for measured in in_turn(cases, self.number):
+            with Phase([measured], self.directory) as phase:
+                phase.start(0, lambda case: self._engine(case, reads=True))
+                prompts = self._prompts(phase, [measured])
+                again = self._prompts(phase, [measured])
+                phase.close()
+            if measured.failure is None:
+                name = measured.case.name
+                result = {
+                    "prompts": [answers[name] for answers in prompts],
+                    "again": [answers[name] for answers in again],
+                }
+                measured.warm.append(result)
 
     def _engine(self, case: Case, *, reads: bool) -> Json:
         """A process's first command."""
