@@ -83,8 +83,10 @@ def test_preparing_stops_when_it_is_told_to_and_goes_on_there():
     assert size * 0.4 < resident_bytes() - before < size * 0.6
     staging.prepare(size)
     assert size * 0.9 < resident_bytes() - before < size * 1.1
+    staging.prepare(size, pytest.fail)  # nothing to do: not asked
 
 
+@PREPARED
 def test_a_system_that_cannot_prepare_memory_is_no_fault(monkeypatch):
     monkeypatch.setattr("kvferry.store.staging._MADV_POPULATE_WRITE", 9999)
     staging = Staging(4 * ALIGN, ALIGN)

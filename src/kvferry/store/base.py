@@ -197,7 +197,8 @@ class SupportsStamp(Protocol):
 
 @runtime_checkable
 class SupportsProbe(Protocol):
-    """A store whose index can lag behind what other processes stored."""
+    """A store whose index can lag behind what other processes stored, or that was opened without
+    one (`open_store`): then `contains` is always False, and nothing here has an effect."""
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so

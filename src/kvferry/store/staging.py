@@ -110,11 +110,13 @@ class Staging:
 
     def prepare(self, num_bytes: int, go_on: Callable[[], bool] = lambda: True) -> None:
         """Have the next slots that will be used backed by memory now, `num_bytes` of them, so that
-        no read or write waits for that. Does nothing where the system cannot do it beforehand.
+        no read or write waits for that. Does nothing where the system cannot do it beforehand. One
+        thread at a time.
 
         Args:
             num_bytes: how much.
-            go_on: asked every few milliseconds; may wait. False: the rest is left for another call.
+            go_on: asked every few milliseconds as long as there is something to do; may wait.
+                False: the rest is left for another call.
         """
         if sys.platform != "linux":
             return
@@ -122,20 +124,19 @@ class Staging:
         # virtual machine gets its memory page by page. Failure (Linux before 5.14) costs only time.
         madvise = ctypes.CDLL(None).madvise
         region = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
-        while go_on() and (piece := self._next_to_prepare(num_bytes)):
-            address = ctypes.c_void_p(region + piece.start)
-            madvise(address, ctypes.c_size_t(len(piece)), _MADV_POPULATE_WRITE)
+        while self._next_to_prepare(num_bytes) and go_on():
+            if piece := self._next_to_prepare(num_bytes):  # by now
+                self._prepared = piece.stop
+                address = ctypes.c_void_p(region + piece.start)
+                madvise(address, ctypes.c_size_t(len(piece)), _MADV_POPULATE_WRITE)
 
     def _next_to_prepare(self, num_bytes: int) -> range:
         """Bytes of the region; none if `num_bytes` are ready."""
         with self._lock:
             used = (self.num_slots - self._num_fresh) * self.slot_bytes
             missing = num_bytes - len(self._returned) * self.slot_bytes
-            start, stop = max(used, self._prepared), min(used + missing, self.total_bytes)
-            piece = range(start, min(stop, start + _PREPARED_AT_ONCE))
-            if piece:
-                self._prepared = piece.stop
-        return piece
+        start, stop = max(used, self._prepared), min(used + missing, self.total_bytes)
+        return range(start, min(stop, start + _PREPARED_AT_ONCE))
 
     @property
     def num_free(self) -> int:

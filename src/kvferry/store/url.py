@@ -30,7 +30,7 @@ class FileOptions(_Quota):
         max_bytes: quota over all processes that share the directory; None for no limit.
         create: make the directory if it is missing.
         read_only: never write, evict or quarantine.
-        direct_io: bypass the page cache; "auto" where it is faster and works.
+        direct_io: bypass the page cache; "auto" as `FileStore` says.
     """
 
     create: bool = True

@@ -115,6 +115,41 @@ def test_memory_is_not_made_ready_beside_a_hit(bench, monkeypatch):
     wait_for(lambda: asked == [True])
 
 
+def test_records_in_doubt_do_not_wait_for_memory_that_hits_keep_from_being_made_ready(
+    bench, monkeypatch, directory
+):
+    monkeypatch.setattr(module, "PREPARE_SECONDS", 0.1)
+    one = bench()
+    filled(one)
+    one.busy = True
+    note_uses(directory)
+    content = one.contents()[0]
+    assert one.kept.confirm(content)
+    taken = [one.staging.acquire() for _ in range(40)]  # so that there is memory to get ready
+    one.kept.used()
+    wait_for(lambda: one.observer["kept_rechecked"] == 1)
+    for slot in taken:
+        one.staging.release(slot)
+
+
+def test_a_record_that_hits_keep_from_being_read_is_left_to_them(bench, monkeypatch):
+    one = bench()
+    open_read = one.store.open_read
+
+    def busy(key):
+        one.busy = True
+        timer = threading.Timer(0.02, setattr, (one, "busy", False))
+        timer.start()
+        return open_read(key)
+
+    monkeypatch.setattr(one.store, "open_read", busy)
+    prepared = threading.Event()
+    monkeypatch.setattr(one.staging, "prepare", lambda _num_bytes, _go_on: prepared.set())
+    one.kept.start()
+    assert prepared.wait(10.0)
+    assert one.staging.num_kept == 0
+
+
 def test_of_what_is_brought_in_the_most_recent_goes_last(bench, directory: Path):
     paths = records(directory)
     for number, path in enumerate(paths):

@@ -189,6 +189,20 @@ def test_hooks_are_asked_for_until_known_and_while_copies_are_under_way(host):
     assert host.observer["loads_beside_forward"] == 1
 
 
+@pytest.mark.parametrize("beside_forward", [False, True])
+def test_a_forward_that_uses_hits_is_given_way_to_until_its_end(host, beside_forward):
+    if beside_forward:
+        host.learn()
+    assert not host.worker._uses_hits()
+    host.load_step()
+    assert host.worker._uses_hits()
+    host.forward()
+    assert host.worker._uses_hits()
+    host.end()
+    assert not host.worker._uses_hits()
+    assert host.observer["loads_beside_forward"] == beside_forward
+
+
 def test_a_layer_without_a_hook_is_copied_before_the_forward(host, stored):
     host.learn(["0.1"])
     host.load_step()

@@ -3,7 +3,7 @@
 Run it with the Python of vLLM's environment. A small random Llama (62.7 M parameters, bfloat16),
 prompts of 2108 tokens, blocks of 128, one compute thread. Every case in a process of its own with a
 fresh engine. The storing processes of all cases live side by side and take turns prompt by prompt,
-so that what is compared lies a second or two apart; the reading ones, each compared with its own
+so that what is compared lies some seconds apart; the reading ones, each compared with its own
 prefix hits, come one after the other. Medians over prompts and rounds.
 
 cases.py     the connectors that are compared, and how each is configured

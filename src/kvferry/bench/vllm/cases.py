@@ -48,7 +48,12 @@ def cases() -> Sequence[Case]:
             stores=False,
             note="a connector that does nothing: what vLLM takes for having one",
         ),
-        Case(name="kvferry", connector=_kvferry, required=True),
+        Case(
+            name="kvferry",
+            connector=_kvferry,
+            required=True,
+            note="brings what was used last into memory when it starts",
+        ),
         Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
         Case(
             name="fs-tier",

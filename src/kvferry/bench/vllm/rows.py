@@ -35,7 +35,7 @@ COLUMNS = (
 """All rows have these keys.
 
 cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone with the same prompt: to its `cold`, its `own_hit` for warm rows. own_cpu_ms: of cpu_s, what
+alone with the same prompt, for warm rows to the same prompt asked again. own_cpu_ms: of cpu_s, what
 threads other than the engine's took, and the engine's inside hooks. wall_s: to the first token.
 beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
 process, which then has its prefix itself.
@@ -106,7 +106,7 @@ def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
         measured,
         "warm",
         cpu_s=_median(p["cpu_s"] for p in prompts),
-        cpu_ratio=_ratio(prompts, own),
+        cpu_ratio=_ratio(prompts, again),
         own_cpu_ms=_own_cpu_ms(prompts),
         wall_s=_median(p["wall_s"] for p in prompts),
         beyond_ms=1e3 * _median(p["wall_s"] - a["wall_s"] for p, a in _pairs(prompts, again)),
@@ -140,7 +140,6 @@ def _serve_row(measured: Measured, alone: Measured) -> Row:
         p50_ms=1e3 * _median(_median(s["gaps_s"]) for s in served),
         p99_ms=1e3 * _median(_percentile(s["gaps_s"], 0.99) for s in served),
         tokens_s=_median(s["tokens"] / s["wall_s"] for s in served),
-        hit_tokens=0,
     )
 
 

@@ -49,11 +49,14 @@ several hits."""
 FILL_SECONDS = 60.0
 """After this, an engine that has started serves what it has in memory by then."""
 
+FILL_TRIES = 3
+"""How often a record is begun that hits keep from being read to its end."""
+
 SCAN_SECONDS = 5.0
 """How long to look for what was used last: some hundred thousand records."""
 
-PREPARE_SECONDS = 60.0
-"""Likewise: what memory is not ready by then is gotten where it is used."""
+PREPARE_SECONDS = 5.0
+"""What memory is not ready by then is gotten where it is used: records in doubt wait for this."""
 
 GIVE_WAY_SECONDS = 0.01
 """How often to look whether hits have ended."""
@@ -229,7 +232,7 @@ class KeptRecords:
         time."""
         schema = self._rows.schema
         first_token: int | None = None
-        while True:
+        for _ in range(FILL_TRIES):
             self._read_doubted()
             if not self._may_go_on(until) or self._staging.num_kept >= self._staging.max_kept:
                 return False
@@ -240,6 +243,7 @@ class KeptRecords:
             read = self._fill_slot(schema, ChunkRef(entry.key, first_token))
             if read is not MissReason.CANCELLED:
                 return read is not MissReason.NO_STAGING
+        return True
 
     def _fill_slot(self, schema: RecordSchema, chunk: ChunkRef) -> Content | MissReason:
         """Read one record into a free slot, which then holds it. Given up when a hit begins."""

@@ -62,6 +62,9 @@ class _UnderWay(NamedTuple):
 class Loads:
     """All loads of one rank.
 
+    Attributes:
+        in_forward: the forward under way uses hits.
+
     Args:
         rows: what this rank moves.
         device: copies it.
@@ -101,6 +104,7 @@ class Loads:
         self._seconds = 0.0  # that copies held up this step
         self._spare_cores = 0
         self._hooks = LayerHooks()
+        self.in_forward = False
 
     def register(self) -> None:
         """Called once the engine's threads and tensors are what they will be."""
@@ -119,6 +123,7 @@ class Loads:
                 way when this returns: `wait_for_layer` and `end_forward` have them complete.
         """
         started = time.perf_counter()
+        self.in_forward = True
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         staged: list[_Staged] = []
         under_way: LayerCopies | None = None
@@ -222,6 +227,7 @@ class Loads:
     def end_forward(self) -> None:
         """Have all copies complete, and those fail that a layer may not have waited for."""
         self._hooks.end_forward()
+        self.in_forward = False
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -245,6 +251,7 @@ class Loads:
 
     def abandon(self) -> None:
         """Write to no block any more: the step is over."""
+        self.in_forward = False
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.copies.abandon()
@@ -257,6 +264,7 @@ class Loads:
         The step waits for this, so a store that was late once is not waited for again for a while:
         until then only what is there at once is used.
         """
+        self.in_forward = True
         now = time.monotonic()
         waits = now >= self._stalled_until
         deadline = now + (self._timeout if waits else 0.0)

@@ -121,8 +121,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         spec = _describe(vllm_config, layout)
         if kv_cache_config is None:
             _refuse_window(spec.identity.config)
-        self._parts = Parts(spec, options, observer)
         is_worker = role is KVConnectorRole.WORKER
+        self._parts = Parts(spec, options, observer, schedules=not is_worker)
         self._scheduler_role = None if is_worker else self._parts.scheduler()
         super().__init__(
             vllm_config,

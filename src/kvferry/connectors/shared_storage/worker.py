@@ -78,7 +78,7 @@ class SharedStorageWorker(WorkerRole):
         self._load_failed = False  # in this step
         self._report = Report()
         self._load_pool = IOPool(config.io_threads, "kvferry-load")
-        self._kept = KeptRecords(rows, store, staging, lambda: self._fetches.under_way, observer)
+        self._kept = KeptRecords(rows, store, staging, self._uses_hits, observer)
         self._fetches = Fetches(
             rows, store, staging, self._kept, self._load_pool, self._report, observer
         )
@@ -102,6 +102,9 @@ class SharedStorageWorker(WorkerRole):
             report=self._report,
             observer=observer,
         )
+
+    def _uses_hits(self) -> bool:
+        return self._fetches.under_way or self._loads.in_forward
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._device.register(kv_caches)

@@ -19,15 +19,18 @@ WORTH_BYTES = 1 << 20
 MARGIN = 1.2
 """How many times faster the way that is not in use must be before it is taken."""
 
+LEARN_EVERY = 8
+"""Of the first writes, one of so many goes through the page cache, until that is known."""
+
 LOOK_EVERY = 32
-"""Of so many writes one goes the other way, to learn what that takes by now. If it took ten times
-as long, one of ten times as many."""
+"""Later one of so many goes the other way, to learn what that takes by now. If it took ten times as
+long, one of ten times as many."""
 
 LOOK_EVERY_MOST = 1024
 """However long it took: it may have been in a bad moment."""
 
 SAMPLES = 2
-"""Writes the other way before the two are compared."""
+"""Writes through the page cache before the two are compared."""
 
 _WEIGHT = 0.25
 """Of the newest write in the average."""
@@ -71,17 +74,19 @@ class Ways:
         """Whether the next write goes past the page cache."""
         cached, direct = self._cached, self._direct
         used, other = (direct, cached) if self._prefers_direct else (cached, direct)
-        is_known = other.samples >= SAMPLES
-        if is_known and other.seconds_per_byte * MARGIN < used.seconds_per_byte:
-            used, other = other, used
-        self._prefers_direct = prefers_direct = used is direct
         self._since_look += 1
-        # For as long as it is not known, the other way takes no time.
-        looks = self._since_look * used.seconds_per_byte >= LOOK_EVERY * other.seconds_per_byte
-        if self._since_look < LOOK_EVERY or not (looks or self._since_look >= LOOK_EVERY_MOST):
-            return prefers_direct
+        if other.samples < SAMPLES:
+            is_due = self._since_look >= LEARN_EVERY
+        else:
+            if other.seconds_per_byte * MARGIN < used.seconds_per_byte:
+                used, other = other, used
+            self._prefers_direct = used is direct
+            dear = LOOK_EVERY * other.seconds_per_byte > self._since_look * used.seconds_per_byte
+            is_due = self._since_look >= (LOOK_EVERY_MOST if dear else LOOK_EVERY)
+        if not is_due:
+            return self._prefers_direct
         self._since_look = 0
-        return not prefers_direct
+        return not self._prefers_direct
 
     @contextmanager
     def timed(self, num_bytes: int, *, direct: bool) -> Iterator[None]:
