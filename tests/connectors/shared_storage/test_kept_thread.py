@@ -120,16 +120,17 @@ def test_records_in_doubt_do_not_wait_for_memory_that_hits_keep_from_being_made_
 ):
     monkeypatch.setattr(module, "PREPARE_SECONDS", 0.1)
     one = bench()
+    answers: list[bool] = []
+    monkeypatch.setattr(one.staging, "prepare", lambda _num_bytes, go_on: answers.append(go_on()))
     filled(one)
-    one.busy = True
+    wait_for(lambda: answers == [True])
     note_uses(directory)
-    content = one.contents()[0]
-    assert one.kept.confirm(content)
-    taken = [one.staging.acquire() for _ in range(40)]  # so that there is memory to get ready
-    one.kept.used()
-    wait_for(lambda: one.observer["kept_rechecked"] == 1)
-    for slot in taken:
-        one.staging.release(slot)
+    for number in range(2):
+        one.busy = True
+        assert one.kept.confirm(one.contents()[number])
+        one.kept.used()
+        wait_for(lambda expected=number + 1: one.observer["kept_rechecked"] == expected)
+    assert answers[1] is False
 
 
 def test_a_record_that_hits_keep_from_being_read_is_left_to_them(bench, monkeypatch):
