@@ -184,6 +184,7 @@ def open_parts(
     *,
     where: str,
     schedules: bool,
+    engine: str,
 ) -> ConnectorParts:
     """Open what connector `name` needs in this process; the caller takes one role from it.
 
@@ -194,6 +195,8 @@ def open_parts(
         observer: receives its counts.
         where: what the options belong to, the start of messages about them.
         schedules: whether the scheduler role is taken.
+        engine: a name that no other engine of this process has: by it the two roles find each other
+            if both are here.
 
     Raises:
         ConfigError: unknown name or option, or a store that cannot be used.
@@ -201,7 +204,7 @@ def open_parts(
     if name == "shared_storage":
         from kvferry.connectors.shared_storage.build import Parts
 
-        return Parts(spec, options, observer, where=where, schedules=schedules)
+        return Parts(spec, options, observer, where=where, schedules=schedules, engine=engine)
     raise ConfigError(f"unknown connector {name!r}; known: shared_storage")
 
 

@@ -33,6 +33,13 @@ class Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
+    @classmethod
+    def ended(cls) -> Job[T]:
+        """One that ended before it began, without a result."""
+        job = cls()
+        job._done.set()
+        return job
+
     def poll(self) -> bool:
         """True once `result` or `error` is set. Never blocks."""
         return self._done.is_set()

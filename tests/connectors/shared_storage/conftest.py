@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.observe import Counters
 from kvferry.testing.host import SimulatedHost, make_groups, make_shared_storage_host
+
+from .keeping import NUM_CHUNKS, PROMPT, open_store
 
 
 class Host(SimulatedHost):
@@ -64,6 +67,16 @@ def make_host() -> Iterator[Any]:
         host.close()
         for part in host.parts:
             part.store.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, make_host) -> Path:
+    """A store with a prompt of five chunks."""
+    host = make_host(store=open_store(tmp_path / "store"))
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == NUM_CHUNKS
+    return tmp_path / "store"
 
 
 def slot_bytes(groups: Any, chunk_tokens: int, world_size: int) -> int:

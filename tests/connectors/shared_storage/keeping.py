@@ -61,3 +61,43 @@ def note_uses(directory: Path) -> None:
     """Do to all records what noting their last use does."""
     for path in records(directory):
         os.utime(path, ns=(1, 1))
+
+
+def filled(host: Any, num_records: int = NUM_CHUNKS) -> None:
+    """Wait until what is stored is in memory."""
+    wait_for(lambda: host.observer["kept_filled"] == num_records)
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4200)
+        byte = file.read(1)[0]
+        file.seek(4200)
+        file.write(bytes([byte ^ 1]))
+
+
+def to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def to_another(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4200] ^= 1
+    path.with_name("other").write_bytes(content)
+    path.with_name("other").replace(path)
+
+
+def flip_and_note_a_use(path: Path) -> None:
+    flip(path)
+    os.utime(path, ns=(1, 1))
+
+
+DAMAGES = {
+    "flipped": (flip, "miss_bad_leaf"),
+    "truncated": (lambda path: os.truncate(path, 5000), "miss_truncated"),
+    "emptied": (lambda path: os.truncate(path, 0), "miss_truncated"),
+    "removed": (Path.unlink, "miss_absent"),
+    "a directory": (to_directory, "miss_absent"),
+    "replaced": (to_another, "miss_bad_leaf"),
+}

@@ -13,16 +13,21 @@ from typing import Any
 
 import pytest
 
+from kvferry.connectors.shared_storage import build
 from kvferry.connectors.shared_storage.kept import KeptRecords
 from kvferry.store.file.store import FileStore
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ChunkKey
 
 from .keeping import (
+    DAMAGES,
     NUM_CHUNKS,
     PROMPT,
     SLOT,
     CountingStore,
+    filled,
+    flip,
+    flip_and_note_a_use,
     note_uses,
     open_store,
     records,
@@ -43,16 +48,6 @@ class HangsLater(FaultyStore):
 
 
 @pytest.fixture
-def directory(tmp_path: Path, make_host) -> Path:
-    """A store with a prompt of five chunks."""
-    host = make_host(store=open_store(tmp_path / "store"))
-    host.run("writer", PROMPT)
-    host.settle()
-    assert host.observer["put_stored"] == NUM_CHUNKS
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def host(directory: Path, make_host) -> Any:
     """A host that has that prompt in memory."""
     host = make_host(store=open_store(directory))
@@ -61,8 +56,16 @@ def host(directory: Path, make_host) -> Any:
     return host
 
 
-def filled(host: Any, num_records: int = NUM_CHUNKS) -> None:
-    wait_for(lambda: host.observer["kept_filled"] == num_records)
+@pytest.fixture(autouse=True, params=["one process", "two processes"])
+def processes(request, monkeypatch) -> str:
+    """Where the two roles are: in one process, the scheduler role takes what is kept itself."""
+    if request.param == "two processes":
+        monkeypatch.setattr(build, "find", lambda _engine: None)
+    name: str = request.param
+    return name
+
+
+two_processes = pytest.mark.parametrize("processes", ["two processes"], indirect=True)
 
 
 @pytest.fixture
@@ -168,41 +171,7 @@ def test_two_hits_on_one_record_at_once(host):
     assert host.parts[0].staging.num_free == host.parts[0].staging.num_slots
 
 
-def flip(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(4200)
-        byte = file.read(1)[0]
-        file.seek(4200)
-        file.write(bytes([byte ^ 1]))
-
-
-def to_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def to_another(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[4200] ^= 1
-    path.with_name("other").write_bytes(content)
-    path.with_name("other").replace(path)
-
-
-def flip_and_note_a_use(path: Path) -> None:
-    flip(path)
-    os.utime(path, ns=(1, 1))
-
-
-DAMAGES = {
-    "flipped": (flip, "miss_bad_leaf"),
-    "truncated": (lambda path: os.truncate(path, 5000), "miss_truncated"),
-    "emptied": (lambda path: os.truncate(path, 0), "miss_truncated"),
-    "removed": (Path.unlink, "miss_absent"),
-    "a directory": (to_directory, "miss_absent"),
-    "replaced": (to_another, "miss_bad_leaf"),
-}
-
-
+@two_processes
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, directory, name: str):
     damage, counter = DAMAGES[name]
@@ -216,6 +185,7 @@ def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, direct
     wait_for(lambda: staging.num_free == staging.num_slots)  # once it is stored anew
 
 
+@two_processes
 def test_a_store_that_is_gone_is_a_miss(host, directory: Path):
     shutil.rmtree(directory)
     assert host.run("warm", PROMPT).num_external_tokens == 0
@@ -318,6 +288,7 @@ def test_the_most_recent_ones_are_brought_in(tmp_path: Path, make_host):
     assert again.parts[0].store.num_opened == before
 
 
+@two_processes
 def test_a_store_that_hangs_when_looked_at_is_a_miss_at_the_deadline(directory: Path, make_host):
     gate = Gate()
     store = HangsLater(open_store(directory), operations=("stamp",))

@@ -16,16 +16,7 @@ from kvferry.observe import Counters
 from kvferry.store.staging import Content, Staging
 from kvferry.testing.stores import make_key
 
-from .keeping import NUM_CHUNKS, PROMPT, SLOT, note_uses, open_store, records, wait_for
-
-
-@pytest.fixture
-def directory(tmp_path: Path, make_host) -> Path:
-    """A store with a prompt of five chunks."""
-    host = make_host(store=open_store(tmp_path / "store"))
-    host.run("writer", PROMPT)
-    host.settle()
-    return tmp_path / "store"
+from .keeping import NUM_CHUNKS, SLOT, note_uses, open_store, records, wait_for
 
 
 class Bench:

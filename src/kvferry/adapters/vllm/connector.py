@@ -78,7 +78,10 @@ class FerryConnector(OneRole):
         self._host_config = vllm_config
         self._places: dict[str, int] | None = None  # of the tensors registered, by layer
         self._parts = open_parts(
-            KIND, spec, options, self._observer, where=WHERE, schedules=not is_worker
+            *(KIND, spec, options, self._observer),
+            where=WHERE,
+            schedules=not is_worker,
+            engine=str(vllm_config.kv_transfer_config.engine_id),
         )
         self._translator = self._make_translator(spec)
         self._cache_hit_source = self._hit_source(self._parts.store.url)

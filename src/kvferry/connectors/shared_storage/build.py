@@ -13,6 +13,7 @@ from kvferry.connectors.registry import EngineSpec, RankWorker, Roles
 from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.connectors.shared_storage.rank_device import DeviceSetup
 from kvferry.connectors.shared_storage.rank_rows import RankRows
+from kvferry.connectors.shared_storage.reservations import Reservations, find, publish
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
 from kvferry.connectors.shared_storage.sessions import SharedWrites
 from kvferry.connectors.shared_storage.tables import Tables
@@ -39,6 +40,7 @@ class Parts:
         store: instead of the one the options name; then closed here as if it had been opened here.
         where: what the options belong to, the start of messages about them.
         schedules: whether the scheduler role will be asked for: only it looks keys up.
+        engine: a name that no other engine of this process has, for roles that are built apart.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
@@ -53,6 +55,7 @@ class Parts:
         store: Store | None = None,
         where: str = "shared_storage options",
         schedules: bool = True,
+        engine: str | None = None,
     ) -> None:
         self.spec = spec
         self.observer = observer
@@ -72,6 +75,9 @@ class Parts:
             max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
             self._check_quota(None if max_bytes is None else parse_size(max_bytes))
         self.store = store or self._open_store(index=schedules)
+        # A host may have two of us in one engine, and let its operator name engines.
+        name = engine or secrets.token_hex(16)
+        self._engine = f"{name} {self.store.url} {self.namespace.hex()}"
         try:
             self._check_quota(self.store.stat().max_bytes)
             self._rows = RankRows(spec, self.schema)
@@ -187,11 +193,15 @@ class Parts:
             self.observer,
             new_namespace=self._next_epoch,
             shared_writes=shared_writes,
+            in_memory=lambda: find(self._engine),
         )
 
     def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
+        reservations = Reservations(self.staging)
+        if self.spec.shard.world_size == 1 and self.staging.max_kept:
+            publish(self._engine, reservations)
         return SharedStorageWorker(
-            *(self._rows, self.config, self.store, self.staging, self.observer),
+            *(self._rows, self.config, self.store, self.staging, reservations, self.observer),
             setup or DeviceSetup(),
         )
 

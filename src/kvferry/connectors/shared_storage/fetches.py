@@ -5,9 +5,10 @@ Runs in: worker, on the model runner's thread; the reads on I/O threads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.kept import KeptRecords
     from kvferry.connectors.shared_storage.rank_rows import RankRows
     from kvferry.connectors.shared_storage.report import Report
+    from kvferry.connectors.shared_storage.reservations import Reservations
     from kvferry.observe import Observer
     from kvferry.record.schema import RecordSchema, RowRange
     from kvferry.store.base import Store
-    from kvferry.store.staging import Kept, Staging
+    from kvferry.store.staging import Content, Kept, Staging
+
+logger = logging.getLogger(__name__)
 
 ReadJob = Job[MissReason | None]
 """A read under way; its result is the reason why it is a miss."""
@@ -48,6 +52,8 @@ class Fetch:
     done: bool = False
     from_memory: bool = False
     """Some of it was in staging from before; written by the reads."""
+    unasked: bool = False
+    """All of it was, and the store has not been asked whether it still has it."""
 
     def in_hand(self) -> dict[bytes, LoadSlot]:
         """The slots of the chunks that were read and verified, by key."""
@@ -63,6 +69,7 @@ class Fetches:
         store: where from.
         staging: memory for chunks in hand.
         kept: what is in staging from before.
+        reservations: what of it was promised already.
         pool: threads that read.
         report: receives news.
         observer: receives counts.
@@ -74,6 +81,7 @@ class Fetches:
         store: Store,
         staging: Staging,
         kept: KeptRecords,
+        reservations: Reservations,
         pool: IOPool,
         report: Report,
         observer: Observer,
@@ -82,6 +90,7 @@ class Fetches:
         self._store = store
         self._staging = staging
         self._kept = kept
+        self._reservations = reservations
         self._pool = pool
         self._report = report
         self._observer = observer
@@ -91,6 +100,10 @@ class Fetches:
         """Start to bring chunks into staging. Never blocks."""
         fetch = Fetch(op, time.monotonic())
         self._fetches[op.ticket] = fetch
+        reserved = self._reservations.claim(op.ticket)
+        if reserved is not None:
+            self._hold(fetch, reserved)
+            return
         # Before slots are taken for others, since those may be the ones that hold them.
         kept = deque(self._kept.take_all(op.chunks))
         for chunk in op.chunks:
@@ -108,6 +121,18 @@ class Fetches:
             job = self._pool.submit(self._prefetch_job(fetch, chunk, slot))
             fetch.slots.append(slot)
             fetch.jobs.append(job)
+
+    def _hold(self, fetch: Fetch, reserved: Sequence[Kept]) -> None:
+        """Have a prefetch of which everything is in hand."""
+        self._observer.count("kept_used", len(reserved))
+        fetch.ended = fetch.started
+        fetch.from_memory = fetch.unasked = True
+        for one in reserved:
+            slot = LoadSlot(self._staging, one.slot)
+            slot.content = one.content
+            slot.drop()  # no read holds it
+            fetch.slots.append(slot)
+            fetch.jobs.append(Job.ended())
 
     def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
         rows, schema = self._rows, self._rows.schema
@@ -197,13 +222,30 @@ class Fetches:
         before `after`."""
         fetch = self._fetches.pop(ticket, None)
         if fetch is None:
+            self._reservations.cancel(ticket)  # of a step that failed before it was begun
             return
+        if fetch.unasked:
+            self._ask_behind([slot.content for slot in fetch.slots if slot.content is not None])
         # The last one first: what is kept goes in the order in which it came, and a chunk whose
         # prefix is gone is worth nothing.
         for slot, job in zip(reversed(fetch.slots), reversed(fetch.jobs), strict=True):
             job.cancel()
             slot.drop(after)
         self._kept.used()
+
+    def _ask_behind(self, contents: Sequence[Content]) -> None:
+        """See whether the store still has what was used."""
+
+        def run(_job: Job[None]) -> None:
+            for content in contents:
+                self._kept.check(content)
+
+        try:
+            self._pool.submit(run)
+        except RuntimeError as error:  # the process has as many threads as it may have
+            logger.warning("records in memory are read again at their next use: %s", error)
+            for content in contents:
+                content.stamp = None
 
     def find(self, ticket: int | None) -> Fetch | None:
         """A prefetch that was not released."""

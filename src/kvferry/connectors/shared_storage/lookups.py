@@ -77,12 +77,17 @@ class Lookups:
             # Where a host could not recover from a failed load, nothing unverified is promised.
             may_fail = self._tables.can_fail_by_block
             return self._promise(state, num_local_tokens, stop) if may_fail else MISS
+        wait = self._policy.wait_seconds(stop - num_local_tokens)
+        chunks = self.chunks_of(keys, num_local_tokens, stop)
+        if self._tickets.room(len(chunks)) == len(chunks):
+            hit = (num_local_tokens, stop)
+            state.ticket = self._tickets.open_in_memory(chunks, hit, self._clock() + wait)
+            if state.ticket is not None:
+                return self._promise(state, *hit)
         if not self._policy.worth_loading(stop - num_local_tokens):
             self._observer.count("hits_recomputed")
             state.gave_up = True
             return MISS
-        wait = self._policy.wait_seconds(stop - num_local_tokens)
-        chunks = self.chunks_of(keys, num_local_tokens, stop)
         if self._tickets.room(len(chunks)) < len(chunks) and self._tickets.any_open:
             # Others will have copied their hits out in a moment.
             now = self._clock()

@@ -2,8 +2,9 @@
 
 Life of a hit: `lookup` finds leading chunks in the index → the next plan carries a prefetch and the
 answer is "ask again" → every rank reports what it holds verified → `lookup` promises it →
-`update_after_alloc` records the blocks → the plan carries the load. With `promise="index"` the hit
-is promised at once and failed chunks come back as block ids.
+`update_after_alloc` records the blocks → the plan carries the load. What is in memory already, in
+this process, is promised at once. With `promise="index"` every hit is, and failed chunks come back
+as block ids.
 
 Tokens of a request: `[0, local)` the engine has, `[local, local + promised)` we load, the rest it
 computes; of what it computes, whole chunks that the store does not know are saved.
@@ -48,6 +49,7 @@ from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 if TYPE_CHECKING:
     from kvferry.connectors.registry import EngineSpec
     from kvferry.connectors.shared_storage.config import SharedStorageConfig
+    from kvferry.connectors.shared_storage.reservations import Reservations
     from kvferry.connectors.shared_storage.sessions import SharedWrites
     from kvferry.observe import Observer
     from kvferry.store.base import Store
@@ -76,6 +78,7 @@ class SharedStorageScheduler(SchedulerRole):
         observer: receives counts.
         new_namespace: makes the digest of another epoch (see `reset`).
         shared_writes: where several ranks write one record, else None.
+        in_memory: finds what the only rank keeps, if it is in this process.
         clock: monotonic seconds.
     """
 
@@ -90,6 +93,7 @@ class SharedStorageScheduler(SchedulerRole):
         *,
         new_namespace: Callable[[], bytes],
         shared_writes: SharedWrites | None = None,
+        in_memory: Callable[[], Reservations | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -109,7 +113,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._tables = Tables(spec)
         self._policy = LoadPolicy(config.load_timeout_seconds)
         self._num_ranks = spec.shard.world_size
-        self._tickets = Tickets(self._num_ranks, num_load_slots, clock)
+        self._tickets = Tickets(self._num_ranks, num_load_slots, clock, in_memory)
         self._requests: dict[str, RequestState] = {}
         self._broken = BrokenKeys(clock)
         self._lookups = Lookups(

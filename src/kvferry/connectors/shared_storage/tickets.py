@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.connectors.shared_storage.messages import ChunkRef, Prefetched
+from kvferry.connectors.shared_storage.reservations import Reservations
 
 LEASE_SECONDS = 10.0
 """How long past its deadline a request may sit on staging that others ask for."""
@@ -52,13 +53,21 @@ class Tickets:
         num_ranks: ranks that each must report.
         num_slots: chunks that fit into staging on every rank.
         clock: monotonic seconds.
+        in_memory: where what the only rank keeps can be taken from here; None if it cannot.
     """
 
-    def __init__(self, num_ranks: int, num_slots: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        num_slots: int,
+        clock: Callable[[], float],
+        in_memory: Callable[[], Reservations | None] = lambda: None,
+    ) -> None:
         self._num_ranks = num_ranks
         self._free = num_slots
         self._loading = 0  # taken until the loads of the next plan are done
         self._clock = clock
+        self._in_memory = in_memory
         self._numbers = itertools.count(1)
         self._open: dict[int, Ticket] = {}
         self._new: list[Ticket] = []
@@ -82,11 +91,31 @@ class Tickets:
 
     def open(self, chunks: tuple[ChunkRef, ...], hit: tuple[int, int], deadline: float) -> int:
         """Ask for `chunks`, for which there is room."""
-        ticket = Ticket(next(self._numbers), chunks, hit, self._clock(), deadline, self._num_ranks)
+        return self._open_numbered(next(self._numbers), chunks, hit, deadline).number
+
+    def open_in_memory(
+        self, chunks: tuple[ChunkRef, ...], hit: tuple[int, int], deadline: float
+    ) -> int | None:
+        """`open` for chunks that are all in hand now; None if they are not, or not known to be."""
+        reservations = self._in_memory()
+        if reservations is None:
+            return None
+        number = next(self._numbers)
+        if not reservations.reserve(number, chunks):
+            return None
+        ticket = self._open_numbered(number, chunks, hit, deadline)
+        ticket.in_hand_by_rank[0] = len(chunks)
+        ticket.done_ranks.add(0)
+        return number
+
+    def _open_numbered(
+        self, number: int, chunks: tuple[ChunkRef, ...], hit: tuple[int, int], deadline: float
+    ) -> Ticket:
+        ticket = Ticket(number, chunks, hit, self._clock(), deadline, self._num_ranks)
         self._free -= len(chunks)
-        self._open[ticket.number] = ticket
+        self._open[number] = ticket
         self._new.append(ticket)
-        return ticket.number
+        return ticket
 
     def get(self, number: int | None) -> Ticket | None:
         return None if number is None else self._open.get(number)
@@ -111,14 +140,19 @@ class Tickets:
             self._loading += len(ticket.chunks)
         else:
             self._free += len(ticket.chunks)
-        if ticket in self._new:
-            self._new.remove(ticket)
-        elif not told:
-            self._releases.append(number)
+            self.release(number)
 
     def release(self, number: int) -> None:
-        """Tell the workers to drop a ticket that was closed for a load that will not happen."""
-        self._releases.append(number)
+        """Have the workers drop a ticket that is closed: also for a load that will not happen."""
+        new = next((ticket for ticket in self._new if ticket.number == number), None)
+        if new is None:
+            self._releases.append(number)
+            return
+        # They never heard of it.
+        self._new.remove(new)
+        reservations = self._in_memory()
+        if reservations is not None:
+            reservations.cancel(number)
 
     def _expire(self, now: float) -> None:
         """Take staging back from requests that got their hit in hand and are not admitted."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvferry.connectors.shared_storage.config import SharedStorageConfig
     from kvferry.connectors.shared_storage.rank_rows import RankRows
+    from kvferry.connectors.shared_storage.reservations import Reservations
     from kvferry.observe import Observer
     from kvferry.store.base import Store
     from kvferry.store.staging import Staging
@@ -56,6 +57,7 @@ class SharedStorageWorker(WorkerRole):
         config: options.
         store: shared with the scheduler role where both live in one process; not closed here.
         staging: slots of `RankRows.slot_bytes` each.
+        reservations: what the scheduler role took of it, if it can.
         observer: receives counts.
         setup: how the device of the engine's tensors is used.
     """
@@ -66,6 +68,7 @@ class SharedStorageWorker(WorkerRole):
         config: SharedStorageConfig,
         store: Store,
         staging: Staging,
+        reservations: Reservations,
         observer: Observer,
         setup: DeviceSetup,
     ) -> None:
@@ -79,8 +82,10 @@ class SharedStorageWorker(WorkerRole):
         self._report = Report()
         self._load_pool = IOPool(config.io_threads, "kvferry-load")
         self._kept = KeptRecords(rows, store, staging, self._uses_hits, observer)
+        self._reservations = reservations
         self._fetches = Fetches(
-            rows, store, staging, self._kept, self._load_pool, self._report, observer
+            *(rows, store, staging, self._kept, reservations),
+            *(self._load_pool, self._report, observer),
         )
         self._loads = Loads(
             rows,
@@ -216,6 +221,7 @@ class SharedStorageWorker(WorkerRole):
 
     def close(self) -> None:
         self._loads.abandon()
+        self._reservations.close()
         self._fetches.close()
         self._kept.close(0.0)  # told now, waited for below: what it reads nobody wants either
         loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)
