@@ -18,6 +18,7 @@ from kvferry.testing.stores import (
     ShardedWriteTests,
     StampTests,
     StoreTests,
+    WatchTests,
     store_machine,
 )
 
@@ -54,7 +55,7 @@ TestMemoryStoreMachine = store_machine(TestMemoryStore()).TestCase
 TestMemoryStoreMachine.settings = settings(max_examples=60, deadline=None)
 
 
-class TestFileStore(ScanTests, ProbeTests, StampTests, ShardedWriteTests, StoreTests):
+class TestFileStore(ScanTests, ProbeTests, StampTests, WatchTests, ShardedWriteTests, StoreTests):
     persistent = True
 
     def make_store(self, tmp_path, **options):

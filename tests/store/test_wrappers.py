@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from kvferry.store.base import SupportsProbe, SupportsScan, SupportsShardedWrite, SupportsStamp
+from kvferry.store.base import (
+    Stamp,
+    SupportsProbe,
+    SupportsScan,
+    SupportsShardedWrite,
+    SupportsStamp,
+    SupportsWatch,
+)
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore, StallingStore
@@ -45,6 +52,17 @@ class EverythingStore(MemoryStore):
         self.calls.append(("stamp", key))
         return "stamp"
 
+    def watch(self):
+        self.calls.append(("watch",))
+        return True
+
+    def is_unchanged(self, key, since):
+        self.calls.append(("is_unchanged", key, since))
+        return True
+
+
+SINCE = Stamp((), None, written=False)
+
 
 def test_a_wrapper_has_the_abilities_of_its_inner_store_and_no_others():
     plain = WrapperStore(MemoryStore())
@@ -52,11 +70,13 @@ def test_a_wrapper_has_the_abilities_of_its_inner_store_and_no_others():
     assert not isinstance(plain, SupportsProbe)
     assert not isinstance(plain, SupportsShardedWrite)
     assert not isinstance(plain, SupportsStamp)
+    assert not isinstance(plain, SupportsWatch)
     able = WrapperStore(EverythingStore())
     assert isinstance(able, SupportsScan)
     assert isinstance(able, SupportsProbe)
     assert isinstance(able, SupportsShardedWrite)
     assert isinstance(able, SupportsStamp)
+    assert isinstance(able, SupportsWatch)
 
 
 def test_optional_calls_go_to_the_inner_store_as_they_are():
@@ -69,6 +89,8 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         assert store.commit("session", b"head") == "committed"
         store.abort("session")
         assert store.stamp(make_key()) == "stamp"
+        assert store.watch()
+        assert store.is_unchanged(make_key(), SINCE)
         assert (store.url, store.multi_process) == ("memory://everything", True)
     assert inner.calls == [
         ("probe", [make_key()]),
@@ -78,6 +100,8 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         ("commit", "session", b"head"),
         ("abort", "session"),
         ("stamp", make_key()),
+        ("watch",),
+        ("is_unchanged", make_key(), SINCE),
     ]
 
 

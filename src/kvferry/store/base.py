@@ -60,11 +60,13 @@ class Stamp(NamedTuple):
             lately that the medium's clock could not tell the next change from it.
         written: whether its bytes may have been changed last; if not, that was something else, such
             as noting that it was used.
+        moment: when it was taken, for `SupportsWatch`; None if nothing is heard of changes since.
     """
 
     value: Hashable
     changes: Hashable
     written: bool
+    moment: int | None = None
 
 
 class Source(ABC):
@@ -193,6 +195,18 @@ class SupportsStamp(Protocol):
         Raises:
             StoreError: the medium failed.
         """
+
+
+@runtime_checkable
+class SupportsWatch(Protocol):
+    """A store that can be told of changes as they happen."""
+
+    def watch(self) -> bool:
+        """Listen from now on, where the system tells; whether it does."""
+
+    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
+        """Whether no byte of a value was changed since its stamp was taken, as far as this machine
+        knows. False if that is not known. Memory only; does not block on the medium."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from kvferry.store.base import (
     SupportsScan,
     SupportsShardedWrite,
     SupportsStamp,
+    SupportsWatch,
 )
 from kvferry.types import ChunkKey
 
@@ -54,6 +55,18 @@ class StampDelegate:
         return self.inner.stamp(key)
 
 
+class WatchDelegate:
+    """`SupportsWatch` for a wrapper whose inner store has it."""
+
+    inner: SupportsWatch
+
+    def watch(self) -> bool:
+        return self.inner.watch()
+
+    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
+        return self.inner.is_unchanged(key, since)
+
+
 class ShardedWriteDelegate:
     """`SupportsShardedWrite` for a wrapper whose inner store has it."""
 
@@ -89,6 +102,7 @@ class WrapperStore(Store):
         (SupportsProbe, ProbeDelegate),
         (SupportsShardedWrite, ShardedWriteDelegate),
         (SupportsStamp, StampDelegate),
+        (SupportsWatch, WatchDelegate),
     )
 
     def __new__(cls, inner: Store, *args: object, **kwargs: object) -> Self:

@@ -24,6 +24,7 @@ from kvferry.store.base import (
     SupportsScan,
     SupportsShardedWrite,
     SupportsStamp,
+    SupportsWatch,
 )
 from kvferry.store.memory import BytesSource
 from kvferry.store.wrappers import (
@@ -31,6 +32,7 @@ from kvferry.store.wrappers import (
     ScanDelegate,
     ShardedWriteDelegate,
     StampDelegate,
+    WatchDelegate,
     WrapperStore,
 )
 from kvferry.types import ChunkKey
@@ -147,6 +149,7 @@ class FaultyStore(WrapperStore):
         (SupportsProbe, ProbeDelegate),
         (SupportsShardedWrite, _FaultyShardedWrite),
         (SupportsStamp, _FaultyStamp),
+        (SupportsWatch, WatchDelegate),
     )
 
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:

@@ -171,7 +171,6 @@ def test_two_hits_on_one_record_at_once(host):
     assert host.parts[0].staging.num_free == host.parts[0].staging.num_slots
 
 
-@two_processes
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, directory, name: str):
     damage, counter = DAMAGES[name]
@@ -185,7 +184,6 @@ def test_damage_done_to_a_record_in_memory_is_found_by_the_next_hit(host, direct
     wait_for(lambda: staging.num_free == staging.num_slots)  # once it is stored anew
 
 
-@two_processes
 def test_a_store_that_is_gone_is_a_miss(host, directory: Path):
     shutil.rmtree(directory)
     assert host.run("warm", PROMPT).num_external_tokens == 0

@@ -6,7 +6,6 @@ The simulated host checks every byte of every request's KV, so a run proves that
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,24 @@ from kvferry.connectors.shared_storage.messages import ChunkRef
 from kvferry.connectors.shared_storage.reservations import Reservations, find, publish
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Stamp
+from kvferry.store.file.watch import RecordWatch
 from kvferry.store.io_pool import IOPool
 from kvferry.store.staging import Content, Staging
 from kvferry.testing.faults import FaultyStore, Gate
 from kvferry.testing.host import make_groups
 from kvferry.types import ChunkKey
 
-from .keeping import DAMAGES, NUM_CHUNKS, PROMPT, SLOT, filled, open_store, records, wait_for
+from .keeping import (
+    DAMAGES,
+    NUM_CHUNKS,
+    PROMPT,
+    SLOT,
+    filled,
+    note_uses,
+    open_store,
+    records,
+    wait_for,
+)
 
 SCHEMA = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=8, groups=make_groups())
 
@@ -188,21 +198,71 @@ def test_a_closed_worker_is_promised_of_no_more(host):
 # -- what became of the records meanwhile -------------------------------------------------------
 
 
+def change_unheard(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system tell of nothing, as on a network mount that others write to."""
+    store = host.parts[0].store.inner
+    monkeypatch.setattr(type(store), "is_unchanged", lambda _self, _key, _since: True)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_to_a_record_in_memory_is_found_after_its_hit(host, directory: Path, name: str):
+def test_damage_is_known_before_the_promise(host, directory: Path, name: str):
+    DAMAGES[name][0](records(directory)[2])
+    assert host.scheduler.lookup(host.add("warm", PROMPT), 0).num_tokens is None
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_that_the_system_does_not_tell_of_is_found_with_its_hit(
+    host, directory: Path, name: str, monkeypatch
+):
     damage, counter = DAMAGES[name]
-    damage(records(directory)[2])
-    # Of memory, and right: every byte is checked.
-    assert host.run("warm", PROMPT).num_external_tokens == 40
-    wait_for(lambda: host.observer[counter] == 1)
-    assert host.run("not of memory", PROMPT).num_external_tokens in (0, 8, 16, 24, 32)
+    with monkeypatch.context() as patch:
+        change_unheard(host, patch)
+        damage(records(directory)[2])
+        # Of memory, and right: every byte is checked.
+        assert host.run("warm", PROMPT).num_external_tokens == 40
+        wait_for(lambda: host.observer[counter] == 1)
+        assert host.run("not of memory", PROMPT).num_external_tokens in (0, 8, 16, 24, 32)
 
 
-def test_a_store_that_is_gone_is_found_gone_after_the_hit(host, directory: Path):
-    shutil.rmtree(directory)
+def test_a_store_that_is_gone_and_not_told_of_is_found_gone_with_the_hit(
+    host, directory: Path, monkeypatch
+):
+    change_unheard(host, monkeypatch)
+    directory.rename(directory.with_name("elsewhere"))
     assert host.run("warm", PROMPT).num_external_tokens == 40
     wait_for(lambda: host.observer["miss_absent"] == NUM_CHUNKS)
     assert host.run("not of memory", PROMPT).num_external_tokens == 0
+
+
+def test_a_noted_use_is_no_reason_to_ask(host, directory: Path):
+    note_uses(directory)
+    for number in range(2):
+        request = host.add(f"warm {number}", PROMPT)
+        assert host.scheduler.lookup(request, 0).num_tokens == 40
+        assert host.admit(request) == 40
+        host.prefill(request)
+        host.finish(request)
+        wait_for(lambda: host.observer["kept_rechecked"] == NUM_CHUNKS)
+
+
+def test_what_was_written_anew_is_asked_for_once(host, directory: Path):
+    for path in records(directory):
+        path.write_bytes(path.read_bytes())
+    assert host.run("asks", PROMPT).num_external_tokens == 40
+    assert host.scheduler.lookup(host.add("warm", PROMPT), 0).num_tokens == 40
+
+
+def test_where_the_system_tells_of_nothing_all_is_asked_for(
+    directory: Path, make_host, monkeypatch
+):
+    def refuse(_self: RecordWatch) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(RecordWatch, "__init__", refuse)
+    host = make_host(store=open_store(directory))
+    filled(host)
+    assert host.scheduler.lookup(host.add("warm", PROMPT), 0).num_tokens is None
+    assert host.run("warm", PROMPT).num_external_tokens == 40
 
 
 def test_a_store_that_hangs_holds_up_no_hit_in_memory(directory: Path, make_host):
@@ -238,6 +298,19 @@ def test_without_a_thread_to_ask_the_next_hit_asks_first(host, monkeypatch):
 # -- without a host -----------------------------------------------------------------------------
 
 
+class Unchanged:
+    """A store in which nothing ever happens, but to `changed`."""
+
+    def __init__(self, *changed: bytes) -> None:
+        self.changed = changed
+
+    def watch(self) -> bool:
+        return True
+
+    def is_unchanged(self, key: ChunkKey, _since: Stamp) -> bool:
+        return key not in self.changed
+
+
 def kept(num_slots: int = 4) -> tuple[Staging, list[ChunkRef]]:
     """Staging that holds three chunks."""
     staging = Staging(2 * num_slots * SLOT, SLOT, num_slots * SLOT)
@@ -253,7 +326,7 @@ def kept(num_slots: int = 4) -> tuple[Staging, list[ChunkRef]]:
 
 def test_all_are_taken_or_none():
     staging, chunks = kept()
-    reservations = Reservations(staging)
+    reservations = Reservations(staging, Unchanged())
     assert not reservations.reserve(1, [*chunks, ChunkRef(b"x" * 32, 24)])
     assert staging.num_kept == 3
     assert reservations.reserve(2, chunks)
@@ -268,7 +341,7 @@ def test_all_are_taken_or_none():
 
 def test_what_is_not_to_be_trusted_is_not_taken():
     staging, chunks = kept()
-    reservations = Reservations(staging)
+    reservations = Reservations(staging, Unchanged())
     [one] = staging.take_all([ChunkKey(chunks[1].key)])
     assert one is not None
     one.content.stamp = None
@@ -277,15 +350,23 @@ def test_what_is_not_to_be_trusted_is_not_taken():
     assert reservations.reserve(1, chunks[:1])
 
 
+def test_what_was_changed_is_not_taken():
+    staging, chunks = kept()
+    reservations = Reservations(staging, Unchanged(chunks[1].key))
+    assert not reservations.reserve(1, chunks)
+    assert reservations.reserve(1, chunks[:1])
+    assert staging.num_kept == 2
+
+
 def test_what_is_held_as_another_chunk_is_not_taken():
     staging, chunks = kept()
-    assert not Reservations(staging).reserve(1, [ChunkRef(chunks[0].key, 8)])
+    assert not Reservations(staging, Unchanged()).reserve(1, [ChunkRef(chunks[0].key, 8)])
     assert staging.num_kept == 3
 
 
 def test_what_nobody_claims_is_free_again():
     staging, chunks = kept()
-    reservations = Reservations(staging)
+    reservations = Reservations(staging, Unchanged())
     for end in (lambda: reservations.cancel(1), reservations.close):
         assert reservations.reserve(1, chunks)
         end()
@@ -295,7 +376,7 @@ def test_what_nobody_claims_is_free_again():
 
 def test_roles_find_each_other_by_the_name_of_their_engine():
     staging, chunks = kept()
-    one, other = Reservations(staging), Reservations(staging)
+    one, other = Reservations(staging, Unchanged()), Reservations(staging, Unchanged())
     publish("one", one)
     publish("other", other)
     assert find("one") is one
@@ -308,7 +389,7 @@ def test_roles_find_each_other_by_the_name_of_their_engine():
 
 def test_two_engines_of_one_name_promise_nothing_of_each_other():
     staging, chunks = kept()
-    one, other, third = (Reservations(staging) for _ in range(3))
+    one, other, third = (Reservations(staging, Unchanged()) for _ in range(3))
     publish("same", one)
     publish("same", other)
     assert not one.reserve(1, chunks)

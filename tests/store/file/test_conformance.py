@@ -14,11 +14,12 @@ from kvferry.testing.stores import (
     ShardedWriteTests,
     StampTests,
     StoreTests,
+    WatchTests,
     store_machine,
 )
 
 
-class TestFileStore(ScanTests, ProbeTests, StampTests, ShardedWriteTests, StoreTests):
+class TestFileStore(ScanTests, ProbeTests, StampTests, WatchTests, ShardedWriteTests, StoreTests):
     persistent = True
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):

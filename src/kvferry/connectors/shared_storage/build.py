@@ -22,7 +22,13 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, SupportsProbe, SupportsShardedWrite, SupportsStamp
+from kvferry.store.base import (
+    Store,
+    SupportsProbe,
+    SupportsShardedWrite,
+    SupportsStamp,
+    SupportsWatch,
+)
 from kvferry.store.late import LateStore
 from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
@@ -196,9 +202,16 @@ class Parts:
             in_memory=lambda: find(self._engine),
         )
 
+    def _reservations(self) -> Reservations | None:
+        if self.spec.shard.world_size > 1 or not self.staging.max_kept:
+            return None
+        if isinstance(self.store, SupportsWatch) and self.store.watch():
+            return Reservations(self.staging, self.store)
+        return None
+
     def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
-        reservations = Reservations(self.staging)
-        if self.spec.shard.world_size == 1 and self.staging.max_kept:
+        reservations = self._reservations()
+        if reservations is not None:
             publish(self._engine, reservations)
         return SharedStorageWorker(
             *(self._rows, self.config, self.store, self.staging, reservations, self.observer),

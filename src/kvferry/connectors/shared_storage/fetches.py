@@ -52,8 +52,6 @@ class Fetch:
     done: bool = False
     from_memory: bool = False
     """Some of it was in staging from before; written by the reads."""
-    unasked: bool = False
-    """All of it was, and the store has not been asked whether it still has it."""
 
     def in_hand(self) -> dict[bytes, LoadSlot]:
         """The slots of the chunks that were read and verified, by key."""
@@ -69,7 +67,7 @@ class Fetches:
         store: where from.
         staging: memory for chunks in hand.
         kept: what is in staging from before.
-        reservations: what of it was promised already.
+        reservations: what of it was promised already; None if that cannot be.
         pool: threads that read.
         report: receives news.
         observer: receives counts.
@@ -81,7 +79,7 @@ class Fetches:
         store: Store,
         staging: Staging,
         kept: KeptRecords,
-        reservations: Reservations,
+        reservations: Reservations | None,
         pool: IOPool,
         report: Report,
         observer: Observer,
@@ -100,7 +98,7 @@ class Fetches:
         """Start to bring chunks into staging. Never blocks."""
         fetch = Fetch(op, time.monotonic())
         self._fetches[op.ticket] = fetch
-        reserved = self._reservations.claim(op.ticket)
+        reserved = None if self._reservations is None else self._reservations.claim(op.ticket)
         if reserved is not None:
             self._hold(fetch, reserved)
             return
@@ -126,13 +124,28 @@ class Fetches:
         """Have a prefetch of which everything is in hand."""
         self._observer.count("kept_used", len(reserved))
         fetch.ended = fetch.started
-        fetch.from_memory = fetch.unasked = True
+        fetch.from_memory = True
         for one in reserved:
             slot = LoadSlot(self._staging, one.slot)
             slot.content = one.content
             slot.drop()  # no read holds it
             fetch.slots.append(slot)
             fetch.jobs.append(Job.ended())
+        self._check([one.content for one in reserved])
+
+    def _check(self, contents: Sequence[Content]) -> None:
+        """See whether the store still has what is used, while it is used."""
+
+        def run(_job: Job[None]) -> None:
+            for content in contents:
+                self._kept.check(content)
+
+        try:
+            self._pool.submit(run)
+        except RuntimeError as error:  # the process has as many threads as it may have
+            logger.warning("records in memory are read again at their next use: %s", error)
+            for content in contents:
+                content.stamp = None
 
     def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
         rows, schema = self._rows, self._rows.schema
@@ -222,30 +235,15 @@ class Fetches:
         before `after`."""
         fetch = self._fetches.pop(ticket, None)
         if fetch is None:
-            self._reservations.cancel(ticket)  # of a step that failed before it was begun
+            if self._reservations is not None:
+                self._reservations.cancel(ticket)  # of a step that failed before it was begun
             return
-        if fetch.unasked:
-            self._ask_behind([slot.content for slot in fetch.slots if slot.content is not None])
         # The last one first: what is kept goes in the order in which it came, and a chunk whose
         # prefix is gone is worth nothing.
         for slot, job in zip(reversed(fetch.slots), reversed(fetch.jobs), strict=True):
             job.cancel()
             slot.drop(after)
         self._kept.used()
-
-    def _ask_behind(self, contents: Sequence[Content]) -> None:
-        """See whether the store still has what was used."""
-
-        def run(_job: Job[None]) -> None:
-            for content in contents:
-                self._kept.check(content)
-
-        try:
-            self._pool.submit(run)
-        except RuntimeError as error:  # the process has as many threads as it may have
-            logger.warning("records in memory are read again at their next use: %s", error)
-            for content in contents:
-                content.stamp = None
 
     def find(self, ticket: int | None) -> Fetch | None:
         """A prefetch that was not released."""

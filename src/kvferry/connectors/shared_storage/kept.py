@@ -2,10 +2,10 @@
 
 Each was verified when it was read, and nobody has written to its memory since: it is right. What
 may have happened to the stored record meanwhile is asked of the store at each use, at the price
-of one look at its stamp: before a hit is promised or, where the scheduler role promises by itself
-what is here (`reservations`), after its forward. One that is gone, replaced or written to is read
-like any other, so that damage is found and told. Where all that is known is that something was done
-to it, such as noting its last use, it is used, and read again a little later.
+of one look at its stamp: before a hit is promised or, where it is promised because the store has
+heard of no change (`reservations`), beside its forward. One that is gone, replaced or written to is
+read like any other, so that damage is found and told. Where all that is known is that something was
+done to it, such as noting its last use, it is used, and read again a little later.
 
 Runs in: worker. `take_all` on the model runner's thread, `confirm` and `check` on I/O threads; a
 thread of its own does all else.
@@ -137,7 +137,7 @@ class KeptRecords:
         return may_be_used
 
     def check(self, content: Content) -> None:
-        """After a use that was not confirmed: let there be another one only if the store still has
+        """Beside a use that was not confirmed: let there be another one only if the store still has
         the record. If it is not what was read, it is read again now. May block on the store; never
         raises."""
         if not self._is_as_stored(content):
@@ -154,7 +154,10 @@ class KeptRecords:
         if now is None or now.value != before.value:
             return False
         is_same = before.changes is not None and now.changes == before.changes
-        return is_same or not (now.written or not self._doubt(content))
+        if is_same:
+            content.stamp = now
+            return True
+        return not now.written and self._doubt(content)
 
     def _doubt(self, content: Content) -> bool:
         """Have it read again in a while. False if that is far behind, or never comes."""

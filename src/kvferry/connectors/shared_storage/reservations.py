@@ -1,7 +1,8 @@
 """Records in memory that a hit was promised of, until the worker role gets the plan that says so.
 
 Where scheduler and worker role share a process, a look-up takes what is kept in staging itself: it
-is verified and in hand, so the hit is promised at once, without a step in which to ask for it.
+is verified and in hand, so the hit is promised at once, without a step in which to ask for it. But
+only if the store would have heard of a change to the stored record, and has not.
 
 A host may build the two roles apart. They find each other here, by the name of their engine.
 """
@@ -18,7 +19,8 @@ from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.messages import ChunkRef
-    from kvferry.store.staging import Kept, Staging
+    from kvferry.store.base import SupportsWatch
+    from kvferry.store.staging import Content, Kept, Staging
 
 
 class Reservations:
@@ -26,22 +28,23 @@ class Reservations:
 
     Args:
         staging: of the one rank that there is.
+        store: where its records are from; knows without a look whether they are still there.
     """
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, store: SupportsWatch) -> None:
         self._staging = staging
+        self._store = store
         self._lock = threading.Lock()
         self._taken: dict[int, list[Kept]] = {}
         self._closed = False
 
     def reserve(self, ticket: int, chunks: Sequence[ChunkRef]) -> bool:
         """Take the slots that hold all of `chunks`; False, and none is taken, if one is missing or
-        no longer to be trusted. Runs in: scheduler."""
+        in doubt. Runs in: scheduler."""
         taken = self._staging.take_all([ChunkKey(chunk.key) for chunk in chunks])
         held = [one for one in taken if one is not None]
         is_all = len(held) == len(chunks) and all(
-            one.content.stamp is not None and one.content.first_token == chunk.first_token
-            for one, chunk in zip(held, chunks, strict=True)
+            self._is_as_read(one.content, chunk) for one, chunk in zip(held, chunks, strict=True)
         )
         with self._lock:
             if is_all and not self._closed:
@@ -49,6 +52,12 @@ class Reservations:
                 return True
         self._give_back(held)
         return False
+
+    def _is_as_read(self, content: Content, chunk: ChunkRef) -> bool:
+        stamp = content.stamp
+        if stamp is None or content.first_token != chunk.first_token:
+            return False
+        return self._store.is_unchanged(content.key, stamp)
 
     def claim(self, ticket: int) -> list[Kept] | None:
         """The slots of a prefetch, in the order of its chunks: the caller's from now on. None if

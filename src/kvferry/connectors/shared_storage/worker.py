@@ -57,7 +57,7 @@ class SharedStorageWorker(WorkerRole):
         config: options.
         store: shared with the scheduler role where both live in one process; not closed here.
         staging: slots of `RankRows.slot_bytes` each.
-        reservations: what the scheduler role took of it, if it can.
+        reservations: what the scheduler role took of it; None if it cannot.
         observer: receives counts.
         setup: how the device of the engine's tensors is used.
     """
@@ -68,7 +68,7 @@ class SharedStorageWorker(WorkerRole):
         config: SharedStorageConfig,
         store: Store,
         staging: Staging,
-        reservations: Reservations,
+        reservations: Reservations | None,
         observer: Observer,
         setup: DeviceSetup,
     ) -> None:
@@ -221,7 +221,8 @@ class SharedStorageWorker(WorkerRole):
 
     def close(self) -> None:
         self._loads.abandon()
-        self._reservations.close()
+        if self._reservations is not None:
+            self._reservations.close()
         self._fetches.close()
         self._kept.close(0.0)  # told now, waited for below: what it reads nobody wants either
         loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)

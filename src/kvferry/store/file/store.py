@@ -17,11 +17,12 @@ from kvferry.store.base import Buffer, Entry, PutResult, Source, Stamp, Store, S
 from kvferry.store.file import maintenance
 from kvferry.store.file.faults import READ_ONLY
 from kvferry.store.file.fileio import FileIO, as_views
-from kvferry.store.file.layout import open_root
+from kvferry.store.file.layout import open_root, shard_of
 from kvferry.store.file.maintenance import GcReport, Progress, RepairReport, VerifyReport
 from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record, stamp_of
 from kvferry.store.file.sharded import ShardedWrites
 from kvferry.store.file.volume import Volume
+from kvferry.store.file.watch import RecordWatch
 from kvferry.store.file.writing import DirectIO, PendingWrite
 from kvferry.types import ChunkKey
 
@@ -94,6 +95,7 @@ class FileStore(Store):
         self._abilities = ReadAbilities(rng=rng)
         self._abilities.direct &= direct_io != "off"
         self._closed = False
+        self._watch: RecordWatch | None = None
         self._has_index = index
         self._wall = wall
         self._volume = Volume(
@@ -144,6 +146,7 @@ class FileStore(Store):
         if self._closed:
             return None
         try:
+            moment = self._follow(key)  # before: what happens from here on counts
             source = open_record(
                 volume.io, volume.layout.record(key), self._abilities, self._wall()
             )
@@ -157,6 +160,8 @@ class FileStore(Store):
             ) from error
         if source is None:
             volume.index.discard(key)
+        elif source.stamp is not None:
+            source.stamp = source.stamp._replace(moment=moment)
         return source
 
     def stamp(self, key: ChunkKey) -> Stamp | None:
@@ -168,6 +173,7 @@ class FileStore(Store):
         if self._closed:
             return None
         try:
+            moment = self._follow(key)
             status = self._volume.io.lstat(self._volume.layout.record(key))
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -176,7 +182,29 @@ class FileStore(Store):
             raise StoreError(
                 f"record {key.hex()} of {self.url} cannot be looked at: {error.strerror}"
             ) from error
-        return stamp_of(status, self._wall()) if stat.S_ISREG(status.st_mode) else None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return stamp_of(status, self._wall())._replace(moment=moment)
+
+    def watch(self) -> bool:
+        """Listen to changes; see `SupportsWatch`."""
+        if self._watch is None and not self._closed:
+            try:
+                self._watch = RecordWatch()
+            except OSError as error:
+                logger.info("changes to %s are not told of: %s", self.url, error.strerror)
+        return self._watch is not None
+
+    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
+        """Whether a record is known to be what it was; see `SupportsWatch`."""
+        if self._watch is None or since.moment is None:
+            return False
+        return self._watch.is_unchanged(key, since.moment)
+
+    def _follow(self, key: ChunkKey) -> int | None:
+        if self._watch is None:
+            return None
+        return self._watch.follow(self._volume.layout.shard(shard_of(key)))
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
         views = as_views(buffers)
@@ -213,6 +241,8 @@ class FileStore(Store):
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         # Given back by the background thread, as all else: a disk that hangs must not hold us.
         abandoned = self._sessions.take_all()
         self._volume.upkeep.background.stop(CLOSE_SECONDS, partial(self._abort_all, abandoned))

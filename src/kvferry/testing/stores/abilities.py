@@ -1,4 +1,4 @@
-"""Optional abilities that only look: scan, probe and stamp."""
+"""Optional abilities that only look: scan, probe, stamp and watch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvferry.store.base import (
     SupportsProbe,
     SupportsScan,
     SupportsStamp,
+    SupportsWatch,
 )
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, wait_until
 
@@ -189,3 +190,62 @@ class StampTests(StoreHooks):
             assert now is not None
             assert now.value == before.value
             assert not now.written or now.changes == before.changes
+
+
+class WatchTests(StoreHooks):
+    """For stores with `SupportsWatch`, on a system that tells of changes."""
+
+    def _watching(self, tmp_path: Path) -> Store:
+        store = self.make_store(tmp_path)
+        assert isinstance(store, SupportsWatch)
+        assert store.watch()
+        assert store.watch()
+        return store
+
+    @staticmethod
+    def _is_unchanged(store: Store, since: Stamp | None) -> bool:
+        assert isinstance(store, SupportsWatch)
+        assert since is not None
+        return store.is_unchanged(make_key(), since)
+
+    def test_what_nobody_touched_is_unchanged(self, tmp_path: Path) -> None:
+        with self._watching(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            assert self._is_unchanged(store, before)
+            for number in range(1, 20):
+                store.put(make_key(number), [make_value(number=number)])
+            source = store.open_read(make_key())
+            assert source is not None
+            with source:
+                assert self._is_unchanged(store, source.stamp)
+            assert self._is_unchanged(store, before)
+
+    def test_a_change_is_known_at_once(self, tmp_path: Path) -> None:
+        with self._watching(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            self.poke(store, make_key(), make_value(number=1))
+            assert not self._is_unchanged(store, before)
+            assert not self._is_unchanged(store, before)
+            assert self._is_unchanged(store, _stamp(store))
+
+    def test_a_removal_is_known_at_once(self, tmp_path: Path) -> None:
+        with self._watching(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            store.delete(make_key())
+            assert not self._is_unchanged(store, before)
+
+    def test_a_noted_use_is_no_change(self, tmp_path: Path) -> None:
+        with self._watching(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            before = _stamp(store)
+            store.touch([make_key()])
+            self.settle(store)
+            assert self._is_unchanged(store, before)
+
+    def test_without_watching_nothing_is_known(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+            assert not self._is_unchanged(store, _stamp(store))
