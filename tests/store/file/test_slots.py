@@ -60,6 +60,16 @@ def test_a_stretch_longer_than_the_last_one_goes_on_by_small_steps(bench):
         assert len(temporary_files(bench)) == num_ahead
 
 
+def test_a_look_in_the_middle_of_a_stretch_does_not_end_it(bench):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0, 5)
+    store._volume.rest()
+    put_stretch(store, 5, 11)
+    store.maintain()
+    put_stretch(store, 100, 1)
+    assert len(temporary_files(bench)) == 15
+
+
 def test_never_more_than_the_largest_number_at_once(bench):
     store = bench.open(max_bytes=MANY)
     put_stretch(store, 0, 100)

@@ -37,6 +37,7 @@ class Slots:
         self._ready: dict[int, list[Slot]] = {}
         self._used: Counter[int] = Counter()
         self._used_before: Counter[int] = Counter()
+        self._num_seen = 0
 
     def take(self, writer: Writer, num_bytes: int) -> Slot | None:
         """A slot for a record of this size, None if none is ready."""
@@ -78,9 +79,12 @@ class Slots:
     def take_idle(self, writer: Writer) -> list[Slot]:
         """All that are ready, unless some were used since the last call: to be given back."""
         with self._lock:
-            if self._used:
-                self._used, self._used_before = Counter(), self._used
+            num_used = self._used.total()
+            if num_used != self._num_seen:
+                self._num_seen = num_used
                 return []
+            if num_used:
+                self._used, self._used_before, self._num_seen = Counter(), self._used, 0
         return self.take_all(writer)
 
     def take_all(self, writer: Writer) -> list[Slot]:
