@@ -75,9 +75,9 @@ def one_action(store: FileStore, rng: random.Random, max_value: int) -> None:
                 store.abort(session)
 
 
-def put_prompt(store: FileStore) -> None:
+def put_prompt(store: FileStore, num_records: int = len(PROMPT)) -> None:
     """Enough of one size that slots are made ahead."""
-    for number in PROMPT:
+    for number in PROMPT[:num_records]:
         store.put(key_of(number), [value_of(number, 0)])
 
 
@@ -147,15 +147,17 @@ def put_one(root: str, number: int, calls_left: int, max_bytes: int) -> None:
 
 
 def put_prompts(root: str, calls_left: int, max_bytes: int) -> None:
-    """Store twice the records of a prompt and die with what is made ahead, if not before."""
+    """Store a prompt, give back what was made ahead, store half of it again and die with what is
+    made ahead for the other half, if not before."""
     io = DyingIO(calls_left)
     store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
-    for _ in range(2):
-        put_prompt(store)
-        for number in PROMPT:
+    for num_records in (12, 7):
+        put_prompt(store, num_records)
+        for number in PROMPT[:num_records]:
             store.delete(key_of(number))
-        store._volume.rest()
-    put_prompt(store)
+        if num_records == 12:
+            store._volume.rest()
+            store._volume.rest()
     os._exit(0)
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvferry.store.base import PutResult
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.layout import Layout
+from kvferry.store.file.ledger import MAX_PENDING
 from kvferry.store.file.slots import MOST_AT_ONCE
 from kvferry.store.file.usage import read_usage
 from kvferry.testing.stores import make_key, make_value, read_value
@@ -105,6 +106,41 @@ def test_finished_writes_are_cleared_from_the_ledger_once_there_is_time(bench):
     assert bench.io.calls["pwritev"] == before
 
 
+def test_a_store_that_only_seems_full_does_not_wait_for_its_own_ledger(bench):
+    store = bench.open(max_bytes=10_000, index=False)
+    put_stretch(store, 0, 2, size=5000)
+    for number in range(2):
+        bench.path(make_key(number)).unlink()
+    assert store.put(make_key(2), [make_value(5000)]) is PutResult.NO_SPACE
+    put_stretch(store, 3, 1, size=0)
+    while store._volume.upkeep._reconcile() == 0.0:
+        pass
+    assert store.stat().used_bytes == 0
+
+
+def test_a_repair_does_not_wait_for_what_is_reserved_ahead(bench):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0, 9)
+    bench.path(make_key(3)).unlink()
+    assert store.repair().corrected_bytes == -SIZE
+
+
+def test_others_find_room_for_pending_writes_while_slots_are_made(bench):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0)
+    store.maintain()
+    pending = [store.begin(make_key(1000 + number), 10) for number in range(MAX_PENDING - 4)]
+    put_stretch(store, 100, 1)
+    assert len(temporary_files(bench)) == len(pending) + 1
+    pending += [store.begin(make_key(2000 + number), 10) for number in range(3)]
+    assert store.begin(make_key(3000), 10) is PutResult.NO_SPACE
+    assert bench.counters["store_put_busy"] == 1
+    for session in pending:
+        store.abort(session)
+    assert store.stat().used_bytes == 17 * SIZE
+    put_stretch(store, 200)
+
+
 def test_closing_gives_everything_back(bench):
     store = bench.open(max_bytes=MANY)
     put_stretch(store, 0, 9)
@@ -113,15 +149,19 @@ def test_closing_gives_everything_back(bench):
     assert read_ledgers(bench).num_bytes == 9 * SIZE
 
 
-def test_a_store_that_is_nearly_full_reserves_nothing_ahead(bench):
-    quota = 100 * SIZE
+def test_no_more_is_reserved_ahead_than_there_is_room_for(bench):
+    quota = 320 * SIZE
     store = bench.open(max_bytes=quota)
-    put_stretch(store, 0, 97)
-    assert read_ledgers(bench).num_bytes == 97 * SIZE
-    put_stretch(store, 97, 3)
+    put_stretch(store, 0, 5)
+    store.maintain()
+    put_stretch(store, 10, 1, size=quota - 8 * SIZE)
+    for number, num_ahead in enumerate([2, 1, 0]):
+        bench.io.calls.clear()
+        put_stretch(store, 20 + number, 1)
+        assert len(temporary_files(bench)) == num_ahead
+        assert bench.io.calls["unlink"] == 1, "its own"
     assert read_ledgers(bench).num_bytes == quota
     assert bench.counters["store_evicted_records"] == 0
-    assert read_value(store, make_key(0)) is not None
 
 
 def test_what_is_reserved_ahead_goes_before_any_record(bench):

@@ -127,6 +127,7 @@ class Upkeep:
         if self._lists and not self.refresh.is_complete:
             return 1.0
         if self._scan is None:
+            member.writer.catch_up()
             self._scan = reconcile(self._io, self._layout, member.writer)
         scan, self._scan = self._scan, None
         try:
