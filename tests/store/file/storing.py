@@ -18,6 +18,8 @@ from kvferry.store.file.fileio import FileIO
 from kvferry.types import ChunkKey
 
 NUM_KEYS = 64
+PROMPT = range(NUM_KEYS, NUM_KEYS + 12)
+"""Keys of records of one size that are stored one after the other, as those of a prompt are."""
 
 
 def key_of(number: int) -> ChunkKey:
@@ -27,6 +29,8 @@ def key_of(number: int) -> ChunkKey:
 def value_of(number: int, max_bytes: int) -> bytes:
     """What belongs under a key: anyone can tell whether bytes are wrong."""
     seed = random.Random(f"value {number}")
+    if number in PROMPT:
+        return seed.randbytes(512)
     return seed.randbytes(64) * (seed.randint(1, max_bytes) // 64 + 1)
 
 
@@ -56,8 +60,10 @@ def one_action(store: FileStore, rng: random.Random, max_value: int) -> None:
         store.delete(key_of(number))
     elif action < 0.87:
         store.discard(key_of(number), "test")
-    elif action < 0.93:
+    elif action < 0.92:
         store.touch([key_of(number)])
+    elif action < 0.94:
+        put_prompt(store)
     else:
         value = value_of(number, max_value)
         session = store.begin(key_of(number), len(value))
@@ -67,6 +73,12 @@ def one_action(store: FileStore, rng: random.Random, max_value: int) -> None:
                 store.commit(session, value[:32])
             else:
                 store.abort(session)
+
+
+def put_prompt(store: FileStore, num_records: int = len(PROMPT)) -> None:
+    """Enough of one size that slots are made ahead."""
+    for number in PROMPT[:num_records]:
+        store.put(key_of(number), [value_of(number, 0)])
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
@@ -131,6 +143,21 @@ def put_one(root: str, number: int, calls_left: int, max_bytes: int) -> None:
     io = DyingIO(calls_left)
     store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
     store.put(key_of(number), [value_of(number, max_bytes // 4)])
+    os._exit(0)
+
+
+def put_prompts(root: str, calls_left: int, max_bytes: int) -> None:
+    """Store a prompt, give back what was made ahead, store half of it again and die with what is
+    made ahead for the other half, if not before."""
+    io = DyingIO(calls_left)
+    store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
+    for num_records in (12, 7):
+        put_prompt(store, num_records)
+        for number in PROMPT[:num_records]:
+            store.delete(key_of(number))
+        if num_records == 12:
+            store._volume.rest()
+            store._volume.rest()
     os._exit(0)
 
 

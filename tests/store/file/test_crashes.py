@@ -112,7 +112,7 @@ def assert_sound_after_recovery(root: Path, counters: Counters) -> None:
         store.maintain()
         assert used_bytes(root) == disk_bytes(root) == store.stat().used_bytes <= QUOTA
         assert len(os.listdir(root / "writers")) == 1
-        numbers = range(storing.NUM_KEYS)
+        numbers = range(storing.PROMPT.stop)
         stored = sum(read_back(store, number) for number in numbers)
         assert stored == len(list(store.scan()))
 
@@ -187,6 +187,26 @@ def test_a_record_whose_writer_died_while_committing_is_counted_once(tmp_path, c
             assert used_bytes(root) == disk_bytes(root)
             if was_there and action != "evict":
                 assert not read_back(store, 5)
+
+
+@pytest.mark.parametrize("start", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_was_reserved_ahead_by_a_dead_process_comes_back(tmp_path, children, start):
+    """Killed before any of its system calls, or behind the last one; the quick half knows every
+    eighth of them."""
+    counters = Counters()
+    num_reserved = 0
+    for calls_left in range(start, 240, 8 if start == 1 else 1):
+        root = tmp_path / f"store{calls_left}"
+        FileStore(root).close()
+        arguments = {"calls_left": calls_left, "max_bytes": QUOTA}
+        children.wait(children.start("put_prompts", root=str(root), **arguments))
+        on_disk = disk_bytes(root)
+        num_reserved += used_bytes(root) > on_disk
+        assert used_bytes(root) >= on_disk
+        assert_sound_after_recovery(root, counters)
+    assert children.complaints() == []
+    assert counters["store_corrected_bytes"] == 0
+    assert num_reserved >= 10
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_short_writes_are_continued(bench):
     store = bench.open()
     bench.io.largest_write = 1000
     value = make_value(9001)
-    assert store.put(make_key(), [value[:17], value[17:8000], value[8000:]]) is PutResult.STORED
+    assert store.put(make_key(), [value[:8000], value[8000:8017], value[8017:]]) is PutResult.STORED
     assert bench.io.calls["pwritev"] > 9
     assert read_value(store, make_key()) == value
 

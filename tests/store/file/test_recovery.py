@@ -55,8 +55,8 @@ def test_a_ledger_survives_its_encoding():
 @pytest.mark.parametrize("position", [0, 9, 20, 70, 300, COPY_BYTES - 1])
 def test_a_torn_copy_gives_way_to_the_one_before(bench, position):
     writer = make_remote(bench, bench.open())
-    writer.reserve(1, 1000)
-    writer.reserve(2, 500)
+    writer.reserve({1: 1000})
+    writer.reserve({2: 500})
     path = f"{writer.path}/ledger"
     newest = read_ledger(FileIO(), writer.path)
     assert newest.net == Net(1500, 0, 2, 0)
@@ -88,7 +88,7 @@ def test_a_writer_elsewhere_is_dead_after_a_minute_of_silence(bench):
     store = bench.open(max_bytes=10_000)
     store.maintain()
     remote = make_remote(bench, store)
-    remote.reserve(1, 9000)
+    remote.reserve({1: 9000})
     bench.clock.advance(61)
     store.maintain()
     bench.clock.advance(61)
@@ -118,10 +118,10 @@ def test_the_clock_of_a_writer_elsewhere_may_be_off_but_not_by_much(bench):
 def test_what_a_dead_writer_had_reserved_comes_back_under_pressure(bench):
     store = bench.open(max_bytes=10_000)
     remote = make_remote(bench, store)
-    number, path = remote.new_temporary(make_key().hex())
+    number, path = remote.new_temporary()
     with open(path, "wb"):
         pass
-    remote.reserve(number, 9000)
+    remote.reserve({number: 9000})
     assert store.put(make_key(1), [make_value(5000)]) is PutResult.NO_SPACE
     remote.close(1.0)
     bench.wall.advance(601)

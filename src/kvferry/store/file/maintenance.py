@@ -133,6 +133,7 @@ def repair(volume: Volume, progress: Progress | None) -> RepairReport:
     verified = verify(volume, progress)
     try:
         num_recovered = volume.upkeep.recover()
+        volume.rest(always=True)
         correction = _run(reconcile(volume.io, volume.layout, member.writer))
     except OSError as error:
         raise _failure(volume, error) from error
@@ -162,6 +163,7 @@ def gc(
     try:
         volume.upkeep.recover()
         volume.upkeep.flush()
+        volume.rest(always=True)
         before = volume.quota.refresh()
         if older_than_seconds is not None:
             for paths in _older_than(volume, now - older_than_seconds):

@@ -74,18 +74,31 @@ class Quota:
             return usage.num_bytes
         return member.writer.num_bytes_with(usage.marks)
 
+    def room_ahead(self, member: Member) -> int:
+        """Bytes that may be reserved for writes to come, as far as known without a look."""
+        if self.max_bytes is None:
+            return _MAX_SLACK_BYTES
+        return min(_slack_bytes(self.max_bytes), self.max_bytes - self.used_bytes(member))
+
+    def fits(self) -> bool:
+        """Whether everything that is stored and reserved fits.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        return self.max_bytes is None or self.refresh().num_bytes <= self.max_bytes
+
     def make_room(self, member: Member) -> bool:
         """Evict until everything that is stored and reserved fits. False if it cannot.
 
         Raises:
             OSError: the medium failed.
         """
-        if self.max_bytes is None or self.refresh().num_bytes <= self.max_bytes:
+        if self.max_bytes is None:
             return True
         # A little more than needed goes, so that not every write into a full store evicts.
-        slack = min(self.max_bytes // 64, _MAX_SLACK_BYTES)
         with self._lock:
-            return self._shrink(member, self.max_bytes, slack)
+            return self._shrink(member, self.max_bytes, _slack_bytes(self.max_bytes))
 
     def shrink_to(self, member: Member, max_bytes: int) -> bool:
         """Evict until at most `max_bytes` are stored. False if it cannot.
@@ -110,3 +123,8 @@ class Quota:
                 return False
             recovered = True
         return True
+
+
+def _slack_bytes(max_bytes: int) -> int:
+    """What one store may hold free, or reserved, for its next writes."""
+    return min(max_bytes // 64, _MAX_SLACK_BYTES)

@@ -18,7 +18,7 @@ Reserve = Callable[[bytes, int], "PendingWrite | PutResult"]
 class ShardedWrites:
     """Sessions of one store. Thread-safe.
 
-    A session is named after its temporary file, `<writer id>/<number>-<key>`: that is all another
+    A session is named after its temporary file, `<writer id>/<number>`: that is all another
     process needs to write into it, and nothing else is accepted as a name. After a fork the child
     has none: their account is the parent's.
     """
@@ -39,7 +39,7 @@ class ShardedWrites:
             OSError: the medium refused; abort.
         """
         self._writing.extend(pending)
-        session = f"{pending.writer.id}/{pending.path.rpartition('/')[2]}"
+        session = f"{pending.slot.writer.id}/{pending.slot.path.rpartition('/')[2]}"
         with self._lock:
             self._begun[session] = pending
         return session

@@ -232,7 +232,7 @@ class FileStore(Store):
         return StoreStat(
             url=self.url,
             num_records=len(self._volume.index),
-            used_bytes=quota.used_bytes(self._volume.membership.current),
+            used_bytes=self._volume.used_bytes(),
             max_bytes=quota.max_bytes,
             index_complete=self._volume.upkeep.refresh.is_complete,
         )
@@ -251,6 +251,7 @@ class FileStore(Store):
     def _abort_all(self, abandoned: Sequence[PendingWrite]) -> None:
         for pending in abandoned:
             self._volume.writing.abort(pending)
+        self._volume.rest(always=True)
 
     def scan(self) -> Iterator[Entry]:
         """Every record at some moment during the call; see `SupportsScan`.

@@ -38,6 +38,7 @@ class Upkeep:
         recovery: Recovery,
         quota: Quota,
         faults: Faults,
+        rest: Callable[[], None],
         lists: bool,
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -52,6 +53,7 @@ class Upkeep:
         self._recovery = recovery
         self._quota = quota
         self._observer = observer
+        self._rest = rest
         self._scan: Generator[None, None, Net | None] | None = None
         self._lists = lists
         self._scans_left = RECONCILE_TRIES if lists else 0  # others look, unless counts are wrong
@@ -106,6 +108,7 @@ class Upkeep:
 
     def _flush(self) -> float:
         self.flush()
+        self._rest()
         return FLUSH_SECONDS
 
     def _recover(self) -> float:
@@ -124,6 +127,7 @@ class Upkeep:
         if self._lists and not self.refresh.is_complete:
             return 1.0
         if self._scan is None:
+            member.writer.catch_up()
             self._scan = reconcile(self._io, self._layout, member.writer)
         scan, self._scan = self._scan, None
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import stat
+import threading
 from collections.abc import Callable, Sequence
 
 from kvferry.observe import Observer
@@ -14,11 +15,12 @@ from kvferry.store.file.faults import Faults
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.index import KeyIndex, NoIndex
 from kvferry.store.file.layout import Layout, key_of_record_name
-from kvferry.store.file.membership import Membership
+from kvferry.store.file.membership import Member, Membership
 from kvferry.store.file.quarantine import Quarantine
 from kvferry.store.file.quota import Quota
 from kvferry.store.file.recovery import Recovery
 from kvferry.store.file.removal import Removed
+from kvferry.store.file.slots import Slot, Slots
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.file.writing import DirectIO, PendingWrite, RecordWriting
 from kvferry.types import ChunkKey
@@ -53,6 +55,8 @@ class Volume:
         self.membership = Membership(io, layout, wall, create=create)
         self.faults = Faults(layout.root, observer, clock)
         self.writing = RecordWriting(io, layout, direct_io, clock)
+        self.slots = Slots()
+        self._making_slots = threading.Lock()
         recovery = Recovery(io, layout, clock, wall)
         self.quota = Quota(
             io,
@@ -72,6 +76,7 @@ class Volume:
             recovery=recovery,
             quota=self.quota,
             faults=self.faults,
+            rest=self.rest,
             lists=index,
             clock=clock,
             wall=wall,
@@ -79,7 +84,7 @@ class Volume:
         )
 
     def reserve(self, key: ChunkKey, num_bytes: int) -> PendingWrite | PutResult:
-        """Make room for a record and a hidden file for it, or say why not."""
+        """Find room for a record and a hidden file for it, or say why not."""
         member = self.membership.current
         max_bytes = self.quota.max_bytes
         if member is None:
@@ -92,21 +97,10 @@ class Volume:
                 return PutResult.EXISTS
             if max_bytes is not None and num_bytes > max_bytes:
                 return self._no_room()
-            pending = self.writing.begin(member.writer, key, num_bytes)
+            slot = self.slots.take(member.writer, num_bytes) or self._make_slot(member, num_bytes)
         except OSError as error:
             return self.write_failed(error)
-        if pending is None:
-            self.observer.count("store_put_busy")
-            return PutResult.NO_SPACE
-        try:
-            has_room = self.quota.make_room(member)
-        except OSError as error:
-            self.writing.abort(pending)
-            return self.write_failed(error)
-        if not has_room:
-            self.writing.abort(pending)
-            return self._no_room()
-        return pending
+        return PutResult.NO_SPACE if slot is None else PendingWrite(key, slot)
 
     def commit(self, pending: PendingWrite, views: Sequence[memoryview]) -> PutResult:
         """Write `views` to the front of a reserved record and make it visible."""
@@ -121,8 +115,24 @@ class Volume:
         if not won:
             return PutResult.EXISTS
         self.observer.count("store_put_records")
-        self.observer.count("store_put_bytes", pending.num_bytes)
+        self.observer.count("store_put_bytes", pending.slot.num_bytes)
         return PutResult.STORED
+
+    def used_bytes(self) -> int:
+        """What all processes hold; see `Quota.used_bytes`. Of what was reserved ahead, only what
+        others did."""
+        member = self.membership.current
+        ahead = 0 if member is None else self.slots.num_bytes_of(member.writer)
+        return self.quota.used_bytes(member) - ahead
+
+    def rest(self, *, always: bool = False) -> None:
+        """Leave the ledger as others expect it between writes: what was reserved ahead and is not
+        used, or `always` all of it, is given back."""
+        member = self.membership.current
+        if member is not None:
+            take = self.slots.take_all if always else self.slots.take_idle
+            self.writing.give_back(take(member.writer))
+            member.writer.catch_up()
 
     def write_failed(self, error: OSError) -> PutResult:
         """The outcome of a write that the medium refused. If our writer directory is gone, be it
@@ -183,6 +193,44 @@ class Volume:
             return True
         self.set_aside(key, "not_a_file")
         return False
+
+    def _make_slot(self, member: Member, num_bytes: int) -> Slot | None:
+        """A slot for one record, and some for those to come; None if there is no room for one.
+
+        Raises:
+            OSError: the medium refused, or our writer was fenced off.
+        """
+        # Of threads that find none at once, one makes several.
+        is_first = self._making_slots.acquire(blocking=False)
+        try:
+            room = self.quota.room_ahead(member) if is_first else 0
+            num_slots = self.slots.num_to_make(member.writer, num_bytes, room)
+            slots = self._make_slots(member, num_bytes, num_slots)
+            self.slots.keep(slots[1:])
+        finally:
+            if is_first:
+                self._making_slots.release()
+        return slots[0] if slots else None
+
+    def _make_slots(self, member: Member, num_bytes: int, num_slots: int) -> list[Slot]:
+        slots = self.writing.make_slots(member.writer, num_bytes, num_slots)
+        if not slots:
+            self.observer.count("store_put_busy")
+            return []
+        try:
+            if self.quota.fits():
+                return slots
+            # Nothing is evicted for what may never be written.
+            self.writing.give_back([*slots[1:], *self.slots.take_all(member.writer)])
+            slots = slots[:1]
+            if self.quota.make_room(member):
+                return slots
+        except OSError:
+            self.writing.give_back(slots)
+            raise
+        self.writing.give_back(slots)
+        self._no_room()
+        return []
 
     def _no_room(self) -> PutResult:
         self.observer.count("store_put_no_space")

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from kvferry.store.file.fileio import FileIO, exists, remove_tree, write_all
@@ -67,6 +67,7 @@ class Writer:
         self._last_copy = 1
         self._last_temporary = 0
         self._fd = -1
+        self._is_behind = False
         hidden = f"{layout.writers}/{unregistered_name(owner, self.id)}"
         try:
             self._register(hidden)
@@ -120,40 +121,60 @@ class Writer:
         except OSError:
             return False
 
-    def new_temporary(self, key_hex: str) -> tuple[int, str]:
+    @property
+    def num_free(self) -> int:
+        """How many more writes may be pending."""
+        return MAX_PENDING - len(self._ledger.pending)
+
+    def new_temporary(self) -> tuple[int, str]:
         """Number and path for the temporary file of a write. The file is made before `reserve`:
-        a pending entry whose file is gone then means that it was renamed to its final name."""
+        a pending entry whose file is gone then means that it got its final name."""
         with self._lock:
             self._last_temporary += 1
             number = self._last_temporary
-        return number, f"{self.path}/tmp/{number:016x}-{key_hex}"
+        return number, f"{self.path}/tmp/{number:016x}"
 
-    def reserve(self, number: int, num_bytes: int) -> bool:
-        """Count a record before its first byte is written. False if too many are pending.
+    def reserve(self, sizes: Mapping[int, int]) -> bool:
+        """Count records, by number of their temporary file, before their first byte is written.
+        False if too many are pending.
 
         Raises:
             OSError: the ledger could not be written; nothing is reserved.
         """
         with self._lock:
-            if len(self._ledger.pending) >= MAX_PENDING:
+            if len(sizes) > self.num_free:
                 return False
             with self._change() as ledger:
-                ledger.pending[number] = num_bytes
-                ledger.net = ledger.net.plus(Net(added_bytes=num_bytes, added_records=1))
+                ledger.pending |= sizes
+                added = Net(added_bytes=sum(sizes.values()), added_records=len(sizes))
+                ledger.net = ledger.net.plus(added)
         return True
 
-    def settle(self, number: int, *, committed: bool) -> None:
-        """End a pending write: its bytes stay counted, or are given back. Never raises; a ledger
-        that cannot be written now is right again after its next write."""
+    def settle(self, number: int) -> None:
+        """End a pending write that was committed: its bytes stay counted. The ledger says so with
+        its next write: until then its entry has no file any more, which says the same."""
         with self._lock:
-            num_bytes = self._ledger.pending.pop(number, None)
-            if num_bytes is None:
+            if self._ledger.pending.pop(number, None) is not None:
+                self._is_behind = True
+
+    def give_back(self, numbers: Collection[int]) -> None:
+        """End pending writes that were not committed: their bytes no longer count. Never raises; a
+        ledger that cannot be written now is right again after its next write."""
+        with self._lock:
+            pending = self._ledger.pending
+            sizes = [pending.pop(number) for number in numbers if number in pending]
+            if not sizes:
                 return
-            if not committed:
-                given_back = Net(removed_bytes=num_bytes, removed_records=1)
-                self._ledger.net = self._ledger.net.plus(given_back)
+            given_back = Net(removed_bytes=sum(sizes), removed_records=len(sizes))
+            self._ledger.net = self._ledger.net.plus(given_back)
             self._try_write()
             self._publish()
+
+    def catch_up(self) -> None:
+        """Write what `settle` left to the next write: only then others call the store still."""
+        with self._lock:
+            if self._is_behind:
+                self._try_write()
 
     def intend(self, intent: Intent) -> None:
         """Declare that the files of a trash batch are about to be unlinked."""
@@ -250,3 +271,4 @@ class Writer:
         data = memoryview(encode(self._ledger))
         write_all(self._io, self._fd, [data], copy * COPY_BYTES)
         self._last_copy = copy
+        self._is_behind = False

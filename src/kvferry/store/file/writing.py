@@ -1,15 +1,16 @@
 """How one record gets its place: temporary file, reservation, bytes, link.
 
-    1. create writers/<id>/tmp/<number>-<key>      empty, so nothing to count yet
-    2. ledger: added += bytes, pending             from here the bytes are ours to write
+    1. create writers/<id>/tmp/<number>               empty, so nothing to count yet
+    2. ledger: added += bytes, pending                from here the bytes are ours to write
     3. write
     4. link to records/<shard>/<key>.safetensors      the commit point; the first writer wins
-    5. ledger: pending entry cleared
-    6. unlink the temporary file
+    5. unlink the temporary file
+    6. ledger: pending entry cleared, whenever it is written next
 
-A recovery that finds the entry pending looks at the temporary file: two links, or none left
-(renamed where links are not supported): committed. One link: not committed, the bytes are given
-back.
+Steps 1 and 2 make a slot, often several at once (see `slots`).
+
+A recovery that finds the entry pending looks at the temporary file: two links, or none left:
+committed. One link: not committed, the bytes are given back.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvferry.store.file.fileio import (
     BLOCK_BYTES,
@@ -33,6 +33,7 @@ from kvferry.store.file.fileio import (
     write_all,
 )
 from kvferry.store.file.layout import Layout
+from kvferry.store.file.slots import Slot
 from kvferry.store.file.ways import WORTH_BYTES, Ways
 from kvferry.store.file.writer import Writer
 from kvferry.types import ChunkKey
@@ -46,15 +47,11 @@ _COPY_BYTES = 1 << 20
 """Unaligned buffers up to this size (a record's head) are copied so that the rest can go direct."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingWrite:
+class PendingWrite(NamedTuple):
     """A reserved, hidden record."""
 
-    writer: Writer
-    number: int
     key: ChunkKey
-    num_bytes: int
-    path: str
+    slot: Slot
 
 
 class RecordWriting:
@@ -77,23 +74,33 @@ class RecordWriting:
         self._ways = Ways(clock) if direct_io == "auto" else None
         self._links = True
 
-    def begin(self, writer: Writer, key: ChunkKey, num_bytes: int) -> PendingWrite | None:
-        """Steps 1 and 2. None if too many writes are pending.
+    def make_slots(self, writer: Writer, num_bytes: int, num_slots: int) -> list[Slot]:
+        """Steps 1 and 2. None at all if too many writes are pending.
 
         Raises:
             OSError: the medium refused, or the writer was fenced off (FileNotFoundError).
         """
-        number, path = writer.new_temporary(key.hex())
-        self._io.close(self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        slots: list[Slot] = []
+        is_reserved = False
         try:
-            reserved = writer.reserve(number, num_bytes)
-        except OSError:
-            self._io.unlink(path)
-            raise
-        if not reserved:
-            self._io.unlink(path)
-            return None
-        return PendingWrite(writer=writer, number=number, key=key, num_bytes=num_bytes, path=path)
+            for _ in range(num_slots):
+                number, path = writer.new_temporary()
+                self._io.close(self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                slots.append(Slot(writer, number, num_bytes, path))
+            is_reserved = writer.reserve(dict.fromkeys((slot.number for slot in slots), num_bytes))
+        finally:
+            if not is_reserved:
+                for slot in slots:
+                    self._drop(slot.path)
+        return slots if is_reserved else []
+
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """Give reservations back, all of one writer. Never raises. The entries go before the files:
+        a pending entry without file counts as committed."""
+        if slots:
+            slots[0].writer.give_back([slot.number for slot in slots])
+            for slot in slots:
+                self._drop(slot.path)
 
     def write(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
         """Step 3, from the front of the record on; the whole record, or what ranks left out.
@@ -109,7 +116,7 @@ class RecordWriting:
         else:
             direct = self._ways.choose_direct()
             write = self._write_direct if direct else self._write_cached
-            with self._ways.timed(pending.num_bytes, direct=direct):
+            with self._ways.timed(pending.slot.num_bytes, direct=direct):
                 write(pending, prepared)
 
     def write_range(self, path: str, views: Sequence[memoryview], offset: int) -> None:
@@ -122,9 +129,9 @@ class RecordWriting:
 
     def extend(self, pending: PendingWrite) -> None:
         """Give the hidden record its size, so that others can tell what is inside it."""
-        fd = self._io.open(pending.path, os.O_WRONLY)
+        fd = self._io.open(pending.slot.path, os.O_WRONLY)
         try:
-            self._io.truncate(fd, pending.num_bytes)
+            self._io.truncate(fd, pending.slot.num_bytes)
         finally:
             self._io.close(fd)
 
@@ -134,25 +141,23 @@ class RecordWriting:
         Raises:
             OSError: the medium refused, or the writer was fenced off; abort.
         """
-        target = self._layout.record(pending.key)
+        slot, target = pending.slot, self._layout.record(pending.key)
         try:
-            won = self._place(pending.path, target)
+            won = self._place(slot.path, target)
         except FileNotFoundError:
             # The first record of its shard, or our directory is gone: then this raises again.
             ensure_directory(self._io, os.path.dirname(target))
-            won = self._place(pending.path, target)
+            won = self._place(slot.path, target)
         if not won:
             self.abort(pending)
             return False
-        pending.writer.settle(pending.number, committed=True)
-        self._drop(pending.path)
+        slot.writer.settle(slot.number)
+        self._drop(slot.path)
         return True
 
     def abort(self, pending: PendingWrite) -> None:
-        """Give the reservation back. Never raises. The entry goes before the file: a pending entry
-        without file would count as committed."""
-        pending.writer.settle(pending.number, committed=False)
-        self._drop(pending.path)
+        """Give the reservation back. Never raises."""
+        self.give_back([pending.slot])
 
     def _place(self, source: str, target: str) -> bool:
         if self._links:
@@ -191,28 +196,28 @@ class RecordWriting:
         self, pending: PendingWrite, views: Sequence[memoryview]
     ) -> Sequence[memoryview] | None:
         """A whole record as buffers that can go past the page cache; None if they cannot."""
-        if sum(view.nbytes for view in views) < pending.num_bytes:
+        if sum(view.nbytes for view in views) < pending.slot.num_bytes:
             return None  # padding would go over what others wrote behind it
         if not all(is_aligned(view.nbytes) for view in views[:-1]):
             return None
         # What would be copied first, or is small, gains nothing by it.
         copies = self._ways is None
-        if not copies and pending.num_bytes < WORTH_BYTES:
+        if not copies and pending.slot.num_bytes < WORTH_BYTES:
             return None
         prepared = [ready for view in views if (ready := _aligned(view, copies=copies)) is not None]
         return prepared if len(prepared) == len(views) else None
 
     def _write_cached(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
-        self.write_range(pending.path, views, 0)
+        self.write_range(pending.slot.path, views, 0)
 
     def _write_direct(self, pending: PendingWrite, views: Sequence[memoryview]) -> None:
         """Write past the page cache; once that failed, through it from then on."""
         try:
-            fd = self._io.open(pending.path, os.O_WRONLY | O_DIRECT)
+            fd = self._io.open(pending.slot.path, os.O_WRONLY | O_DIRECT)
             try:
                 write_all(self._io, fd, views, 0)
-                if not is_aligned(pending.num_bytes):
-                    self._io.truncate(fd, pending.num_bytes)  # what pads the last buffer
+                if not is_aligned(pending.slot.num_bytes):
+                    self._io.truncate(fd, pending.slot.num_bytes)  # what pads the last buffer
             finally:
                 self._io.close(fd)
         except OSError as error:
