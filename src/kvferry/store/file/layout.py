@@ -30,7 +30,7 @@ index keeps, and small sets cost more per key: 32 stays below 150 bytes a key fr
 _MARKER_BYTES = 4096
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _WRITER_NAME = re.compile(r"[0-9a-f]{16}")
-_SESSION = re.compile(r"([0-9a-f]{16})/([0-9a-f]{16})")
+_SESSION = re.compile(r"([0-9a-f]{16})/([0-9a-f]{16}-[0-9a-f]{16})")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
 

@@ -18,7 +18,7 @@ Reserve = Callable[[bytes, int], "PendingWrite | PutResult"]
 class ShardedWrites:
     """Sessions of one store. Thread-safe.
 
-    A session is named after its temporary file, `<writer id>/<number>`: that is all another
+    A session is named after its temporary file, `<writer id>/<number>-<token>`: that is all another
     process needs to write into it, and nothing else is accepted as a name. After a fork the child
     has none: their account is the parent's.
     """

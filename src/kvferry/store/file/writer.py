@@ -128,11 +128,12 @@ class Writer:
 
     def new_temporary(self) -> tuple[int, str]:
         """Number and path for the temporary file of a write. The file is made before `reserve`:
-        a pending entry whose file is gone then means that it got its final name."""
+        a pending entry whose file is gone then means that it got its final name. Nobody can make up
+        its name, which is that of a session if ranks write it."""
         with self._lock:
             self._last_temporary += 1
             number = self._last_temporary
-        return number, f"{self.path}/tmp/{number:016x}"
+        return number, f"{self.path}/tmp/{number:016x}-{secrets.token_hex(8)}"
 
     def reserve(self, sizes: Mapping[int, int]) -> bool:
         """Count records, by number of their temporary file, before their first byte is written.

@@ -1,6 +1,6 @@
 """How one record gets its place: temporary file, reservation, bytes, link.
 
-    1. create writers/<id>/tmp/<number>               empty, so nothing to count yet
+    1. create writers/<id>/tmp/<number>-<token>       empty, so nothing to count yet
     2. ledger: added += bytes, pending                from here the bytes are ours to write
     3. write
     4. link to records/<shard>/<key>.safetensors      the commit point; the first writer wins
