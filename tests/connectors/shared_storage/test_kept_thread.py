@@ -14,6 +14,7 @@ from kvferry.connectors.shared_storage import kept as module
 from kvferry.connectors.shared_storage.kept import KeptRecords
 from kvferry.observe import Counters
 from kvferry.store.staging import Content, Staging
+from kvferry.testing.faults import Gate
 from kvferry.testing.stores import make_key
 
 from .keeping import NUM_CHUNKS, SLOT, note_uses, open_store, records, wait_for
@@ -250,13 +251,19 @@ def test_what_is_in_doubt_is_not_used_if_nobody_reads_it_again(bench, monkeypatc
     filled(one)
     note_uses(directory)
     first, second, third = one.contents()[:3]
-    one.busy = True
+    store_hangs, read_again = Gate(), one.kept._read_again
+
+    def hang(content: Content) -> None:
+        store_hangs.pass_through()
+        read_again(content)
+
+    monkeypatch.setattr(one.kept, "_read_again", hang)
     assert one.kept.confirm(first)
-    assert one.kept.confirm(second)  # nobody was told: `used` was not called
+    assert one.kept.confirm(second)
+    assert store_hangs.wait_for_arrival()
     time.sleep(0.1)
     assert not one.kept.confirm(third)
-    one.busy = False
-    one.kept.used()
+    store_hangs.release()
     wait_for(lambda: one.observer["kept_rechecked"] == 2)
     assert one.kept.confirm(third)
 

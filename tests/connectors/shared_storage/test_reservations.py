@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.connectors.shared_storage import reservations as module
+from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.kept import KeptRecords
 from kvferry.connectors.shared_storage.messages import ChunkRef
 from kvferry.connectors.shared_storage.reservations import Reservations, find, publish
+from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Stamp
 from kvferry.store.file.watch import RecordWatch
-from kvferry.store.io_pool import IOPool
 from kvferry.store.staging import Content, Staging
 from kvferry.testing.faults import FaultyStore, Gate
 from kvferry.testing.host import make_groups
@@ -35,6 +38,18 @@ from .keeping import (
     records,
     wait_for,
 )
+
+
+class HangsLater(FaultyStore):
+    """Operations wait at `gate` once there is one."""
+
+    gate: Gate | None = None
+
+    def fault(self, operation: str) -> bool:
+        if self.gate is not None:
+            self.gate.pass_through()
+        return True
+
 
 SCHEMA = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=8, groups=make_groups())
 
@@ -102,6 +117,18 @@ def test_a_slow_store_does_not_keep_memory_from_being_used(host):
         policy.saw_load(40, 100.0)
     assert not policy.worth_loading(40)
     assert host.run("warm", PROMPT).num_external_tokens == 40
+
+
+def test_a_hit_in_memory_waits_for_staging_like_any_other(host):
+    tickets = host.scheduler._tickets
+    room = tickets.room(10**6)
+    number = tickets.open(tuple(ChunkRef(bytes([1]) * 32, 0) for _ in range(room - 4)), (0, 8), 1e9)
+    assert host.scheduler.lookup(host.add("warm", PROMPT), 0).num_tokens is None
+    assert tickets.room(10**6) == 4
+    assert host.staging.num_kept == NUM_CHUNKS
+    tickets.close(number, told=False)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+    assert_nothing_is_taken(host)
 
 
 def test_hits_in_a_row_all_are_of_memory(host):
@@ -266,14 +293,6 @@ def test_where_the_system_tells_of_nothing_all_is_asked_for(
 
 
 def test_a_store_that_hangs_holds_up_no_hit_in_memory(directory: Path, make_host):
-    class HangsLater(FaultyStore):
-        gate: Gate | None = None
-
-        def fault(self, operation: str) -> bool:
-            if self.gate is not None:
-                self.gate.pass_through()
-            return True
-
     store = HangsLater(open_store(directory), operations=("stamp", "open_read"))
     host = make_host(store=store, load_timeout_seconds=0.3)
     filled(host)
@@ -284,13 +303,27 @@ def test_a_store_that_hangs_holds_up_no_hit_in_memory(directory: Path, make_host
     gate.release()
 
 
-def test_without_a_thread_to_ask_the_next_hit_asks_first(host, monkeypatch):
-    def no_thread(_self: IOPool, _run: object) -> None:
-        raise RuntimeError("can't start new thread")
+def test_looks_that_wait_for_a_store_that_hangs_do_not_pile_up(directory: Path, make_host):
+    store = HangsLater(open_store(directory), operations=("stamp",))
+    host = make_host(store=store)
+    filled(host)
+    store.gate = gate = Gate()
+    for number in range(20):
+        assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
+    worker = host.ranks[0].worker
+    assert len(worker._kept._unasked) <= NUM_CHUNKS
+    assert worker._load_pool._queue.qsize() == 0
+    started = time.monotonic()
+    worker.close()
+    assert time.monotonic() - started < 5
+    gate.release()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(IOPool, "submit", no_thread)
-        assert host.run("warm", PROMPT).num_external_tokens == 40
+
+def test_without_a_thread_to_look_the_next_hit_asks_first(directory: Path, make_host, monkeypatch):
+    host = make_host(store=open_store(directory))
+    filled(host)
+    monkeypatch.setattr(KeptRecords, "_has_thread", False)
+    assert host.run("warm", PROMPT).num_external_tokens == 40
     assert host.scheduler.lookup(host.add("again", PROMPT), 0).num_tokens is None
     assert host.run("once more", PROMPT).num_external_tokens == 40
 
@@ -332,11 +365,30 @@ def test_all_are_taken_or_none():
     assert reservations.reserve(2, chunks)
     assert staging.num_kept == 0
     assert not reservations.reserve(3, chunks[:1])
-    claimed = reservations.claim(2)
+    claimed = reservations.claim(2, chunks)
     assert claimed is not None
     assert [one.content.key for one in claimed] == [chunk.key for chunk in chunks]
-    assert reservations.claim(2) is None
-    assert reservations.claim(1) is None
+    assert reservations.claim(2, chunks) is None
+    assert reservations.claim(1, chunks) is None
+
+
+def test_what_was_reserved_for_others_is_not_handed_out():
+    staging, chunks = kept()
+    reservations = Reservations(staging, Unchanged())
+    assert reservations.reserve(1, chunks)
+    assert reservations.claim(1, chunks[::-1]) is None
+    assert staging.num_kept == 3
+
+
+def test_what_is_given_back_goes_from_the_end():
+    staging, chunks = kept()
+    reservations = Reservations(staging, Unchanged())
+    assert reservations.reserve(1, chunks)
+    reservations.cancel(1)
+    for _ in range(staging.num_slots - 2):
+        assert staging.acquire() is not None
+    held = staging.take_all([ChunkKey(chunk.key) for chunk in chunks])
+    assert [one is not None for one in held] == [True, True, False]
 
 
 def test_what_is_not_to_be_trusted_is_not_taken():
@@ -387,13 +439,47 @@ def test_roles_find_each_other_by_the_name_of_their_engine():
     assert other.reserve(1, chunks)
 
 
-def test_two_engines_of_one_name_promise_nothing_of_each_other():
+def test_two_engines_of_one_name_promise_nothing_of_each_other(caplog):
     staging, chunks = kept()
-    one, other, third = (Reservations(staging, Unchanged()) for _ in range(3))
-    publish("same", one)
-    publish("same", other)
-    assert not one.reserve(1, chunks)
-    assert not other.reserve(1, chunks)
-    publish("same", third)  # the engine was started anew
-    assert find("same") is third
-    assert third.reserve(1, chunks)
+    one, other = (Reservations(staging, Unchanged()) for _ in range(2))
+    publish("same name", one)
+    assert one.reserve(1, chunks)
+    assert not caplog.records
+    publish("same name", other)
+    assert find("same name") is None
+    assert "engine_id" in caplog.text
+    assert one.claim(1, chunks) is not None  # what was promised stays
+    third = Reservations(staging, Unchanged())
+    publish("same name", third)
+    assert find("same name") is None
+    one.close()
+    other.close()  # the engine was started anew
+    assert find("same name") is third
+
+
+@pytest.mark.parametrize(
+    ("differs", "finds"),
+    [
+        ({}, True),
+        ({"engine": "b"}, False),
+        ({"weights": b"v" * 32}, False),
+        ({"store": "y"}, False),
+    ],
+)
+def test_roles_built_apart_find_each_other(tmp_path: Path, make_host, differs, finds: bool):
+    spec = make_host().parts[0].spec
+
+    def parts(*, engine: str = "a", weights: bytes | None = None, store: str = "x") -> Parts:
+        identity = spec.identity if weights is None else replace(spec.identity, weights=weights)
+        options = {"store": f"file://{tmp_path / store}", "chunk_tokens": 8}
+        options["staging_bytes"] = options["keep_bytes"] = "1MiB"
+        this = replace(spec, identity=identity)
+        return Parts(this, options, Counters(), engine=engine)
+
+    of_worker, of_scheduler = parts(), parts(**differs)
+    worker, scheduler = of_worker.worker(), of_scheduler.scheduler()
+    assert (scheduler._tickets._in_memory() is worker._reservations) is finds
+    worker.close()
+    assert scheduler._tickets._in_memory() is None
+    for one in (of_worker, of_scheduler):
+        one.close()

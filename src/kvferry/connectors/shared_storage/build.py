@@ -83,7 +83,7 @@ class Parts:
         self.store = store or self._open_store(index=schedules)
         # A host may have two of us in one engine, and let its operator name engines.
         name = engine or secrets.token_hex(16)
-        self._engine = f"{name} {self.store.url} {self.namespace.hex()}"
+        self._engine = f"{name} {self.config.store} {self.namespace.hex()}"
         try:
             self._check_quota(self.store.stat().max_bytes)
             self._rows = RankRows(spec, self.schema)

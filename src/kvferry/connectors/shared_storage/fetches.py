@@ -5,7 +5,6 @@ Runs in: worker, on the model runner's thread; the reads on I/O threads.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from kvferry.observe import Observer
     from kvferry.record.schema import RecordSchema, RowRange
     from kvferry.store.base import Store
-    from kvferry.store.staging import Content, Kept, Staging
-
-logger = logging.getLogger(__name__)
+    from kvferry.store.staging import Kept, Staging
 
 ReadJob = Job[MissReason | None]
 """A read under way; its result is the reason why it is a miss."""
@@ -98,10 +95,11 @@ class Fetches:
         """Start to bring chunks into staging. Never blocks."""
         fetch = Fetch(op, time.monotonic())
         self._fetches[op.ticket] = fetch
-        reserved = None if self._reservations is None else self._reservations.claim(op.ticket)
-        if reserved is not None:
-            self._hold(fetch, reserved)
-            return
+        if self._reservations is not None:
+            reserved = self._reservations.claim(op.ticket, op.chunks)
+            if reserved is not None:
+                self._hold(fetch, reserved)
+                return
         # Before slots are taken for others, since those may be the ones that hold them.
         kept = deque(self._kept.take_all(op.chunks))
         for chunk in op.chunks:
@@ -123,7 +121,6 @@ class Fetches:
     def _hold(self, fetch: Fetch, reserved: Sequence[Kept]) -> None:
         """Have a prefetch of which everything is in hand."""
         self._observer.count("kept_used", len(reserved))
-        fetch.ended = fetch.started
         fetch.from_memory = True
         for one in reserved:
             slot = LoadSlot(self._staging, one.slot)
@@ -131,21 +128,7 @@ class Fetches:
             slot.drop()  # no read holds it
             fetch.slots.append(slot)
             fetch.jobs.append(Job.ended())
-        self._check([one.content for one in reserved])
-
-    def _check(self, contents: Sequence[Content]) -> None:
-        """See whether the store still has what is used, while it is used."""
-
-        def run(_job: Job[None]) -> None:
-            for content in contents:
-                self._kept.check(content)
-
-        try:
-            self._pool.submit(run)
-        except RuntimeError as error:  # the process has as many threads as it may have
-            logger.warning("records in memory are read again at their next use: %s", error)
-            for content in contents:
-                content.stamp = None
+        self._kept.check_later([one.content for one in reserved])
 
     def _prefetch_job(self, fetch: Fetch, chunk: ChunkRef, slot: LoadSlot) -> Read:
         rows, schema = self._rows, self._rows.schema

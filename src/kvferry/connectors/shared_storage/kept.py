@@ -3,12 +3,12 @@
 Each was verified when it was read, and nobody has written to its memory since: it is right. What
 may have happened to the stored record meanwhile is asked of the store at each use, at the price
 of one look at its stamp: before a hit is promised or, where it is promised because the store has
-heard of no change (`reservations`), beside its forward. One that is gone, replaced or written to is
+heard of no change (`reservations`), a little later. One that is gone, replaced or written to is
 read like any other, so that damage is found and told. Where all that is known is that something was
 done to it, such as noting its last use, it is used, and read again a little later.
 
-Runs in: worker. `take_all` on the model runner's thread, `confirm` and `check` on I/O threads; a
-thread of its own does all else.
+Runs in: worker. `take_all` on the model runner's thread, `confirm` on I/O threads; a thread of its
+own does all else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,6 +100,7 @@ class KeptRecords:
         self._is_busy = is_busy
         self._observer = observer
         self._lock = threading.Lock()
+        self._unasked: dict[bytes, Content] = {}
         self._doubted: dict[bytes, _Doubt] = {}
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -136,12 +137,16 @@ class KeptRecords:
             self._observer.count("kept_used")
         return may_be_used
 
-    def check(self, content: Content) -> None:
-        """Beside a use that was not confirmed: let there be another one only if the store still has
-        the record. If it is not what was read, it is read again now. May block on the store; never
-        raises."""
-        if not self._is_as_stored(content):
-            self._read_again(content)
+    def check_later(self, contents: Iterable[Content]) -> None:
+        """After a use that was not confirmed, have the thread see whether the store still has what
+        was used: if not, there is no other use without that it was read again. Memory only."""
+        with self._lock:
+            if self._has_thread:
+                self._unasked.update((content.key, content) for content in contents)
+                self._wake.set()
+                return
+        for content in contents:
+            content.stamp = None
 
     def _is_as_stored(self, content: Content) -> bool:
         before = content.stamp
@@ -163,14 +168,19 @@ class KeptRecords:
         """Have it read again in a while. False if that is far behind, or never comes."""
         now = time.monotonic()
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
+            if not self._has_thread:
                 return False
             oldest = next(iter(self._doubted.values()), None)
             if oldest is not None and now - oldest.since > LATE_SECONDS:
                 return False
             known = self._doubted.get(content.key)
             self._doubted[content.key] = _Doubt(content, now if known is None else known.since)
+            self._wake.set()
         return True
+
+    @property
+    def _has_thread(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def used(self) -> None:
         """Slots were given back: have memory ready in their place, and read again what is in doubt,
@@ -201,7 +211,7 @@ class KeptRecords:
             self._wake.wait()
             self._closed.wait(RECHECK_SECONDS)
             self._wake.clear()
-            self._read_doubted()
+            self._catch_up()
 
     def _failed(self, what: str, error: Exception) -> None:
         self._observer.count("kept_failed")
@@ -247,7 +257,7 @@ class KeptRecords:
         schema = self._rows.schema
         first_token: int | None = None
         for _ in range(FILL_TRIES):
-            self._read_doubted()
+            self._catch_up()
             if not self._may_go_on(until) or self._staging.num_kept >= self._staging.max_kept:
                 return False
             if first_token is None:
@@ -297,15 +307,20 @@ class KeptRecords:
             return None
         return info.first_token
 
-    def _read_doubted(self) -> None:
+    def _catch_up(self) -> None:
+        """Look at what was used without a look, and read again what is in doubt."""
         while not self._closed.is_set():
             with self._lock:
-                if not self._doubted:
+                if self._unasked:
+                    content, look = self._unasked.pop(next(iter(self._unasked))), True
+                elif self._doubted:
+                    content, look = self._doubted.pop(next(iter(self._doubted))).content, False
+                else:
                     return
-                content = self._doubted.pop(next(iter(self._doubted))).content
             self._may_go_on(time.monotonic() + RECHECK_SECONDS)
             try:
-                self._read_again(content)
+                if not (look and self._is_as_stored(content)):
+                    self._read_again(content)
             except Exception as error:
                 self._failed("a record in memory cannot be read again", error)
 

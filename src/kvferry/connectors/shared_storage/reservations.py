@@ -9,9 +9,11 @@ A host may build the two roles apart. They find each other here, by the name of 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.messages import ChunkRef
     from kvferry.store.base import SupportsWatch
     from kvferry.store.staging import Content, Kept, Staging
+
+logger = logging.getLogger(__name__)
 
 
 class Reservations:
@@ -59,23 +63,29 @@ class Reservations:
             return False
         return self._store.is_unchanged(content.key, stamp)
 
-    def claim(self, ticket: int) -> list[Kept] | None:
-        """The slots of a prefetch, in the order of its chunks: the caller's from now on. None if
-        none were reserved. Runs in: worker."""
+    def claim(self, ticket: int, chunks: Sequence[ChunkRef]) -> list[Kept] | None:
+        """The slots of a prefetch of `chunks`, in that order: the caller's from now on. None if
+        they were not reserved. Runs in: worker."""
         with self._lock:
-            return self._taken.pop(ticket, None)
+            held = self._taken.pop(ticket, None)
+        if held is None or [one.content.key for one in held] == [chunk.key for chunk in chunks]:
+            return held
+        self._give_back(held)  # reserved by somebody else's scheduler role
+        return None
 
     def cancel(self, ticket: int) -> None:
         """Nobody will claim them."""
-        self._give_back(self.claim(ticket) or ())
+        with self._lock:
+            held = self._taken.pop(ticket, ())
+        self._give_back(held)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is reserved any more."""
+        """Whether the worker role is closed."""
         return self._closed
 
     def close(self) -> None:
-        """Reserve nothing from now on."""
+        """The worker role is closed: reserve nothing from now on."""
         with self._lock:
             self._closed = True
             tickets = list(self._taken)
@@ -88,23 +98,29 @@ class Reservations:
             self._staging.release(one.slot, content=one.content)
 
 
-_of_engines: weakref.WeakValueDictionary[tuple[int, str], Reservations]
-_of_engines = weakref.WeakValueDictionary()
+_of_engines: defaultdict[tuple[int, str], weakref.WeakSet[Reservations]]
+_of_engines = defaultdict(weakref.WeakSet)
 _lock = threading.Lock()
 
 
 def publish(engine: str, reservations: Reservations) -> None:
-    """Let the scheduler role of `engine` find them, if it is in this process. If two worker roles
-    have one name, nobody can tell whose slots are meant: then none are reserved."""
+    """Let the scheduler role of `engine` find them, if it is in this process."""
     with _lock:
-        other = find(engine)
-        if other is None or other.closed:
-            _of_engines[os.getpid(), engine] = reservations
-            return
-    other.close()
-    reservations.close()
+        for name in [name for name, known in _of_engines.items() if not known]:
+            del _of_engines[name]
+        _of_engines[os.getpid(), engine].add(reservations)
+    if find(engine) is None:
+        logger.warning(
+            "several engines of this process are named %s and use one store: give each another "
+            "engine_id, so that hits in memory are promised at once",
+            engine.split(maxsplit=1)[0],
+        )
 
 
 def find(engine: str) -> Reservations | None:
-    """Those of the worker role of `engine`, if it is in this process."""
-    return _of_engines.get((os.getpid(), engine))
+    """Those of the worker role of `engine`, if it is in this process. Of two of one name, nobody
+    can tell whose slots are meant: then there are none."""
+    with _lock:
+        known = _of_engines.get((os.getpid(), engine), ())
+        alive = [reservations for reservations in known if not reservations.closed]
+    return alive[0] if len(alive) == 1 else None

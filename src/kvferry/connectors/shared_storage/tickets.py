@@ -27,6 +27,8 @@ class Ticket:
     done_ranks: set[int] = field(default_factory=set)
     seconds: float = 0.0
     """What the slowest rank that is done took."""
+    reservations: Reservations | None = None
+    """Hold its chunks until the plan that tells of it, if it was opened in memory."""
 
     @property
     def complete(self) -> bool:
@@ -106,6 +108,7 @@ class Tickets:
         ticket = self._open_numbered(number, chunks, hit, deadline)
         ticket.in_hand_by_rank[0] = len(chunks)
         ticket.done_ranks.add(0)
+        ticket.reservations = reservations
         return number
 
     def _open_numbered(
@@ -148,11 +151,9 @@ class Tickets:
         if new is None:
             self._releases.append(number)
             return
-        # They never heard of it.
-        self._new.remove(new)
-        reservations = self._in_memory()
-        if reservations is not None:
-            reservations.cancel(number)
+        self._new.remove(new)  # they never heard of it
+        if new.reservations is not None:
+            new.reservations.cancel(number)
 
     def _expire(self, now: float) -> None:
         """Take staging back from requests that got their hit in hand and are not admitted."""
