@@ -159,6 +159,18 @@ def test_a_closed_watch_knows_nothing(directory):
     assert watch.follow(str(directory)) is None
 
 
+def test_a_forked_process_leaves_the_news_to_its_parent(watch, directory):
+    before = follow(watch, directory)
+    write_in_place(record(directory))
+    child = os.fork()
+    if child == 0:
+        knows = watch.is_unchanged(make_key(1), before)
+        os._exit(int(knows or watch.follow(str(directory)) is not None))
+    assert os.waitpid(child, 0)[1] == 0
+    assert not watch.is_unchanged(make_key(0), before)
+    assert watch.is_unchanged(make_key(1), before)
+
+
 def test_a_system_without_it_says_so(monkeypatch):
     monkeypatch.setattr(module.ctypes, "CDLL", lambda *_args, **_kwargs: object())
     with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):

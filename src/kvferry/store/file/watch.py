@@ -48,6 +48,7 @@ class RecordWatch:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._watched: set[str] = set()
         self._moment = 0
@@ -65,7 +66,7 @@ class RecordWatch:
             with self._lock:
                 self._watched.add(directory)
         with self._lock:
-            # A moment that news older than it still wait for would come to be doubted.
+            # While older news wait, none is right: they would be taken for later ones.
             return self._moment if self._take_news() else None
 
     def is_unchanged(self, key: ChunkKey, since: int) -> bool:
@@ -83,8 +84,8 @@ class RecordWatch:
 
     def _take_news(self) -> bool:
         """Whether this was all."""
-        if self._fd < 0:
-            return False
+        if self._fd < 0 or os.getpid() != self._process:
+            return False  # a process that was forked would take the news from its parent
         try:
             news = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
