@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -132,13 +133,86 @@ def test_others_find_room_for_pending_writes_while_slots_are_made(bench):
     pending = [store.begin(make_key(1000 + number), 10) for number in range(MAX_PENDING - 4)]
     put_stretch(store, 100, 1)
     assert len(temporary_files(bench)) == len(pending) + 1
-    pending += [store.begin(make_key(2000 + number), 10) for number in range(3)]
+    pending += [store.begin(make_key(2000 + number), 10) for number in range(4)]
+    assert not any(isinstance(session, PutResult) for session in pending)
     assert store.begin(make_key(3000), 10) is PutResult.NO_SPACE
     assert bench.counters["store_put_busy"] == 1
     for session in pending:
         store.abort(session)
     assert store.stat().used_bytes == 17 * SIZE
     put_stretch(store, 200)
+
+
+def test_slots_of_sizes_that_went_out_of_use_keep_no_write_from_its_entry(bench):
+    store = bench.open()
+    for index in range(40):  # something is used between any two looks
+        put_stretch(store, 100 * index, 9, size=1000 + index)
+        store._volume.rest()
+    sessions = [store.begin(make_key(10_000 + number), 10) for number in range(8)]
+    assert not any(isinstance(session, PutResult) for session in sessions)
+
+
+def test_sizes_that_went_out_of_use_are_forgotten(bench):
+    store = bench.open()
+    for index in range(300):
+        put_stretch(store, 10 * index, 4, size=1000 + index)
+        store._volume.rest()
+    assert len(store._volume.membership.current.slots._ready) < 40
+
+
+def test_all_that_is_reserved_ahead_is_bounded(bench):
+    store = bench.open(max_bytes=64 * 30 * SIZE)
+    for index in range(4):
+        put_stretch(store, 100 * index, 12, size=SIZE + index)
+        assert store._volume.membership.current.slots.num_bytes <= 31 * SIZE
+
+
+def test_slots_go_with_the_registration_that_made_them(bench):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0, 9)
+    volume, first = store._volume, store._volume.membership.current
+    assert first.slots.num_bytes
+    taken = bench.open(max_bytes=MANY)
+    into = Path(taken._volume.membership.current.writer.path) / "absorbed"
+    into.mkdir(exist_ok=True)
+    Path(first.writer.path).rename(into / first.writer.id)
+    taken.maintain()
+    assert store.put(make_key(100), [make_value(SIZE)]) is PutResult.FAILED
+    put_stretch(store, 101, 9)
+    second = volume.membership.current
+    assert second is not first
+    volume.writing.give_back(first.slots.take_all())  # as a thread does that still has it
+    assert second.slots.num_bytes
+    store._volume.rest(always=True)
+    assert read_ledgers(bench).num_bytes == 18 * SIZE
+
+
+def test_a_store_closed_while_slots_are_made_leaves_none(bench, monkeypatch):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0, 8)
+    fits = store._volume.quota.fits
+
+    def close_first() -> bool:
+        answer = fits()
+        store.close()
+        return answer
+
+    monkeypatch.setattr(store._volume.quota, "fits", close_first)
+    store.put(make_key(100), [make_value(SIZE)])
+    assert temporary_files(bench) == []
+    assert read_ledgers(bench).num_records == len(list(bench.root.glob("records/*/*")))
+    assert read_ledgers(bench).quiet
+
+
+def test_what_a_failing_medium_would_not_take_back_is_tried_again(bench):
+    store = bench.open(max_bytes=MANY)
+    put_stretch(store, 0, 9)
+    bench.io.fail["pwritev"] = errno.EIO
+    store._volume.rest(always=True)
+    bench.io.fail.clear()
+    assert read_ledgers(bench).num_records == 16
+    store._volume.rest()
+    assert read_ledgers(bench).num_records == 9
 
 
 def test_closing_gives_everything_back(bench):
@@ -210,5 +284,5 @@ def test_sizes_that_all_differ_are_forgotten(bench):
     store = bench.open()
     for size in range(1, 600):
         store.put(make_key(size), [make_value(size)])
-    assert len(store._volume.slots._used) < 300
+    assert len(store._volume.membership.current.slots._used) < 300
     assert temporary_files(bench) == []

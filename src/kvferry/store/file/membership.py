@@ -15,6 +15,7 @@ from kvferry.store.file.fileio import FileIO, exists
 from kvferry.store.file.layout import Layout, make_directories, open_root
 from kvferry.store.file.ledger import Owner, this_process
 from kvferry.store.file.removal import Remover
+from kvferry.store.file.slots import Slots
 from kvferry.store.file.writer import Writer
 
 
@@ -24,6 +25,7 @@ class Member(NamedTuple):
     writer: Writer
     remover: Remover
     owner: Owner
+    slots: Slots
 
 
 class Membership:
@@ -72,7 +74,7 @@ class Membership:
         make_directories(self._layout, self._io)
         owner = this_process(self._pid)
         writer = Writer(self._io, self._layout, owner, self._wall)
-        self._member = Member(writer, Remover(self._io, self._layout, writer), owner)
+        self._member = Member(writer, Remover(self._io, self._layout, writer), owner, Slots())
         return self._member
 
     def rejoin_if_fenced(self) -> bool:

@@ -75,10 +75,13 @@ class Quota:
         return member.writer.num_bytes_with(usage.marks)
 
     def room_ahead(self, member: Member) -> int:
-        """Bytes that may be reserved for writes to come, as far as known without a look."""
+        """Bytes that may be reserved for writes to come, beside those that are, as far as known
+        without a look."""
+        num_ahead = member.slots.num_bytes
         if self.max_bytes is None:
-            return _MAX_SLACK_BYTES
-        return min(_slack_bytes(self.max_bytes), self.max_bytes - self.used_bytes(member))
+            return _MAX_SLACK_BYTES - num_ahead
+        num_free = self.max_bytes - self.used_bytes(member)
+        return min(_slack_bytes(self.max_bytes) - num_ahead, num_free)
 
     def fits(self) -> bool:
         """Whether everything that is stored and reserved fits.

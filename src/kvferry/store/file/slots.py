@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.store.file.writer import Writer
@@ -30,7 +31,7 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """Those that are made and not yet used. Thread-safe; in memory, no I/O."""
+    """Those of one writer that are made and not yet used. Thread-safe; in memory, no I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,44 +40,51 @@ class Slots:
         self._used_before: Counter[int] = Counter()
         self._num_seen = 0
 
-    def take(self, writer: Writer, num_bytes: int) -> Slot | None:
+    def take(self, num_bytes: int) -> Slot | None:
         """A slot for a record of this size, None if none is ready."""
         with self._lock:
             if len(self._used) >= _MOST_SIZES:
                 self._used.clear()
             self._used[num_bytes] += 1
             ready = self._ready.get(num_bytes)
-            while ready:
-                slot = ready.pop()
-                if slot.writer is writer:  # else it went with a directory that was taken over
-                    return slot
-        return None
+            if ready is None:
+                return None
+            slot = ready.pop()
+            if not ready:
+                del self._ready[num_bytes]
+            return slot
 
-    def num_to_make(self, writer: Writer, num_bytes: int, room_bytes: int) -> int:
-        """How many to make now that `take` had none: one, and more while all that are ready fit
-        into `room_bytes`. As many as the last stretch still had at this point; beyond its end, and
-        in the first one, as many again as that makes already."""
+    def num_to_make(self, num_bytes: int, room_bytes: int, num_free: int) -> int:
+        """How many to make now that `take` had none: one, and those that are likely to be used.
+
+        Args:
+            num_bytes: of a record.
+            room_bytes: what may be reserved for records to come.
+            num_free: entries that the ledger has left. Half of them stay free for writes of other
+                sizes, and of other threads.
+        """
         with self._lock:
-            ready_bytes = sum(size * len(ready) for size, ready in self._ready.items())
-            # Without the one that `take` has just counted.
-            num_used = self._used[num_bytes] - 1
-            num_likely = abs(self._used_before[num_bytes] - num_used)
-        room = (room_bytes - ready_bytes) // max(num_bytes, 1)
-        # Half of the entries stay free for writes of other sizes, and of other threads.
-        return max(1, min(num_likely, room, writer.num_free // 2, MOST_AT_ONCE))
+            num_before = self._used_before[num_bytes]
+            num_used = self._used[num_bytes] - 1  # without the one that `take` has just counted
+        # As many as the last stretch still had at this point. Beyond its end, and in the first one,
+        # as many again as went beyond it.
+        num_likely = num_before - num_used if num_used < num_before else num_used - num_before
+        room = room_bytes // max(num_bytes, 1)
+        return max(1, min(num_likely, room, num_free // 2, MOST_AT_ONCE))
 
-    def keep(self, slots: list[Slot]) -> None:
+    def keep(self, slots: Sequence[Slot]) -> None:
         """Have these ready."""
         with self._lock:
             for slot in slots:
                 self._ready.setdefault(slot.num_bytes, []).append(slot)
 
-    def num_bytes_of(self, writer: Writer) -> int:
-        """What those that are ready count for in the ledger of `writer`."""
+    @property
+    def num_bytes(self) -> int:
+        """What those that are ready count for in the ledger."""
         with self._lock:
-            return sum(slot.num_bytes for slot in self._all_of(writer))
+            return sum(num_bytes * len(ready) for num_bytes, ready in self._ready.items())
 
-    def take_idle(self, writer: Writer) -> list[Slot]:
+    def take_idle(self) -> list[Slot]:
         """All that are ready, unless some were used since the last call: to be given back."""
         with self._lock:
             num_used = self._used.total()
@@ -85,15 +93,11 @@ class Slots:
                 return []
             if num_used:
                 self._used, self._used_before, self._num_seen = Counter(), self._used, 0
-        return self.take_all(writer)
+        return self.take_all()
 
-    def take_all(self, writer: Writer) -> list[Slot]:
+    def take_all(self) -> list[Slot]:
         """All that are ready: to be given back."""
         with self._lock:
-            slots = self._all_of(writer)
+            slots = [slot for ready in self._ready.values() for slot in ready]
             self._ready = {}
             return slots
-
-    def _all_of(self, writer: Writer) -> list[Slot]:
-        ready = [slot for slots in self._ready.values() for slot in slots]
-        return [slot for slot in ready if slot.writer is writer]

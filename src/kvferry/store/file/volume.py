@@ -20,7 +20,7 @@ from kvferry.store.file.quarantine import Quarantine
 from kvferry.store.file.quota import Quota
 from kvferry.store.file.recovery import Recovery
 from kvferry.store.file.removal import Removed
-from kvferry.store.file.slots import Slot, Slots
+from kvferry.store.file.slots import Slot
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.file.writing import DirectIO, PendingWrite, RecordWriting
 from kvferry.types import ChunkKey
@@ -55,7 +55,6 @@ class Volume:
         self.membership = Membership(io, layout, wall, create=create)
         self.faults = Faults(layout.root, observer, clock)
         self.writing = RecordWriting(io, layout, direct_io, clock)
-        self.slots = Slots()
         self._making_slots = threading.Lock()
         recovery = Recovery(io, layout, clock, wall)
         self.quota = Quota(
@@ -97,7 +96,7 @@ class Volume:
                 return PutResult.EXISTS
             if max_bytes is not None and num_bytes > max_bytes:
                 return self._no_room()
-            slot = self.slots.take(member.writer, num_bytes) or self._make_slot(member, num_bytes)
+            slot = member.slots.take(num_bytes) or self._make_slot(member, num_bytes)
         except OSError as error:
             return self.write_failed(error)
         return PutResult.NO_SPACE if slot is None else PendingWrite(key, slot)
@@ -122,7 +121,7 @@ class Volume:
         """What all processes hold; see `Quota.used_bytes`. Of what was reserved ahead, only what
         others did."""
         member = self.membership.current
-        ahead = 0 if member is None else self.slots.num_bytes_of(member.writer)
+        ahead = 0 if member is None else member.slots.num_bytes
         return self.quota.used_bytes(member) - ahead
 
     def rest(self, *, always: bool = False) -> None:
@@ -130,8 +129,8 @@ class Volume:
         used, or `always` all of it, is given back."""
         member = self.membership.current
         if member is not None:
-            take = self.slots.take_all if always else self.slots.take_idle
-            self.writing.give_back(take(member.writer))
+            take = member.slots.take_all if always else member.slots.take_idle
+            self.writing.give_back(take())
             member.writer.catch_up()
 
     def write_failed(self, error: OSError) -> PutResult:
@@ -204,9 +203,11 @@ class Volume:
         is_first = self._making_slots.acquire(blocking=False)
         try:
             room = self.quota.room_ahead(member) if is_first else 0
-            num_slots = self.slots.num_to_make(member.writer, num_bytes, room)
+            num_slots = member.slots.num_to_make(num_bytes, room, member.writer.num_free)
             slots = self._make_slots(member, num_bytes, num_slots)
-            self.slots.keep(slots[1:])
+            member.slots.keep(slots[1:])
+            if self.membership.current is not member:  # closed meanwhile, or taken over
+                self.writing.give_back(member.slots.take_all())
         finally:
             if is_first:
                 self._making_slots.release()
@@ -214,6 +215,9 @@ class Volume:
 
     def _make_slots(self, member: Member, num_bytes: int, num_slots: int) -> list[Slot]:
         slots = self.writing.make_slots(member.writer, num_bytes, num_slots)
+        if not slots:  # the entries that are left may all be held by slots
+            self.writing.give_back(member.slots.take_all())
+            slots = self.writing.make_slots(member.writer, num_bytes, 1)
         if not slots:
             self.observer.count("store_put_busy")
             return []
@@ -221,7 +225,7 @@ class Volume:
             if self.quota.fits():
                 return slots
             # Nothing is evicted for what may never be written.
-            self.writing.give_back([*slots[1:], *self.slots.take_all(member.writer)])
+            self.writing.give_back([*slots[1:], *member.slots.take_all()])
             slots = slots[:1]
             if self.quota.make_room(member):
                 return slots

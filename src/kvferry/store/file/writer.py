@@ -7,6 +7,7 @@ every path of ours stops existing, so nothing we do afterwards is counted twice:
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -68,6 +69,7 @@ class Writer:
         self._last_temporary = 0
         self._fd = -1
         self._is_behind = False
+        self._is_closing = False
         hidden = f"{layout.writers}/{unregistered_name(owner, self.id)}"
         try:
             self._register(hidden)
@@ -143,6 +145,8 @@ class Writer:
             OSError: the ledger could not be written; nothing is reserved.
         """
         with self._lock:
+            if self._is_closing:
+                raise OSError(errno.EBADF, "the writer is closed")
             if len(sizes) > self.num_free:
                 return False
             with self._change() as ledger:
@@ -153,10 +157,11 @@ class Writer:
 
     def settle(self, number: int) -> None:
         """End a pending write that was committed: its bytes stay counted. The ledger says so with
-        its next write: until then its entry has no file any more, which says the same."""
+        its next write: until then the file of the entry has two links, or none: that says so."""
         with self._lock:
             if self._ledger.pending.pop(number, None) is not None:
                 self._is_behind = True
+                self._end_if_closing()
 
     def give_back(self, numbers: Collection[int]) -> None:
         """End pending writes that were not committed: their bytes no longer count. Never raises; a
@@ -168,8 +173,10 @@ class Writer:
                 return
             given_back = Net(removed_bytes=sum(sizes), removed_records=len(sizes))
             self._ledger.net = self._ledger.net.plus(given_back)
+            self._is_behind = True  # until it is written
             self._try_write()
             self._publish()
+            self._end_if_closing()
 
     def catch_up(self) -> None:
         """Write what `settle` left to the next write: only then others call the store still."""
@@ -227,14 +234,18 @@ class Writer:
         if not self._lock.acquire(timeout=timeout):
             return
         try:
-            if self._fd >= 0:
-                # With writes still pending it stays open: it must look alive until they end.
-                self._ledger.closed = not self._ledger.pending
-                self._try_write()
-                self._io.close(self._fd)
-                self._fd = -1
+            # With writes still pending it stays open: it must look alive until they end.
+            self._is_closing = True
+            self._end_if_closing()
         finally:
             self._lock.release()
+
+    def _end_if_closing(self) -> None:
+        if self._is_closing and not self._ledger.pending and self._fd >= 0:
+            self._ledger.closed = True
+            self._try_write()
+            self._io.close(self._fd)
+            self._fd = -1
 
     @contextmanager
     def _change(self) -> Iterator[Ledger]:

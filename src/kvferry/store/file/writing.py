@@ -4,8 +4,8 @@
     2. ledger: added += bytes, pending                from here the bytes are ours to write
     3. write
     4. link to records/<shard>/<key>.safetensors      the commit point; the first writer wins
-    5. unlink the temporary file
-    6. ledger: pending entry cleared, whenever it is written next
+    5. pending entry cleared, in the ledger whenever that is written next
+    6. unlink the temporary file
 
 Steps 1 and 2 make a slot, often several at once (see `slots`).
 
