@@ -1,4 +1,4 @@
-"""Writes pass by the page cache, unless that turns out to be faster."""
+"""Writes pass by the page cache while the disk keeps up; else the faster way is taken."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import mmap
 import pytest
 
 from kvferry.store.base import PutResult
+from kvferry.store.file import ways as module
 from kvferry.store.file.fileio import O_DIRECT
 from kvferry.store.file.ways import (
     LEARN_EVERY,
@@ -25,6 +26,16 @@ from tests.store.file.conftest import FaultyIO
 pytestmark = pytest.mark.skipif(not O_DIRECT, reason="not a Linux system")
 
 RECORD_BYTES = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def busy(request, monkeypatch) -> None:
+    """No disk keeps up, but in tests that say so."""
+    if getattr(request, "param", True):
+        monkeypatch.setattr(module, "BUSY", -1.0)
+
+
+not_busy = pytest.mark.parametrize("busy", [False], indirect=True)
 
 
 class Machine:
@@ -48,6 +59,31 @@ class Machine:
 
 LEARNING = SAMPLES * LEARN_EVERY
 """Writes until both ways are known."""
+
+
+@not_busy
+@pytest.mark.parametrize(("direct", "keeps_up"), [(0.06, True), (0.18, False)])
+def test_a_disk_that_keeps_up_is_not_compared(direct, keeps_up):
+    """Sixteen records of a MiB every four seconds."""
+    machine = Machine(cached=0.001, direct=direct)
+    taken = []
+    for _ in range(20):
+        taken += machine.write(16)
+        machine.clock.advance(4.0 - 16 * direct if taken[-1] else 4.0)
+    assert all(taken) is keeps_up
+
+
+@not_busy
+def test_a_disk_that_would_keep_up_again_is_used_again():
+    machine = Machine(cached=0.01, direct=0.1)
+    machine.write(1000)  # one after another
+    assert machine.write(LOOK_EVERY).count(True) <= 1
+    machine.clock.advance(60.0)
+    assert machine.write(8) == 8 * [True]
+    machine.write(1000)
+    machine.direct = 0.001
+    machine.write(LOOK_EVERY_MOST)
+    assert machine.write(100) == 100 * [True]
 
 
 def test_of_the_first_writes_some_go_through_the_page_cache():

@@ -75,7 +75,7 @@ class FileStore(Store):
             read_only: never write. A directory that cannot be written is opened so with a warning.
             observer: receives counts named `store_...`.
             direct_io: "off" never passes by the page cache; "auto" does for cold reads, and for
-                writes unless the page cache is faster; "on" for all writes. See
+                writes while the disk keeps up with them; "on" for all writes. See
                 `reading` and `ways`.
             index: know what is stored, for `contains`, at the price of a look at every directory
                 once a second. Without, `contains` finds nothing, and `stat` counts no records.

@@ -2,13 +2,14 @@
 
 What goes through the page cache takes CPU time from the engine, where waiting for a disk takes next
 to none; on a virtual machine that gets its memory from the host page by page, it takes longer than
-the disk does. But a record just written is often the next one read, and a page cache that is the
-faster way may be worth its CPU time. No system says which machine is such a one, so both ways are
-timed: past the page cache, unless that is the slower way.
+the disk does. So writes go past it for as long as the disk keeps up with them: they happen behind,
+and nobody waits for one. Only a disk that does not keep up is compared with the page cache, by the
+time that writes take, and the faster way is taken until the disk would keep up again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,23 @@ from dataclasses import dataclass
 WORTH_BYTES = 1 << 20
 """Smaller writes say more about the threads of a process than about disk and memory."""
 
+BUSY = 0.5
+"""A disk keeps up if writing all that was written lately, one record after another, would take it
+no more than this part of the time."""
+
+LATELY_SECONDS = 10.0
+"""A prompt's records come all at once, and then none for a while."""
+
 MARGIN = 1.2
 """How many times faster the way that is not in use must be before it is taken."""
 
 LEARN_EVERY = 8
-"""Of the first writes, one of so many goes through the page cache, until that is known."""
+"""While the disk does not keep up, one write of so many goes through the page cache, until that is
+known."""
 
 LOOK_EVERY = 32
-"""Later one of so many goes the other way, to learn what that takes by now. If it took ten times as
-long, one of ten times as many."""
+"""From then on one of so many goes the other way, to learn what that takes by now. If it took ten
+times as long, one of ten times as many."""
 
 LOOK_EVERY_MOST = 1024
 """However long it took: it may have been in a bad moment."""
@@ -69,10 +78,15 @@ class Ways:
         self._cached, self._direct = _Way(), _Way()
         self._since_look = 0
         self._prefers_direct = True
+        self._lately_bytes = 0.0
+        self._last_write = clock()
 
     def choose_direct(self) -> bool:
         """Whether the next write goes past the page cache."""
         cached, direct = self._cached, self._direct
+        if self._bytes_per_second() * direct.seconds_per_byte <= BUSY:
+            self._prefers_direct = True
+            return True
         used, other = (direct, cached) if self._prefers_direct else (cached, direct)
         self._since_look += 1
         if other.samples < SAMPLES:
@@ -95,3 +109,10 @@ class Ways:
         yield
         way = self._direct if direct else self._cached
         way.took((self._clock() - started) / num_bytes)
+        self._lately_bytes = self._bytes_per_second() * LATELY_SECONDS + num_bytes
+        self._last_write = self._clock()
+
+    def _bytes_per_second(self) -> float:
+        """What was written lately; the longer ago, the less it counts."""
+        age = self._clock() - self._last_write
+        return self._lately_bytes * math.exp(-age / LATELY_SECONDS) / LATELY_SECONDS
