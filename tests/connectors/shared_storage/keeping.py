@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.store.base import Source
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.faults import FaultyStore, Gate
 from kvferry.types import ChunkKey
 
 PROMPT = list(range(41))
@@ -34,6 +35,17 @@ class CountingStore(WrapperStore):
     def open_read(self, key: ChunkKey) -> Source | None:
         self.num_opened += 1
         return self.inner.open_read(key)
+
+
+class HangsLater(FaultyStore):
+    """Operations wait at `gate` once there is one."""
+
+    gate: Gate | None = None
+
+    def fault(self, operation: str) -> bool:
+        if self.gate is not None:
+            self.gate.pass_through()
+        return True
 
 
 def open_store(directory: Path, *, notes_uses: bool = False) -> CountingStore:

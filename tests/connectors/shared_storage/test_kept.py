@@ -16,7 +16,7 @@ import pytest
 from kvferry.connectors.shared_storage import build
 from kvferry.connectors.shared_storage.kept import KeptRecords
 from kvferry.store.file.store import FileStore
-from kvferry.testing.faults import FaultyStore, Gate, StallingStore
+from kvferry.testing.faults import Gate, StallingStore
 from kvferry.types import ChunkKey
 
 from .keeping import (
@@ -25,6 +25,7 @@ from .keeping import (
     PROMPT,
     SLOT,
     CountingStore,
+    HangsLater,
     filled,
     flip,
     flip_and_note_a_use,
@@ -34,17 +35,6 @@ from .keeping import (
     wait_for,
 )
 from .windowed import group, opened
-
-
-class HangsLater(FaultyStore):
-    """Operations wait at `gate` once there is one."""
-
-    gate: Gate | None = None
-
-    def fault(self, operation: str) -> bool:
-        if self.gate is not None:
-            self.gate.pass_through()
-        return True
 
 
 @pytest.fixture

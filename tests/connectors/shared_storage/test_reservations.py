@@ -23,7 +23,7 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Stamp
 from kvferry.store.file.watch import RecordWatch
 from kvferry.store.staging import Content, Staging
-from kvferry.testing.faults import FaultyStore, Gate
+from kvferry.testing.faults import Gate
 from kvferry.testing.host import make_groups
 from kvferry.types import ChunkKey
 
@@ -32,24 +32,13 @@ from .keeping import (
     NUM_CHUNKS,
     PROMPT,
     SLOT,
+    HangsLater,
     filled,
     note_uses,
     open_store,
     records,
     wait_for,
 )
-
-
-class HangsLater(FaultyStore):
-    """Operations wait at `gate` once there is one."""
-
-    gate: Gate | None = None
-
-    def fault(self, operation: str) -> bool:
-        if self.gate is not None:
-            self.gate.pass_through()
-        return True
-
 
 SCHEMA = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=8, groups=make_groups())
 
