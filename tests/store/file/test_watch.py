@@ -118,6 +118,19 @@ def test_a_directory_that_goes_puts_all_in_doubt_and_is_followed_anew(watch, dir
     assert not watch.is_unchanged(make_key(1), now)
 
 
+def test_a_directory_made_anew_is_not_taken_for_the_one_that_was_followed(watch, directory):
+    follow(watch, directory)
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+    directory.mkdir()
+    record(directory).write_bytes(b"value")
+    assert watch.follow(str(directory)) is None  # nothing was heard of in between
+    now = follow(watch, directory)
+    write_in_place(record(directory))
+    assert not watch.is_unchanged(make_key(0), now)
+
+
 def test_news_that_were_lost_put_all_in_doubt(watch, directory, monkeypatch):
     before = follow(watch, directory)
     overflow = module._EVENT.pack(-1, module._OVERFLOW, 0, 0)

@@ -66,8 +66,10 @@ class RecordWatch:
             with self._lock:
                 self._watched.add(directory)
         with self._lock:
-            # While older news wait, none is right: they would be taken for later ones.
-            return self._moment if self._take_news() else None
+            # While older news wait, none is right: they would be taken for later ones. And they may
+            # say that it was another directory of this name that was followed.
+            is_known = self._take_news() and directory in self._watched
+            return self._moment if is_known else None
 
     def is_unchanged(self, key: ChunkKey, since: int) -> bool:
         """Whether nothing was done to a record since a moment. Memory only; False if not known."""
