@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.layout import ops
 from kvferry.layout.ops import PagedKV, as_rows
+from kvferry.layout.plan import Box, Move, moves, near, segments, unordered
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -28,7 +30,7 @@ def tensors(layout: str) -> list[torch.Tensor]:
 
 
 def strided(tensor: torch.Tensor) -> Strided:
-    return Strided(tuple(tensor.shape), tensor.stride(), 0, 1, "float32")
+    return Strided(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), 1, "float32")
 
 
 def write_as_the_kernel(tensor: torch.Tensor, block: int, slot: int, key, value) -> None:
@@ -50,10 +52,15 @@ def content(layer: int, token: int) -> torch.Tensor:
     return base + 1000 * token + 100_000 * layer
 
 
+@pytest.mark.parametrize("near_bytes", [ops._NEAR_BYTES, 2 * 4 * BLOCK * DIM, 1])
 @pytest.mark.parametrize("layout", SHAPES)
-@pytest.mark.parametrize(("start", "stop"), [(0, 11), (3, 9), (5, 6), (4, 8)])
-def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(layout, start, stop):
-    kv = tensors(layout)
+@pytest.mark.parametrize(("start", "stop"), [(0, 11), (3, 9), (5, 6), (4, 8), (0, 12)])
+def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
+    layout, start, stop, near_bytes, monkeypatch
+):
+    monkeypatch.setattr(ops, "_NEAR_BYTES", near_bytes)
+    memory = torch.stack(tensors(layout))  # layers evenly spaced in it: one move for all
+    kv = list(memory)
     table = [5, 2, 6]
     for layer, tensor in enumerate(kv):
         for token in range(3 * BLOCK):
@@ -81,6 +88,57 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(layout, start, st
                 tensor, table[token // BLOCK], token % BLOCK, row[:, :DIM], row[:, DIM:]
             )
     assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
+
+
+def keys_and_values(layout: str, heads: int, num_slots: int) -> list[Move]:
+    memory = torch.stack(tensors(layout))
+    layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
+    box = Box(0, 0, (LAYERS, heads, 3 * BLOCK, 2 * DIM), 0, num_slots)
+    return [move for segment in segments(layers, 4) for move in moves(segment, box)]
+
+
+def kv_bytes(move: Move) -> list[int]:
+    """All bytes that a move covers of block 0."""
+    return covered(move, move.kv_strides[1:], move.kv_offset)
+
+
+def row_bytes(move: Move) -> list[int]:
+    """All bytes that a move covers of rows, for one block."""
+    return covered(move, move.row_strides[1:], move.row_offset)
+
+
+def covered(move: Move, strides: tuple[int, ...], offset: int) -> list[int]:
+    starts = np.full((), offset)
+    for size, stride in zip(move.shape, strides, strict=True):
+        starts = np.add.outer(starts, np.arange(size) * stride)
+    return sorted((starts.reshape(-1, 1) + np.arange(move.span)).reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("num_slots", [BLOCK, BLOCK - 1])
+@pytest.mark.parametrize("heads", [HEADS, 1])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_wide_spans_cover_the_bytes_of_keys_and_no_others(layout, heads, num_slots):
+    keys, values = keys_and_values(layout, heads, num_slots)
+    assert unordered(values) is None
+    wide = unordered(keys)
+    if num_slots < BLOCK:
+        assert wide is None
+        return
+    assert wide is not None
+    assert (keys.span, wide.span) == (4, 4 * DIM)
+    assert kv_bytes(keys) == kv_bytes(wide)
+    assert row_bytes(keys) == row_bytes(wide)
+
+
+@pytest.mark.parametrize(("max_bytes", "parts"), [(480, 1), (479, 2), (239, 6), (1, 6)])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_what_lies_far_apart_is_split_and_stays_the_same(layout, max_bytes, parts):
+    keys, _ = keys_and_values(layout, HEADS, BLOCK)
+    assert keys.num_bytes == 4 * LAYERS * HEADS * DIM * BLOCK
+    found = list(near(keys, max_bytes))
+    assert len(found) == parts
+    assert sorted(byte for part in found for byte in kv_bytes(part)) == kv_bytes(keys)
+    assert sorted(byte for part in found for byte in row_bytes(part)) == row_bytes(keys)
 
 
 @pytest.mark.parametrize("layout", SHAPES)

@@ -16,7 +16,17 @@ import torch
 
 from kvferry.errors import LayoutError
 from kvferry.layout.device import device_copies
-from kvferry.layout.plan import BlockRun, Box, Segment, block_runs, moves, segments
+from kvferry.layout.plan import (
+    BlockRun,
+    Box,
+    Move,
+    Segment,
+    block_runs,
+    moves,
+    near,
+    segments,
+    unordered,
+)
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -262,6 +272,10 @@ def as_rows(
     return torch.frombuffer(buffer, dtype=kind).view(shape)
 
 
+_NEAR_BYTES = 512 << 10
+"""So much of either side stays in a core's own cache."""
+
+
 class _Spans(NamedTuple):
     """A move as numpy runs it."""
 
@@ -271,6 +285,10 @@ class _Spans(NamedTuple):
     row_offset: int
     row_strides: tuple[int, ...]
     row_token: int
+    unordered: _Spans | None
+    """The same bytes in wide spans, if the move goes element by element."""
+    near_blocks: int
+    """So many blocks fit in a core's own cache."""
 
     def of_rows(self, rows: Any, start: int, num_blocks: int) -> np.ndarray[Any, Any]:
         """`[num_blocks, *shape]` of spans in rows, from token `start` of these on."""
@@ -308,33 +326,54 @@ class NumpyCopies:
     ) -> None:
         """See `PagedKV.gather`."""
         for run in runs:
+            start = run.start - first_token
             for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
-                target = spans.of_rows(rows, run.start - first_token, run.num_blocks)
-                if isinstance(run.blocks, range):
-                    target[...] = spans.blocks[_index(run.blocks)]
+                if spans.unordered is None:
+                    _take(spans, rows, start, run.blocks)
                     continue
-                # One by one: reading through an index array would copy twice.
-                for position, block in enumerate(run.blocks):
-                    target[position : position + 1] = spans.blocks[block : block + 1]
+                # Memory that is written element by element is fetched a line or two at a time, and
+                # many lines at once for wide spans. So these go first, to have it at hand.
+                for at in range(0, run.num_blocks, spans.near_blocks):
+                    blocks = run.blocks[at : at + spans.near_blocks]
+                    _take(spans.unordered, rows, start + at * run.num_slots, blocks)
+                    _take(spans, rows, start + at * run.num_slots, blocks)
 
     def _compute_spans(self, box: Box) -> tuple[_Spans, ...]:
         return tuple(
-            _Spans(
-                np.ndarray(
-                    (segment.num_blocks, *move.shape),
-                    _span_type(move.span),
-                    self._storages[move.storage],
-                    move.kv_offset,
-                    move.kv_strides,
-                ),
-                move.shape,
-                move.row_offset,
-                move.row_strides,
-                move.row_token,
-            )
+            self._spans_of(segment, part)
             for segment in self._segments
             for move in moves(segment, box)
+            for part in near(move, _NEAR_BYTES)
         )
+
+    def _spans_of(self, segment: Segment, move: Move) -> _Spans:
+        wide = unordered(move)
+        return _Spans(
+            np.ndarray(
+                (segment.num_blocks, *move.shape),
+                _span_type(move.span),
+                self._storages[move.storage],
+                move.kv_offset,
+                move.kv_strides,
+            ),
+            move.shape,
+            move.row_offset,
+            move.row_strides,
+            move.row_token,
+            None if wide is None else self._spans_of(segment, wide),
+            max(1, _NEAR_BYTES // move.num_bytes),
+        )
+
+
+def _take(spans: _Spans, rows: Any, start: int, blocks: range | tuple[int, ...]) -> None:
+    """Copy whole blocks out, to token `start` of the rows and on."""
+    target = spans.of_rows(rows, start, len(blocks))
+    if isinstance(blocks, range):
+        target[...] = spans.blocks[_index(blocks)]
+        return
+    # One by one: reading through an index array would copy twice.
+    for position, block in enumerate(blocks):
+        target[position : position + 1] = spans.blocks[block : block + 1]
 
 
 def _span_type(num_bytes: int) -> np.dtype[Any]:

@@ -10,7 +10,8 @@ blocks of a geometry; what differs between blocks is one offset on either side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.errors import LayoutError
@@ -87,6 +88,11 @@ class Move(NamedTuple):
     """Of blocks that follow each other, then of `shape`."""
     row_token: int
     """Distance of one token to the next in the rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one block."""
+        return self.span * math.prod(self.shape)
 
 
 def block_runs(
@@ -209,6 +215,43 @@ def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
             row_strides=(box.num_slots * row_token, *(row for _, _, row in axes)),
             row_token=row_token,
         ),
+    )
+
+
+def near(move: Move, max_bytes: int) -> Iterator[Move]:
+    """Split a transposing move of more than `max_bytes` of a block: by layer, then by head."""
+    if len(move.shape) <= 2 or move.num_bytes <= max_bytes or unordered(move) is None:
+        yield move
+        return
+    for index in range(move.shape[0]):
+        part = move._replace(
+            shape=move.shape[1:],
+            kv_offset=move.kv_offset + index * move.kv_strides[1],
+            kv_strides=(move.kv_strides[0], *move.kv_strides[2:]),
+            row_offset=move.row_offset + index * move.row_strides[1],
+            row_strides=(move.row_strides[0], *move.row_strides[2:]),
+        )
+        yield from near(part, max_bytes)
+
+
+def unordered(move: Move) -> Move | None:
+    """The bytes of a transposing move in spans that are wide on both sides, but not in their order.
+
+    Returns:
+        What writes exactly the bytes that `move` writes, from the memory that it reads; None if
+        `move` transposes nothing, or less than all that lies side by side in a block.
+    """
+    if len(move.shape) < 2:
+        return None
+    (outer, inner), kv, row = move.shape[-2:], move.kv_strides[-2:], move.row_strides[-2:]
+    if kv != (inner * move.span, move.span) or row[0] != move.span:
+        return None
+    span = outer * move.span
+    return move._replace(
+        span=span,
+        shape=(*move.shape[:-2], inner),
+        kv_strides=(*move.kv_strides[:-2], span),
+        row_strides=(*move.row_strides[:-2], row[1]),
     )
 
 
