@@ -21,7 +21,9 @@ from kvferry.bench.vllm.process import ChildFailedError
 from kvferry.bench.vllm.rounds import Sizes
 from kvferry.errors import ConfigError
 
-SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served_tokens=128)
+SMALL = Sizes(
+    prompt_tokens=200, pairs=1, prompts=2, warm_up_tokens=130, served=2, served_tokens=128
+)
 
 
 def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
@@ -36,7 +38,12 @@ def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> d
 
 
 def storing(prompts: list[dict], again: list[dict], hooks: float = 0.0) -> dict:
+    turns = {
+        "plugged": [{"cpu_s": 1.05, "own_cpu_s": 0.06}],
+        "unplugged": [{"cpu_s": 1.01, "own_cpu_s": 0.03 if hooks else 0.02}],
+    }
     return {
+        "by_turns": turns if hooks else dict.fromkeys(turns, turns["unplugged"]),
         "prompts": prompts,
         "again": again,
         "decode": {"hooks_us": [hooks] * 3, "steps_s": [0.01], "cpu_s": 1.0},
@@ -90,6 +97,8 @@ def test_rows_are_medians_against_vllm_alone(measured):
         *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
     ]
     assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
+    assert found["ours", "cold"]["by_turns"] == pytest.approx(1.05)
+    assert found["none", "cold"]["by_turns"] == pytest.approx(1)
     assert found["ours", "cold"]["own_cpu_ms"] == pytest.approx(110)
     assert found["none", "own_hit"]["own_cpu_ms"] == pytest.approx(20)
     assert found["ours", "cold"]["bytes_per_token"] == 3.0
@@ -180,6 +189,7 @@ def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
     none, a, b = "none", "a", "b"
     assert children == [
         *((case, "store") for case in (none, a, b)),
+        *((case, "by_turns") for case in (none, a, b)),
         *((case, "prompt") for case in (none, a, b, a, b, none)),
         *((case, "prompt") for case in (none, none)),  # its own hits
         *((case, "serve") for case in (none, a, b)),
@@ -188,7 +198,7 @@ def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
         *((case, what) for case in (a, b) for what in ("read", *4 * ["prompt"], "close", "end")),
     ]
     assert found[1].stored_bytes == [8]
-    assert found[1].computed == [128 + 2 * 128 + 2 * 128]
+    assert found[1].computed == [128 + 128 + 2 * 128 + 2 * 128]
     assert found[0].warm == []
     assert list(tmp_path.iterdir()) == []
 

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,19 @@ class Engine:
         if not has_kv_transfer_group():
             return []
         return [self._scheduler.connector, get_kv_transfer_group()]
+
+    @contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """For as long as this lasts, the engine takes no notice of its connector. It must be idle
+        when that begins and when it ends."""
+        from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+        halves = self._scheduler.connector, state._KV_CONNECTOR_AGENT
+        self._scheduler.connector = state._KV_CONNECTOR_AGENT = None
+        try:
+            yield
+        finally:
+            self._scheduler.connector, state._KV_CONNECTOR_AGENT = halves
 
     def get_ready(self) -> None:
         """Before a timed prompt that finds something stored: work a little, with all of that in
@@ -182,6 +195,22 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
     }
 
 
+def by_turns(
+    engine: Engine, plugged: list[list[int]], unplugged: list[list[int]], max_tokens: int
+) -> Json:
+    """Prompts with and without the connector in one process: what makes one process slower than
+    another (up to a tenth of a prompt's CPU time) is the same for both."""
+    found: dict[str, list[Json]] = {"plugged": [], "unplugged": []}
+    for index, pair in enumerate(zip(plugged, unplugged, strict=True)):
+        turns = [("plugged", pair[0]), ("unplugged", pair[1])]
+        # Neither of them always follows the other.
+        for name, tokens in turns if index % 2 == 0 else turns[::-1]:
+            with engine.unplugged() if name == "unplugged" else nullcontext():
+                answer = prompt(engine, tokens, max_tokens)
+            found[name].append({key: answer[key] for key in ("cpu_s", "own_cpu_s")})
+    return found
+
+
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
     """Decode steps of one request: what hooks take of each, and how long it is."""
     engine.hooks.remove()
@@ -246,6 +275,7 @@ def timed_prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
 
 
 COMMANDS: dict[str, Callable[..., Json]] = {
+    "by_turns": by_turns,
     "prompt": timed_prompt,
     "serve": serve,
     "decode": decode,

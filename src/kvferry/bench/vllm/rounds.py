@@ -55,6 +55,7 @@ class Sizes:
     """How much each process does."""
 
     prompt_tokens: int = 2108
+    pairs: int = 6
     prompts: int = 3
     answer_tokens: int = 8
     warm_up_tokens: int = 300
@@ -64,7 +65,9 @@ class Sizes:
 
     @staticmethod
     def quick() -> Sizes:
-        return Sizes(prompt_tokens=300, prompts=1, decode_steps=20, served=4, served_tokens=140)
+        return Sizes(
+            prompt_tokens=300, pairs=1, prompts=1, decode_steps=20, served=4, served_tokens=140
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class Work:
     Attributes:
         engine: arguments of vLLM's `LLM`.
         warm_up: tokens of a short prompt.
+        by_turns: arguments of `child.by_turns`; nothing reads what these prompts store.
         prompts: tokens of those that are timed.
         max_tokens: of each answer to them.
         serve: arguments of `child.serve`.
@@ -82,14 +86,16 @@ class Work:
 
     engine: Json
     warm_up: list[int]
+    by_turns: Json
     prompts: list[list[int]]
     max_tokens: int
     serve: Json
     decode_steps: int
 
     def tokens_in_blocks(self) -> int:
-        """In whole blocks, of all prompts that a storing process computes."""
-        prompts = [self.warm_up, *self.prompts, *self.serve["prompts"]]
+        """In whole blocks, of all prompts that a storing process computes with its connector."""
+        by_turns, served = self.by_turns["plugged"], self.serve["prompts"]
+        prompts = [self.warm_up, *by_turns, *self.prompts, *served]
         return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
@@ -159,6 +165,7 @@ class Round:
         steps = {"do": "decode", "tokens": work.prompts[-1], "num_steps": work.decode_steps}
         with Phase(self.cases, self.directory) as phase:
             phase.start(turn, lambda case: self._engine(case, reads=False))
+            by_turns = phase.ask(turn, {"do": "by_turns", **work.by_turns})
             prompts = self._prompts(phase, self.cases)
             again = self._prompts(phase, alone)
             served = phase.ask(turn, {"do": "serve", **work.serve})
@@ -167,6 +174,7 @@ class Round:
         for measured in live(self.cases):
             name = measured.case.name
             result = {
+                "by_turns": by_turns[name],
                 "prompts": [answers[name] for answers in prompts],
                 "again": [answers[name] for answers in again if name in answers],
                 "serve": served[name],
@@ -226,6 +234,11 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Work:
     return Work(
         engine={**ENGINE, "model": str(model)},
         warm_up=tokens(sizes.warm_up_tokens),
+        by_turns={
+            "plugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.pairs)],
+            "unplugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.pairs)],
+            "max_tokens": sizes.answer_tokens,
+        },
         prompts=[tokens(sizes.prompt_tokens) for _ in range(sizes.prompts)],
         max_tokens=sizes.answer_tokens,
         serve={
