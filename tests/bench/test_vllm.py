@@ -38,16 +38,20 @@ def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> d
 
 
 def storing(prompts: list[dict], again: list[dict], hooks: float = 0.0) -> dict:
-    turns = {
-        "plugged": [{"cpu_s": 1.05, "own_cpu_s": 0.06}],
-        "unplugged": [{"cpu_s": 1.01, "own_cpu_s": 0.03 if hooks else 0.02}],
-    }
     return {
-        "by_turns": turns if hooks else dict.fromkeys(turns, turns["unplugged"]),
         "prompts": prompts,
         "again": again,
         "decode": {"hooks_us": [hooks] * 3, "steps_s": [0.01], "cpu_s": 1.0},
         "serve": {"gaps_s": [0.01, 0.02, 0.03], "tokens": 30, "wall_s": 2.0, "cpu_s": 2.0},
+        "by_turns": turns(1.0, 1.0),
+    }
+
+
+def turns(plugged: float, unplugged: float, threads: float = 0.0) -> dict:
+    """CPU time by turns, in a process whose connector has threads that go on when unplugged."""
+    return {
+        "plugged": [{"cpu_s": plugged, "own_cpu_s": 0.06}],
+        "unplugged": [{"cpu_s": unplugged + threads, "own_cpu_s": 0.06 + threads}],
     }
 
 
@@ -55,7 +59,7 @@ def storing(prompts: list[dict], again: list[dict], hooks: float = 0.0) -> dict:
 def measured() -> list[Measured]:
     """Two rounds of none and of a connector that costs 10 % and reuses 20 ms late."""
     alone = Measured(
-        Case(name="none", connector=None),
+        Case(name="none", connector=None, stores=False),
         [storing([answer(1.0, 1.0)], [answer(0.2, 0.20, hit=128)]) for _ in range(2)],
         [],
         [0, 0],
@@ -65,7 +69,11 @@ def measured() -> list[Measured]:
         Case(name="ours", connector=lambda path: {}),
         [storing([answer(1.1, 1.0)], [], hooks=9.0) for _ in range(2)],
         [
-            {"prompts": [answer(0.22, 0.23, hit=128)], "again": [answer(0.2, 0.21, hit=128)]}
+            {
+                "prompts": [answer(0.22, 0.23, hit=128)],
+                "again": [answer(0.2, 0.21, hit=128)],
+                "by_turns": turns(1.05, 1.0, threads=0.01),
+            }
             for _ in range(2)
         ],
         [512, 1024],
@@ -181,7 +189,7 @@ def named(name: str, **more) -> Case:
     return Case(name=name, connector=lambda path: {"name": name}, **more)
 
 
-NONE = Case(name="none", connector=None, required=True)
+NONE = Case(name="none", connector=None, required=True, stores=False)
 
 
 def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
@@ -189,16 +197,20 @@ def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
     none, a, b = "none", "a", "b"
     assert children == [
         *((case, "store") for case in (none, a, b)),
-        *((case, "by_turns") for case in (none, a, b)),
         *((case, "prompt") for case in (none, a, b, a, b, none)),
         *((case, "prompt") for case in (none, none)),  # its own hits
         *((case, "serve") for case in (none, a, b)),
         *((case, "decode") for case in (none, a, b)),
+        (none, "by_turns"),  # the others in the process that reads, as the last thing they do
         *((case, what) for case in (none, a, b) for what in ("close", "end")),
-        *((case, what) for case in (a, b) for what in ("read", *4 * ["prompt"], "close", "end")),
+        *(
+            (case, what)
+            for case in (a, b)
+            for what in ("read", *4 * ["prompt"], "by_turns", "close", "end")
+        ),
     ]
     assert found[1].stored_bytes == [8]
-    assert found[1].computed == [128 + 128 + 2 * 128 + 2 * 128]
+    assert found[1].computed == [128 + 2 * 128 + 2 * 128]
     assert found[0].warm == []
     assert list(tmp_path.iterdir()) == []
 
@@ -220,9 +232,11 @@ def test_what_stores_nothing_has_nothing_to_read(children, tmp_path, measured):
     assert cases_of(children, "read") == []
     assert found[1].warm == []
     measured[1].case = named("ours", stores=False)
+    measured[1].cold[0]["by_turns"] = turns(1.02, 1.0)
     table = [row for row in rows.rows_of(measured) if row["case"] == "ours"]
     assert [row["phase"] for row in table] == ["cold", "decode", "serve"]
     assert table[0]["bytes_per_token"] is None
+    assert table[0]["by_turns"] == pytest.approx(1.01)  # of 1.02 and 1.00
 
 
 def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(children, tmp_path):

@@ -41,7 +41,7 @@ CPU_TIER_BYTES = 1 << 30
 def cases() -> Sequence[Case]:
     """All cases; the first is vLLM alone."""
     return (
-        Case(name="none", connector=None, required=True),
+        Case(name="none", connector=None, required=True, stores=False),
         Case(
             name="no-op",
             connector=_no_op,

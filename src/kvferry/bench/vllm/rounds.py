@@ -77,7 +77,7 @@ class Work:
     Attributes:
         engine: arguments of vLLM's `LLM`.
         warm_up: tokens of a short prompt.
-        by_turns: arguments of `child.by_turns`; nothing reads what these prompts store.
+        by_turns: arguments of `child.by_turns`.
         prompts: tokens of those that are timed.
         max_tokens: of each answer to them.
         serve: arguments of `child.serve`.
@@ -93,9 +93,8 @@ class Work:
     decode_steps: int
 
     def tokens_in_blocks(self) -> int:
-        """In whole blocks, of all prompts that a storing process computes with its connector."""
-        by_turns, served = self.by_turns["plugged"], self.serve["prompts"]
-        prompts = [self.warm_up, *by_turns, *self.prompts, *served]
+        """In whole blocks, of all prompts that a storing process computes for others to read."""
+        prompts = [self.warm_up, *self.prompts, *self.serve["prompts"]]
         return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
@@ -165,20 +164,20 @@ class Round:
         steps = {"do": "decode", "tokens": work.prompts[-1], "num_steps": work.decode_steps}
         with Phase(self.cases, self.directory) as phase:
             phase.start(turn, lambda case: self._engine(case, reads=False))
-            by_turns = phase.ask(turn, {"do": "by_turns", **work.by_turns})
             prompts = self._prompts(phase, self.cases)
             again = self._prompts(phase, alone)
             served = phase.ask(turn, {"do": "serve", **work.serve})
             decoded = phase.ask(turn, steps)
+            by_turns = self._by_turns(phase, [m for m in self.cases if not m.case.stores])
             phase.close()
         for measured in live(self.cases):
             name = measured.case.name
             result = {
-                "by_turns": by_turns[name],
                 "prompts": [answers[name] for answers in prompts],
                 "again": [answers[name] for answers in again if name in answers],
                 "serve": served[name],
                 "decode": decoded[name],
+                "by_turns": by_turns.get(name),
             }
             measured.cold.append(result)
             measured.stored_bytes.append(_bytes_in(self._store(measured.case)))
@@ -187,18 +186,20 @@ class Round:
     def _warm(self) -> None:
         """The same prompts in other processes, of the cases that stored them. One process after the
         other: what is compared lies within each."""
-        cases = [m for m in live(self.cases) if m.case.stores and m.case.connector is not None]
+        cases = [m for m in live(self.cases) if m.case.stores]
         for measured in in_turn(cases, self.number):
             with Phase([measured], self.directory) as phase:
                 phase.start(0, lambda case: self._engine(case, reads=True))
                 prompts = self._prompts(phase, [measured])
                 again = self._prompts(phase, [measured])
+                by_turns = self._by_turns(phase, [measured])
                 phase.close()
             if measured.failure is None:
                 name = measured.case.name
                 result = {
                     "prompts": [answers[name] for answers in prompts],
                     "again": [answers[name] for answers in again],
+                    "by_turns": by_turns[name],
                 }
                 measured.warm.append(result)
 
@@ -222,6 +223,10 @@ class Round:
             )
             for index, tokens in enumerate(self.work.prompts)
         ]
+
+    def _by_turns(self, phase: Phase, cases: Sequence[Measured]) -> dict[str, Json]:
+        """In the last process of each case and after all else: what this stores, nothing reads."""
+        return phase.ask(self.number, {"do": "by_turns", **self.work.by_turns}, cases)
 
     def _store(self, case: Case) -> Path:
         return self.directory / case.name / "store"

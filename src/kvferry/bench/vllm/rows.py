@@ -93,7 +93,8 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
 
 def by_turns(measured: Measured, alone: Measured) -> Iterator[float]:
     """Ratios of CPU time with the connector to that without it, each within one process."""
-    for ours, plain in zip(measured.cold, alone.cold, strict=True):
+    last = measured.warm if measured.case.stores else measured.cold
+    for ours, plain in zip(last, alone.cold, strict=True):
         turns, quiet = ours["by_turns"], plain["by_turns"]
         threads = _median(one["own_cpu_s"] for one in quiet["plugged"] + quiet["unplugged"])
         for plugged, unplugged in _pairs(turns["plugged"], turns["unplugged"]):
@@ -172,7 +173,7 @@ def is_equal(ours: Json, reference: Json) -> bool:
 
 
 def _bytes_per_token(measured: Measured) -> float | None:
-    if measured.case.connector is None or not measured.case.stores:
+    if not measured.case.stores:
         return None
     return _median(
         stored / tokens
