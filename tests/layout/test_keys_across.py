@@ -9,7 +9,7 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.layout import ops
 from kvferry.layout.ops import PagedKV, as_rows
-from kvferry.layout.plan import Box, Move, moves, near, segments, unordered
+from kvferry.layout.plan import Box, Move, in_wide_spans, moves, segments, split
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -119,8 +119,8 @@ def covered(move: Move, strides: tuple[int, ...], offset: int) -> list[int]:
 @pytest.mark.parametrize("layout", SHAPES)
 def test_wide_spans_cover_the_bytes_of_keys_and_no_others(layout, heads, num_slots):
     keys, values = keys_and_values(layout, heads, num_slots)
-    assert unordered(values) is None
-    wide = unordered(keys)
+    assert in_wide_spans(values) is None
+    wide = in_wide_spans(keys)
     if num_slots < BLOCK:
         assert wide is None
         return
@@ -130,12 +130,29 @@ def test_wide_spans_cover_the_bytes_of_keys_and_no_others(layout, heads, num_slo
     assert row_bytes(keys) == row_bytes(wide)
 
 
+@pytest.mark.parametrize("layout", ["2BNHD", "BHNC", "NHD", "HND", "BLNHC"])
+def test_nothing_is_copied_twice_whose_spans_are_wide_already(layout):
+    shape = {"2BNHD": (2, BLOCKS, BLOCK, HEADS, DIM)}.get(layout, (BLOCKS, HEADS, BLOCK, 2 * DIM))
+    memory = torch.zeros(LAYERS, *shape)
+    if layout == "NHD":
+        memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout == "BLNHC":
+        memory = torch.zeros(BLOCKS, LAYERS, BLOCK, HEADS, 2 * DIM).permute(1, 0, 3, 2, 4)
+    layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
+    box = Box(0, 0, (LAYERS, HEADS, 3 * BLOCK, 2 * DIM), 0, BLOCK)
+    found = [move for segment in segments(layers, 4) for move in moves(segment, box)]
+    assert found
+    for move in found:
+        assert in_wide_spans(move) is None
+        assert list(split(move, 1)) == [move]
+
+
 @pytest.mark.parametrize(("max_bytes", "parts"), [(480, 1), (479, 2), (239, 6), (1, 6)])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_what_lies_far_apart_is_split_and_stays_the_same(layout, max_bytes, parts):
     keys, _ = keys_and_values(layout, HEADS, BLOCK)
     assert keys.num_bytes == 4 * LAYERS * HEADS * DIM * BLOCK
-    found = list(near(keys, max_bytes))
+    found = list(split(keys, max_bytes))
     assert len(found) == parts
     assert sorted(byte for part in found for byte in kv_bytes(part)) == kv_bytes(keys)
     assert sorted(byte for part in found for byte in row_bytes(part)) == row_bytes(keys)

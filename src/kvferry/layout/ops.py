@@ -22,10 +22,10 @@ from kvferry.layout.plan import (
     Move,
     Segment,
     block_runs,
+    in_wide_spans,
     moves,
-    near,
     segments,
-    unordered,
+    split,
 )
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
@@ -285,8 +285,8 @@ class _Spans(NamedTuple):
     row_offset: int
     row_strides: tuple[int, ...]
     row_token: int
-    unordered: _Spans | None
-    """The same bytes in wide spans, if the move goes element by element."""
+    wide: _Spans | None
+    """The same bytes in wide spans and not in order, if the move goes element by element."""
     near_blocks: int
     """So many blocks fit in a core's own cache."""
 
@@ -328,14 +328,14 @@ class NumpyCopies:
         for run in runs:
             start = run.start - first_token
             for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
-                if spans.unordered is None:
+                if spans.wide is None:
                     _take(spans, rows, start, run.blocks)
                     continue
                 # Memory that is written element by element is fetched a line or two at a time, and
                 # many lines at once for wide spans. So these go first, to have it at hand.
                 for at in range(0, run.num_blocks, spans.near_blocks):
                     blocks = run.blocks[at : at + spans.near_blocks]
-                    _take(spans.unordered, rows, start + at * run.num_slots, blocks)
+                    _take(spans.wide, rows, start + at * run.num_slots, blocks)
                     _take(spans, rows, start + at * run.num_slots, blocks)
 
     def _compute_spans(self, box: Box) -> tuple[_Spans, ...]:
@@ -343,11 +343,11 @@ class NumpyCopies:
             self._spans_of(segment, part)
             for segment in self._segments
             for move in moves(segment, box)
-            for part in near(move, _NEAR_BYTES)
+            for part in split(move, _NEAR_BYTES)
         )
 
     def _spans_of(self, segment: Segment, move: Move) -> _Spans:
-        wide = unordered(move)
+        wide = in_wide_spans(move)
         return _Spans(
             np.ndarray(
                 (segment.num_blocks, *move.shape),

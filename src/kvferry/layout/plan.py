@@ -18,6 +18,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.spec import Part
 
 _MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
+_MAX_ELEMENT = 8
 
 
 class BlockRun(NamedTuple):
@@ -218,9 +219,10 @@ def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
     )
 
 
-def near(move: Move, max_bytes: int) -> Iterator[Move]:
-    """Split a transposing move of more than `max_bytes` of a block: by layer, then by head."""
-    if len(move.shape) <= 2 or move.num_bytes <= max_bytes or unordered(move) is None:
+def split(move: Move, max_bytes: int) -> Iterator[Move]:
+    """Cut a transposing move of more than `max_bytes` of a block into parts, along the outermost
+    axis of the block's memory and the next ones as far as needed: layers, then heads."""
+    if len(move.shape) <= 2 or move.num_bytes <= max_bytes or in_wide_spans(move) is None:
         yield move
         return
     for index in range(move.shape[0]):
@@ -231,17 +233,18 @@ def near(move: Move, max_bytes: int) -> Iterator[Move]:
             row_offset=move.row_offset + index * move.row_strides[1],
             row_strides=(move.row_strides[0], *move.row_strides[2:]),
         )
-        yield from near(part, max_bytes)
+        yield from split(part, max_bytes)
 
 
-def unordered(move: Move) -> Move | None:
-    """The bytes of a transposing move in spans that are wide on both sides, but not in their order.
+def in_wide_spans(move: Move) -> Move | None:
+    """The bytes of a move that goes element by element, in spans that are wide on both sides but
+    not in their order.
 
     Returns:
         What writes exactly the bytes that `move` writes, from the memory that it reads; None if
-        `move` transposes nothing, or less than all that lies side by side in a block.
+        the spans of `move` are wide already, or it takes only a part of a block.
     """
-    if len(move.shape) < 2:
+    if move.span > _MAX_ELEMENT or len(move.shape) < 2:
         return None
     (outer, inner), kv, row = move.shape[-2:], move.kv_strides[-2:], move.row_strides[-2:]
     if kv != (inner * move.span, move.span) or row[0] != move.span:

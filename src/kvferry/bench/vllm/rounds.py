@@ -55,7 +55,7 @@ class Sizes:
     """How much each process does."""
 
     prompt_tokens: int = 2108
-    pairs: int = 6
+    turns: int = 6
     prompts: int = 3
     answer_tokens: int = 8
     warm_up_tokens: int = 300
@@ -66,7 +66,7 @@ class Sizes:
     @staticmethod
     def quick() -> Sizes:
         return Sizes(
-            prompt_tokens=300, pairs=1, prompts=1, decode_steps=20, served=4, served_tokens=140
+            prompt_tokens=300, turns=1, prompts=1, decode_steps=20, served=4, served_tokens=140
         )
 
 
@@ -240,8 +240,8 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Work:
         engine={**ENGINE, "model": str(model)},
         warm_up=tokens(sizes.warm_up_tokens),
         by_turns={
-            "plugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.pairs)],
-            "unplugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.pairs)],
+            "plugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.turns)],
+            "unplugged": [tokens(sizes.prompt_tokens) for _ in range(sizes.turns)],
             "max_tokens": sizes.answer_tokens,
         },
         prompts=[tokens(sizes.prompt_tokens) for _ in range(sizes.prompts)],

@@ -36,10 +36,9 @@ COLUMNS = (
 """All rows have these keys.
 
 cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone with the same prompt, for warm rows to the same prompt asked again. by_turns: the same ratio
-within one process, whose prompts come by turns with its connector and without it. own_cpu_ms: of
-cpu_s, what threads other than the engine's took, and the engine's inside hooks. wall_s: to the
-first token.
+alone with the same prompt, for warm rows to the same prompt asked again. by_turns: with the
+connector to without it, of cold prompts that come by turns in one process. own_cpu_ms: of cpu_s,
+what threads of the connector took, and the engine's inside its hooks. wall_s: to the first token.
 beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
 process, which then has its prefix itself.
 p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
@@ -82,7 +81,7 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
         "cold",
         cpu_s=_median(p["cpu_s"] for p in prompts),
         cpu_ratio=_ratio(prompts, plain),
-        by_turns=_median(by_turns(measured, alone)),
+        by_turns=_median(by_turns(measured)),
         own_cpu_ms=_own_cpu_ms(prompts),
         wall_s=_median(p["wall_s"] for p in prompts),
         hit_tokens=_median(p["hit_tokens"] for p in prompts),
@@ -91,15 +90,14 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     )
 
 
-def by_turns(measured: Measured, alone: Measured) -> Iterator[float]:
+def by_turns(measured: Measured) -> Iterator[float]:
     """Ratios of CPU time with the connector to that without it, each within one process."""
-    last = measured.warm if measured.case.stores else measured.cold
-    for ours, plain in zip(last, alone.cold, strict=True):
-        turns, quiet = ours["by_turns"], plain["by_turns"]
-        threads = _median(one["own_cpu_s"] for one in quiet["plugged"] + quiet["unplugged"])
+    for result in measured.warm if measured.case.stores else measured.cold:
+        turns = result["by_turns"]
         for plugged, unplugged in _pairs(turns["plugged"], turns["unplugged"]):
-            # What threads of the connector do meanwhile is not vLLM's.
-            yield plugged["cpu_s"] / (unplugged["cpu_s"] - (unplugged["own_cpu_s"] - threads))
+            # What its threads do after its turn, it has put off.
+            late = unplugged["own_cpu_s"]
+            yield (plugged["cpu_s"] + late) / (unplugged["cpu_s"] - late)
 
 
 def _own_row(alone: Measured) -> Row:
