@@ -55,7 +55,7 @@ class Sizes:
     """How much each process does."""
 
     prompt_tokens: int = 2108
-    turns: int = 6
+    turns: int = 4
     prompts: int = 3
     answer_tokens: int = 8
     warm_up_tokens: int = 300
