@@ -95,6 +95,7 @@ THIRD_PARTIES = {
     "triton": ["layout/kernels.py"],
     "numpy": [
         "layout/ops.py",
+        "layout/numpy_copies.py",
         "layout/kernels.py",
         "engine",
         "testing",

@@ -105,9 +105,8 @@ def test_rows_are_medians_against_vllm_alone(measured):
         *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
     ]
     assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
-    assert found["ours", "cold"]["by_turns"] == pytest.approx(
-        1.06
-    )  # what came late is not given away
+    # What came late is not given away.
+    assert found["ours", "cold"]["by_turns"] == pytest.approx(1.06)
     assert found["none", "cold"]["by_turns"] == pytest.approx(1)
     assert found["ours", "cold"]["own_cpu_ms"] == pytest.approx(110)
     assert found["none", "own_hit"]["own_cpu_ms"] == pytest.approx(20)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import ops
+from kvferry.layout import numpy_copies
 from kvferry.layout.ops import PagedKV, as_rows
 from kvferry.layout.plan import Box, Move, in_wide_spans, moves, segments, split
 from kvferry.layout.spec import Strided, layer_parts
@@ -52,13 +52,13 @@ def content(layer: int, token: int) -> torch.Tensor:
     return base + 1000 * token + 100_000 * layer
 
 
-@pytest.mark.parametrize("near_bytes", [ops._NEAR_BYTES, 2 * 4 * BLOCK * DIM, 1])
+@pytest.mark.parametrize("near_bytes", [numpy_copies._NEAR_BYTES, 2 * 4 * BLOCK * DIM, 1])
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize(("start", "stop"), [(0, 11), (3, 9), (5, 6), (4, 8), (0, 12)])
 def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
     layout, start, stop, near_bytes, monkeypatch
 ):
-    monkeypatch.setattr(ops, "_NEAR_BYTES", near_bytes)
+    monkeypatch.setattr(numpy_copies, "_NEAR_BYTES", near_bytes)
     memory = torch.stack(tensors(layout))  # layers evenly spaced in it: one move for all
     kv = list(memory)
     table = [5, 2, 6]

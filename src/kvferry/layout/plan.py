@@ -18,7 +18,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.spec import Part
 
 _MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
-_MAX_ELEMENT = 8
+_MAX_ELEMENT = 8  # bytes of the widest dtype
 
 
 class BlockRun(NamedTuple):
