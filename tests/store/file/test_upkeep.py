@@ -66,30 +66,6 @@ def test_opening_does_not_wait_for_the_index(bench):
     assert store.contains(make_key())
 
 
-def test_what_others_store_and_remove_is_noticed(bench):
-    ours, theirs = bench.open(), bench.open()
-    ours.maintain()
-    theirs.put(make_key(1), [b"value"])
-    assert not ours.contains(make_key(1))
-    ours.maintain()
-    assert ours.contains(make_key(1))
-    theirs.delete(make_key(1))
-    ours.maintain()
-    assert not ours.contains(make_key(1))
-
-
-def test_shards_that_did_not_change_are_not_listed_again(bench):
-    store = bench.open()
-    store.put(make_key(1), [b"value"])
-    old = time.time() - 100
-    os.utime(bench.path(make_key(1)).parent, (old, old))
-    store.maintain()
-    before = bench.io.calls["listdir"]
-    for _ in range(3):
-        store._volume.upkeep.refresh.step()
-    assert bench.io.calls["listdir"] == before
-
-
 def test_contains_touch_and_stat_make_no_system_call(bench):
     store = bench.open(max_bytes=100_000)
     store.put(make_key(1), [b"value"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.store.file import inotify
 from kvferry.store.file import watch as module
 from kvferry.store.file.watch import RecordWatch
 from kvferry.testing.stores import make_key
@@ -133,9 +134,9 @@ def test_a_directory_made_anew_is_not_taken_for_the_one_that_was_followed(watch,
 
 def test_news_that_were_lost_put_all_in_doubt(watch, directory, monkeypatch):
     before = follow(watch, directory)
-    overflow = module._EVENT.pack(-1, module._OVERFLOW, 0, 0)
+    overflow = inotify._EVENT.pack(-1, inotify.OVERFLOW, 0, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "read", lambda _fd, _size: overflow)
+        patch.setattr(inotify.os, "read", lambda _fd, _size: overflow)
         assert not watch.is_unchanged(make_key(0), before)
     assert not watch.is_unchanged(make_key(0), before)
     assert watch.is_unchanged(make_key(0), follow(watch, directory))
@@ -185,7 +186,7 @@ def test_a_forked_process_leaves_the_news_to_its_parent(watch, directory):
 
 
 def test_a_system_without_it_says_so(monkeypatch):
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda *_args, **_kwargs: object())
+    monkeypatch.setattr(inotify.ctypes, "CDLL", lambda *_args, **_kwargs: object())
     with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
         RecordWatch()
 

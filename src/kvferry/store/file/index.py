@@ -1,7 +1,8 @@
 """Which keys are known to be there, in memory: the answer to `contains`.
 
 A hint in both directions. It is filled from directory listings (no file is touched), kept fresh by
-our own writes and removals, by probes, and by listing again the shards whose directory changed.
+our own writes and removals, by probes, and by what the system tells of directories; those of which
+it does not tell are listed again when they changed.
 
 Memory per key: 31 bytes of it, a 64-byte object (the first byte tells the shard and three bits that
 nobody misses among 248), plus 27 to 73 bytes of hash table at the fill levels of Python's sets.
@@ -10,7 +11,7 @@ nobody misses among 248), plus 27 to 73 bytes of hash table at the fill levels o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvferry.store.file.layout import NUM_SHARDS, shard_of
 from kvferry.types import ChunkKey
@@ -80,6 +81,23 @@ class KeyIndex:
                 if shard_of(key) == shard:
                     listed.discard(key[1:])
             self._shards[shard] = listed
+
+    def learn(self, take: Callable[[], tuple[Iterable[tuple[ChunkKey, bool]], bool]]) -> bool:
+        """Follow news of keys that came or went, oldest first. They are taken under our lock: what
+        is discarded from then on, no earlier news puts back.
+
+        Args:
+            take: gives the next ones, and whether that is all.
+
+        Returns:
+            Whether that was all.
+        """
+        with self._lock:
+            news, is_all = take()
+            for key, present in news:
+                if not (present and key in self._banned):
+                    self._set(key, present=present)
+        return is_all
 
     def clear(self) -> None:
         with self._lock:

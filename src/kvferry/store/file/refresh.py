@@ -1,4 +1,4 @@
-"""Keeping the index fresh: the first fill, changed directories, probes. Runs in: background."""
+"""Keeping the index fresh: the first fill, news of directories, probes. Runs in: background."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvferry.observe import Observer
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.index import KeyIndex
 from kvferry.store.file.layout import NUM_SHARDS, Layout, key_of_record_name, shard_of
+from kvferry.store.file.shard_news import ShardNews
 from kvferry.types import ChunkKey
 
 POLL_SECONDS = 1.0
@@ -22,7 +23,9 @@ _MAX_PROBES = 256
 
 
 class IndexRefresh:
-    """Lists one shard per step, so that a probe never waits for more than one listing.
+    """Lists one shard per step, so that a probe never waits for more than one listing. Of a shard
+    that was listed the system tells what changes; where it does not, a shard is listed again when
+    its directory changed.
 
     `probe` and `wait_complete` are for any thread, the rest for one.
     """
@@ -43,10 +46,12 @@ class IndexRefresh:
         self._clock = clock
         self._wall = wall
         self._observer = observer
+        self._news = ShardNews(io, layout)
         self._complete = threading.Event()
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._changed_at = [-1] * NUM_SHARDS
         self._next_shard = 0
+        self._next_check = 0
         self._round_started = 0.0
 
     @property
@@ -76,14 +81,17 @@ class IndexRefresh:
                     break
 
     def step(self) -> float:
-        """List the next shard if it changed since it was listed. Returns the seconds until the next
-        step is worth it.
+        """Learn what is told, or list the next shard that changed and of which nothing is told.
+        Returns the seconds until the next step is worth it.
 
         Raises:
             OSError: the medium failed.
         """
         if self._next_shard == 0:
             self._round_started = self._clock()
+            while not self._index.learn(self._news.take):
+                pass
+            self._check_next()
         shard = self._next_shard
         while shard < NUM_SHARDS and not self._list_if_changed(shard):
             shard += 1
@@ -94,7 +102,17 @@ class IndexRefresh:
         self._complete.set()
         return max(POLL_SECONDS, _DUTY * (self._clock() - self._round_started))
 
+    def close(self) -> None:
+        """Hear of nothing any more."""
+        self._news.close()
+
+    def _check_next(self) -> None:
+        self._next_check = (self._next_check + 1) % NUM_SHARDS
+        self._news.check(self._next_check)
+
     def _list_if_changed(self, shard: int) -> bool:
+        if self._news.is_told_of(shard):
+            return False
         path = self._layout.shard(shard)
         try:
             changed_at = self._io.lstat(path).st_mtime_ns
@@ -102,16 +120,24 @@ class IndexRefresh:
             changed_at = 0
         if changed_at == self._changed_at[shard]:
             return False
+        is_told = self._news.follow(shard)  # before: what happens from here on is told
+        try:
+            self._list(shard)
+        except OSError:
+            self._news.leave(shard)
+            raise
+        settled = self._wall() - changed_at / 1e9 > _SETTLED_SECONDS
+        self._changed_at[shard] = changed_at if settled and not is_told else -1
+        return True
+
+    def _list(self, shard: int) -> None:
         self._index.start_listing(shard)
         try:
-            names = self._io.listdir(path)
+            names = self._io.listdir(self._layout.shard(shard))
         except FileNotFoundError:
             names = []
         keys = [key for name in names if (key := key_of_record_name(name)) is not None]
         self._index.end_listing(key for key in keys if shard_of(key) == shard)
-        settled = self._wall() - changed_at / 1e9 > _SETTLED_SECONDS
-        self._changed_at[shard] = changed_at if settled else -1
-        return True
 
     def _find(self, key: ChunkKey) -> bool:
         try:

@@ -77,8 +77,9 @@ class FileStore(Store):
             direct_io: "off" never passes by the page cache; "auto" does for cold reads, and for
                 writes while the disk keeps up with them; "on" for all writes. See
                 `reading` and `ways`.
-            index: know what is stored, for `contains`, at the price of a look at every directory
-                once a second. Without, `contains` finds nothing, and `stat` counts no records.
+            index: know what is stored, for `contains`, at the price of listing every directory once
+                and then of taking what the system tells, or a look at each, once a second.
+                Without, `contains` finds nothing, and `stat` counts no records.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
             io: system calls, for tests.
             clock: monotonic seconds.

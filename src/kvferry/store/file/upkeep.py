@@ -145,6 +145,7 @@ class Upkeep:
         return 1.0
 
     def _last(self) -> None:
+        self.refresh.close()
         if self._scan is not None:
             self._scan.close()
         try:
