@@ -74,6 +74,11 @@ class Driver:
     def reset(self, *, connector: bool) -> Json:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
+    def unknown(self, keys: list[str]) -> Json:
+        """How many of these records the connector's look-ups would not find now."""
+        store = self._scheduler().connector._parts.store
+        return {"count": sum(not store.contains(bytes.fromhex(key)) for key in keys)}
+
     def metrics(self) -> Json:
         return {"metrics": metrics()}
 

@@ -304,6 +304,19 @@ class Engine:
         """Let the engine run until it has nothing to do."""
         self.process.call("settle", seconds + 10, deadline=seconds)
 
+    def wait_until_known(self, files: Iterable[Path], seconds: float = 30.0) -> None:
+        """Wait until look-ups of this engine find these records.
+
+        Of its own ones too it hears only in a step, and 0.14 does none without requests: what was
+        stored after the last step is known once its store has listed the directory again.
+        """
+        keys = [path.stem for path in files]
+        until = time.monotonic() + seconds
+        while unknown := self.process.call("unknown", 30, keys=keys)["count"]:
+            if time.monotonic() > until:
+                raise AssertionError(f"{unknown} of {len(keys)} unknown after {seconds:.0f} s")
+            time.sleep(0.02)
+
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.process.call("metrics", 30)["metrics"]
         return found

@@ -56,11 +56,12 @@ def test_resetting_the_connector_begins_an_epoch_and_deletes_nothing(
     with first.engine(models["plain"], kvferry(tmp_path)) as engine:
         engine.generate([prompt])
         stored = wait_for_records(tmp_path, 3)
+        engine.wait_until_known(stored)  # or the miss would say nothing of the epoch
         assert first.call("reset", 30, connector=True)["done"]
         after = engine.generate([prompt])
         assert_same(own, after)
         assert (after.local, after.external) == (0, 0)
-        wait_for_records(tmp_path, 6)
+        engine.wait_until_known(wait_for_records(tmp_path, 6))
         assert first.call("reset", 30, connector=False)["done"]
         again = engine.generate([prompt])
         assert_same(own, again)

@@ -175,7 +175,7 @@ def test_without_the_engines_own_prefix_cache_every_hit_is_ours(
     connector = kvferry(tmp_path)
     with first.engine(models["plain"], connector, enable_prefix_caching=False) as engine:
         cold = engine.generate(prompts)
-        wait_for_records(tmp_path, num_chunks(prompts))
+        engine.wait_until_known(wait_for_records(tmp_path, num_chunks(prompts)))
         warm = engine.generate(prompts)
         warmer = engine.generate(prompts, together=True)
     assert_same(own, cold)

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.store.base import SupportsProbe
+from kvferry.store.url import open_store
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import TOLERANCE, Process, expected_hit, kvferry, wait_for_records
 
@@ -42,7 +44,11 @@ def test_plain_transformers_and_vllm_read_each_other(
     assert [answer.cached for answer in answers] == [expected_hit(300), 0]
     assert answers[0].tokens == tokens
     wait_for_records(tmp_path, 4)
-    with StoredKV(model, tmp_path.as_uri()) as kv:
+    store = open_store(tmp_path.as_uri())
+    with StoredKV(model, store) as kv:
+        # By itself it waits for its store's index so long only that it still starts quickly.
+        assert isinstance(store, SupportsProbe)
+        assert store.wait_indexed(30)
         num_loaded, tokens = run(kv, by_vllm)
     assert num_loaded == 256
     assert answers[1].tokens == tokens
