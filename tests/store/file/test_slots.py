@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -46,34 +44,6 @@ def test_a_second_stretch_takes_one_look_at_the_ledgers_and_one_write(bench):
     assert bench.io.calls["preadv"] == 2
     assert temporary_files(bench) == []
     assert all(read_value(store, make_key(100 + n)) == make_value(SIZE, 100 + n) for n in range(16))
-
-
-def test_threads_that_find_no_slot_at_once_take_one_look(bench, monkeypatch):
-    store = bench.open(max_bytes=MANY)
-    put_stretch(store, 0, 4)
-    store.maintain()
-    store.maintain()
-    all_wait = threading.Event()
-    room_ahead = store._volume.quota.room_ahead
-
-    def wait_for_all(member):
-        assert all_wait.wait(10)
-        return room_ahead(member)
-
-    monkeypatch.setattr(store._volume.quota, "room_ahead", wait_for_all)
-    bench.io.calls.clear()
-    threads = [threading.Thread(target=put_stretch, args=(store, 100 + n, 1)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 10
-    while bench.io.calls["lstat"] < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    all_wait.set()
-    for thread in threads:
-        thread.join(10)
-    assert all(store.contains(make_key(100 + number)) for number in range(4))
-    assert bench.io.calls["preadv"] == 1
-    assert temporary_files(bench) == []
 
 
 def test_a_first_stretch_makes_no_more_than_it_needs(bench):

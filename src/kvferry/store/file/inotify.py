@@ -18,13 +18,14 @@ DELETE, DELETE_SELF, MOVE_SELF = 0x200, 0x400, 0x800
 UNMOUNT, OVERFLOW, IGNORED = 0x2000, 0x4000, 0x8000
 GONE = DELETE_SELF | MOVE_SELF | UNMOUNT | IGNORED
 """The directory itself: no more is told of what its path leads to."""
+NO_LINKS = 0x2000000
+"""Not to listen to what a symbolic link leads to."""
 _ONLY_DIRECTORIES = 0x1000000
 
 _EVENT = struct.Struct("iIII")
 """Watch, what happened, a cookie, bytes of the name that follows."""
 
-_READ_BYTES = 64 << 10
-"""Some 700 events, half a millisecond: what one call takes at most."""
+_MAX_EVENT_BYTES = _EVENT.size + 256
 
 _LOCAL = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
@@ -46,7 +47,7 @@ class News(NamedTuple):
 
 
 class Inotify:
-    """One queue of news.
+    """One queue of news. A forked child has none: it would take the news from its parent.
 
     Raises:
         OSError: the system does not tell, or not any more of us.
@@ -63,11 +64,13 @@ class Inotify:
         self._process = os.getpid()
 
     def add(self, directory: str, what: int) -> int:
-        """Listen to a directory; the number of its watch. May block on the medium.
+        """Listen to a directory; the number of its watch, the same for every path that leads to it.
+        May block on the medium.
 
         Raises:
             OSError: it cannot be listened to.
         """
+        self._check()
         flags = ctypes.c_uint32(what | _ONLY_DIRECTORIES)
         watch: int = self._libc.inotify_add_watch(self._fd, os.fsencode(directory), flags)
         if watch < 0:
@@ -75,20 +78,27 @@ class Inotify:
         return watch
 
     def remove(self, watch: int) -> None:
-        """Listen to a directory no longer. News of it may still lie in the queue."""
+        """Listen to a directory no longer. News of it may still lie in the queue.
+
+        Raises:
+            OSError: closed, or in a forked child.
+        """
+        self._check()
         self._libc.inotify_rm_watch(self._fd, watch)
 
-    def take(self) -> tuple[list[News], bool]:
+    def take(self, max_bytes: int) -> tuple[list[News], bool]:
         """News, in the order they happened, and whether these are all there are by now. Memory
         only.
 
+        Args:
+            max_bytes: what to take at most: a record's news are 112, half a microsecond.
+
         Raises:
-            OSError: closed, or in a forked child, which would take the news from its parent.
+            OSError: closed, or in a forked child.
         """
-        if self._fd < 0 or os.getpid() != self._process:
-            raise OSError(errno.EBADF, "not listening")
+        self._check()
         try:
-            data = os.read(self._fd, _READ_BYTES)
+            data = os.read(self._fd, max_bytes)
         except BlockingIOError:
             return [], True
         news = []
@@ -99,7 +109,7 @@ class Inotify:
             news.append(News(watch, what, os.fsdecode(data[at : at + size].rstrip(b"\0"))))
             at += size
         # The next event may not have fitted.
-        return news, len(data) < _READ_BYTES - _EVENT.size - 256
+        return news, len(data) < max_bytes - _MAX_EVENT_BYTES
 
     def close(self) -> None:
         """Idempotent."""
@@ -107,20 +117,33 @@ class Inotify:
         if fd >= 0:
             os.close(fd)
 
+    def _check(self) -> None:
+        if self._fd < 0 or os.getpid() != self._process:
+            raise OSError(errno.EBADF, "not listening")
+
 
 def tells_all(directory: str) -> bool:
     """Whether a directory is on a file system that nobody but this machine changes. False if that
     is not known."""
     try:
-        device = os.stat(directory).st_dev
-        with open("/proc/self/mountinfo", errors="replace") as mounts:
-            for line in mounts:
-                place, _, kind = line.partition(" - ")
-                if place.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                    return kind.split()[0] in _LOCAL
-    except OSError:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            about = _read(f"/proc/self/fdinfo/{fd}").split()
+        finally:
+            os.close(fd)
+        mount = about[about.index("mnt_id:") + 1]
+        for line in _read("/proc/self/mountinfo").splitlines():
+            place, _, kind = line.partition(" - ")
+            if place.split(" ", 1)[0] == mount:
+                return kind.split(" ", 1)[0] in _LOCAL
+    except (OSError, ValueError, IndexError):
         pass
     return False
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
 
 
 def _last_error() -> OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from kvferry.types import ChunkKey
 POLL_SECONDS = 1.0
 _DUTY = 20
 """A round of listing is followed by at least so many times its own duration of rest."""
+_AGAIN_DUTY = 500
+"""So is the listing of a shard for no other reason than that it was long ago."""
 _SETTLED_SECONDS = 1.0
 """A directory that changed later than that may change again within the same tick of its clock."""
 _MAX_PROBES = 256
@@ -25,7 +28,9 @@ _MAX_PROBES = 256
 class IndexRefresh:
     """Lists one shard per step, so that a probe never waits for more than one listing. Of a shard
     that was listed the system tells what changes; where it does not, a shard is listed again when
-    its directory changed.
+    its directory changed. What went wrong all the same (nothing is told of directories above that
+    are moved, and what we note ourselves may come after the news of what happened since) is right
+    again after half a minute: in that time each shard is listed once more, in large stores later.
 
     `probe` and `wait_complete` are for any thread, the rest for one.
     """
@@ -51,8 +56,9 @@ class IndexRefresh:
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._changed_at = [-1] * NUM_SHARDS
         self._next_shard = 0
-        self._next_check = 0
+        self._next_again = 0
         self._round_started = 0.0
+        self._rests_until = self._lists_again_at = -math.inf
 
     @property
     def is_complete(self) -> bool:
@@ -81,17 +87,20 @@ class IndexRefresh:
                     break
 
     def step(self) -> float:
-        """Learn what is told, or list the next shard that changed and of which nothing is told.
+        """Learn what is told, and list the next shard that changed and of which nothing is told.
         Returns the seconds until the next step is worth it.
 
         Raises:
             OSError: the medium failed.
         """
+        while not self._index.learn(self._news.take):
+            pass
+        now = self._clock()
         if self._next_shard == 0:
-            self._round_started = self._clock()
-            while not self._index.learn(self._news.take):
-                pass
-            self._check_next()
+            if now < self._rests_until:
+                return min(POLL_SECONDS, self._rests_until - now)
+            self._round_started = now
+            self._list_one_again(now)
         shard = self._next_shard
         while shard < NUM_SHARDS and not self._list_if_changed(shard):
             shard += 1
@@ -100,15 +109,23 @@ class IndexRefresh:
             return 0.0
         self._next_shard = 0
         self._complete.set()
-        return max(POLL_SECONDS, _DUTY * (self._clock() - self._round_started))
+        self._rests_until = self._clock() + _DUTY * (self._clock() - self._round_started)
+        return POLL_SECONDS
 
     def close(self) -> None:
         """Hear of nothing any more."""
         self._news.close()
 
-    def _check_next(self) -> None:
-        self._next_check = (self._next_check + 1) % NUM_SHARDS
-        self._news.check(self._next_check)
+    def _list_one_again(self, now: float) -> None:
+        """The next of the shards that are told of."""
+        if not self.is_complete or now < self._lists_again_at:
+            return
+        shard = self._next_again
+        self._next_again = (shard + 1) % NUM_SHARDS
+        if self._news.is_told_of(shard):
+            self._news.leave(shard)
+            self._list_if_changed(shard)
+            self._lists_again_at = now + _AGAIN_DUTY * (self._clock() - now)
 
     def _list_if_changed(self, shard: int) -> bool:
         if self._news.is_told_of(shard):

@@ -3,6 +3,8 @@ something in it changed, which takes the longer the more is stored."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvferry.store.file import inotify
 from kvferry.store.file.fileio import FileIO
 from kvferry.store.file.inotify import Inotify, News, tells_all
@@ -11,7 +13,8 @@ from kvferry.types import ChunkKey
 
 _APPEARS = inotify.CREATE | inotify.MOVED_TO
 _DISAPPEARS = inotify.DELETE | inotify.MOVED_FROM
-_MASK = _APPEARS | _DISAPPEARS | inotify.DELETE_SELF | inotify.MOVE_SELF
+_CHANGES = _APPEARS | _DISAPPEARS | inotify.DELETE_SELF | inotify.MOVE_SELF | inotify.NO_LINKS
+_NEWS_BYTES = 4096
 
 
 class ShardNews:
@@ -24,59 +27,45 @@ class ShardNews:
         self._io = io
         self._layout = layout
         self._inotify: Inotify | None = None
-        self._has_tried = False
+        self._is_asked = False
+        self._tells: dict[int, bool] = {}  # by device: shards may be on several
         self._shards: dict[int, int] = {}  # by watch
-        self._places: dict[int, tuple[int, int]] = {}  # device and inode, by shard
 
     def is_told_of(self, shard: int) -> bool:
-        return shard in self._places
+        return shard in self._shards.values()
 
     def follow(self, shard: int) -> bool:
         """Listen to a shard from now on; whether that can be done."""
-        if not self._has_tried:
-            self._has_tried = True
-            self._inotify = _listen(self._layout.root)
+        if not self._is_asked:
+            self._is_asked = True
+            self._inotify = _listen()
         if self._inotify is None:
             return False
+        path = self._layout.shard(shard)
         try:
-            place = self._place(shard)
-            self._shards[self._inotify.add(self._layout.shard(shard), _MASK)] = shard
+            if not self._is_local(path):
+                return False
+            watch = self._inotify.add(path, _CHANGES)
         except OSError:
-            return False  # it is not there, or the user has no watch left
-        self._places[shard] = place
-        return True
+            return False  # it is not there, is a link, or the user has no watch left
+        # Of a directory that is two shards, or became another one, it would not be told which.
+        return self._shards.setdefault(watch, shard) == shard
 
     def leave(self, shard: int) -> None:
-        """Listen to a shard no longer."""
-        self._places.pop(shard, None)
+        """Listen to a shard no longer: it is to be listed, and followed, anew."""
         for watch in [watch for watch, of in self._shards.items() if of == shard]:
             del self._shards[watch]
             if self._inotify is not None:
-                self._inotify.remove(watch)
-
-    def check(self, shard: int) -> None:
-        """Leave a shard whose path leads somewhere else by now: of a directory above that is moved
-        away nothing is told.
-
-        Raises:
-            OSError: the medium failed.
-        """
-        if shard not in self._places:
-            return
-        try:
-            is_same = self._places[shard] == self._place(shard)
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
-            self.leave(shard)
+                with suppress(OSError):
+                    self._inotify.remove(watch)
 
     def take(self) -> tuple[list[tuple[ChunkKey, bool]], bool]:
         """What was told since the last call, in the order it happened: keys, and whether their
-        record is there by now. And whether this was all. Memory only."""
+        record is there by now. A piece at a time, and whether this was all. Memory only."""
         if self._inotify is None:
             return [], True
         try:
-            news, is_all = self._inotify.take()
+            news, is_all = self._inotify.take(_NEWS_BYTES)
         except OSError:
             news, is_all = [News(-1, inotify.OVERFLOW, "")], True
         found = []
@@ -93,24 +82,25 @@ class ShardNews:
 
     def close(self) -> None:
         """Listen to nothing any more, for good. Idempotent."""
-        self._has_tried = True
+        self._is_asked = True
+        self._leave_all()
         if self._inotify is not None:
             self._inotify.close()
             self._inotify = None
-        self._leave_all()
 
     def _leave_all(self) -> None:
-        """News were lost: every shard is to be listed, and followed, anew."""
-        for shard in list(self._places):
+        for shard in set(self._shards.values()):
             self.leave(shard)
 
-    def _place(self, shard: int) -> tuple[int, int]:
-        status = self._io.lstat(self._layout.shard(shard))
-        return status.st_dev, status.st_ino
+    def _is_local(self, path: str) -> bool:
+        device = self._io.lstat(path).st_dev
+        if device not in self._tells:
+            self._tells[device] = tells_all(path)
+        return self._tells[device]
 
 
-def _listen(root: str) -> Inotify | None:
+def _listen() -> Inotify | None:
     try:
-        return Inotify() if tells_all(root) else None
+        return Inotify()
     except OSError:
         return None  # of the queues that a user may have, none is left

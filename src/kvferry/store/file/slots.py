@@ -4,7 +4,7 @@ records.
 Who stores a prompt writes many records of one size, and each needs a temporary file and an entry in
 the ledger that fits the quota (see `writing`). An entry counts whether its record is written or
 not, and a recovery gives it back if it was not. So as many slots as were lately used at a stretch
-are made at once, by one thread for all that wait, and what is not used soon is given back.
+are made at once, and what is not used soon is given back.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class Slots:
     def take(self, num_bytes: int) -> Slot | None:
         """A slot for a record of this size, None if none is ready."""
         with self._lock:
+            if len(self._used) >= _MOST_SIZES:
+                self._used.clear()
+            self._used[num_bytes] += 1
             ready = self._ready.get(num_bytes)
             if ready is None:
                 return None
             slot = ready.pop()
             if not ready:
                 del self._ready[num_bytes]
-            self._note_use(num_bytes)
             return slot
 
     def num_to_make(self, num_bytes: int, room_bytes: int, num_free: int) -> int:
@@ -62,27 +64,19 @@ class Slots:
                 sizes, and of other threads.
         """
         with self._lock:
-            num_before, num_used = self._used_before[num_bytes], self._used[num_bytes]
+            num_before = self._used_before[num_bytes]
+            num_used = self._used[num_bytes] - 1  # without the one that `take` has just counted
         # As many as the last stretch still had at this point. Beyond its end, and in the first one,
         # as many again as went beyond it.
         num_likely = num_before - num_used if num_used < num_before else num_used - num_before
         room = room_bytes // max(num_bytes, 1)
         return max(1, min(num_likely, room, num_free // 2, MOST_AT_ONCE))
 
-    def use_first(self, slots: Sequence[Slot]) -> Slot | None:
-        """The first of some that were just made, if any; the others are ready from now on."""
+    def keep(self, slots: Sequence[Slot]) -> None:
+        """Have these ready."""
         with self._lock:
-            for slot in slots[1:]:
+            for slot in slots:
                 self._ready.setdefault(slot.num_bytes, []).append(slot)
-            if not slots:
-                return None
-            self._note_use(slots[0].num_bytes)
-            return slots[0]
-
-    def _note_use(self, num_bytes: int) -> None:
-        if len(self._used) >= _MOST_SIZES:
-            self._used.clear()
-        self._used[num_bytes] += 1
 
     @property
     def num_bytes(self) -> int:

@@ -199,17 +199,19 @@ class Volume:
         Raises:
             OSError: the medium refused, or our writer was fenced off.
         """
-        # Of threads that find none at once, one makes some for all of them.
-        with self._making_slots:
-            slot = member.slots.take(num_bytes)
-            if slot is None:
-                room = self.quota.room_ahead(member)
-                num_slots = member.slots.num_to_make(num_bytes, room, member.writer.num_free)
-                made = self._make_slots(member, num_bytes, num_slots)
-                slot = member.slots.use_first(made)
+        # Of threads that find none at once, one makes several.
+        is_first = self._making_slots.acquire(blocking=False)
+        try:
+            room = self.quota.room_ahead(member) if is_first else 0
+            num_slots = member.slots.num_to_make(num_bytes, room, member.writer.num_free)
+            slots = self._make_slots(member, num_bytes, num_slots)
+            member.slots.keep(slots[1:])
             if self.membership.current is not member:  # closed meanwhile, or taken over
                 self.writing.give_back(member.slots.take_all())
-        return slot
+        finally:
+            if is_first:
+                self._making_slots.release()
+        return slots[0] if slots else None
 
     def _make_slots(self, member: Member, num_bytes: int, num_slots: int) -> list[Slot]:
         slots = self.writing.make_slots(member.writer, num_bytes, num_slots)

@@ -19,6 +19,7 @@ _CHANGES = (
 )
 _ALL_LOST = inotify.GONE | inotify.OVERFLOW
 _MAX_CHANGED = 8192
+_NEWS_BYTES = 64 << 10
 
 
 class RecordWatch:
@@ -67,7 +68,7 @@ class RecordWatch:
     def _take_news(self) -> bool:
         """Whether this was all."""
         try:
-            news, is_all = self._inotify.take()
+            news, is_all = self._inotify.take(_NEWS_BYTES)
         except OSError:
             self._lose_all()
             return False
