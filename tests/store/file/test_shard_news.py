@@ -15,6 +15,7 @@ from kvferry.store.file import inotify, shard_news
 from kvferry.store.file import refresh as refresh_module
 from kvferry.store.file.index import KeyIndex
 from kvferry.store.file.layout import NUM_SHARDS
+from kvferry.store.file.shard_news import ShardNews
 from kvferry.testing.stores import make_key
 
 
@@ -253,17 +254,20 @@ def test_a_directory_above_that_goes_and_comes_again_is_noticed_in_time(bench, g
 @pytest.mark.usefixtures("told", "lists_again")
 def test_a_note_that_comes_after_the_news_is_mended_in_time(bench):
     store = bench.open()
-    for number in range(1, 100):
+    for number in range(200):
         store.put(make_key(number), [b"value"])
     step(store)
-    store.note_stored(make_key(100))
+    wrong = [key for key in map(make_key, range(200, 400)) if key[0] >> 3 in (0, NUM_SHARDS - 1)]
+    for key in wrong:
+        store.note_stored(key)
     store._volume.index.discard(make_key(1))
     before = bench.io.calls["listdir"]
     step(store)
     assert bench.io.calls["listdir"] == before + 1
-    step(store, NUM_SHARDS)
+    step(store, NUM_SHARDS - 1)
+    assert bench.io.calls["listdir"] == before + NUM_SHARDS
     assert store.contains(make_key(1))
-    assert not store.contains(make_key(100))
+    assert not any(map(store.contains, wrong))
     assert num_watches(store) == len(shards(bench))
 
 
@@ -301,26 +305,37 @@ def test_news_are_taken_while_listing_rests(bench, monkeypatch):
 
 
 @pytest.mark.usefixtures("told")
-def test_two_shards_that_are_one_directory_are_not_mistaken(bench):
+def test_a_directory_that_became_another_shard_unnoticed_is_not_listened_to(bench):
+    with bench.open() as store:
+        layout = store._volume.layout
+    news = ShardNews(bench.io, layout)
+    os.mkdir(layout.shard(0))
+    assert news.follow(0)
+    os.rename(layout.shard(0), layout.shard(1))
+    assert not news.follow(1)
+    assert news.take() == ([], True)
+    assert not news.is_told_of(0)
+    assert news.follow(1)
+    news.close()
+
+
+@pytest.mark.parametrize("ways", ["from elsewhere"], indirect=True)
+def test_listing_for_a_while_is_followed_by_a_rest(bench, monkeypatch, ways):
     ours, theirs = bench.open(), bench.open()
-    for number in range(100):
-        theirs.put(make_key(number), [b"value"])
-    ours.maintain()
-    shard = bench.path(make_key(1)).parent
-    other = next(path for path in shards(bench) if path != shard)
-    kept = {path.name for path in shard.iterdir()}
-    shutil.rmtree(other)
-    shard.rename(other)
-    step(ours)
-    other.rename(shard)
-    step(ours)
-    step(ours)
+    theirs.put(make_key(1), [b"value"])
+    listdir = bench.io.listdir
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            bench.io, "listdir", lambda path: (bench.clock.advance(0.1), listdir(path))[1]
+        )
+        step(ours)
     theirs.delete(make_key(1))
+    bench.clock.advance(1.9)
     step(ours)
-    for number in range(1, 100):
-        is_there = bench.path(make_key(number)).exists()
-        assert ours.contains(make_key(number)) == is_there
-    assert len(kept) > 1
+    assert ours.contains(make_key(1))
+    bench.clock.advance(0.2)
+    step(ours)
+    assert not ours.contains(make_key(1))
 
 
 @pytest.mark.usefixtures("told")

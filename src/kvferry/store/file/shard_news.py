@@ -13,7 +13,7 @@ from kvferry.types import ChunkKey
 
 _APPEARS = inotify.CREATE | inotify.MOVED_TO
 _DISAPPEARS = inotify.DELETE | inotify.MOVED_FROM
-_CHANGES = _APPEARS | _DISAPPEARS | inotify.DELETE_SELF | inotify.MOVE_SELF | inotify.NO_LINKS
+_CHANGES = _APPEARS | _DISAPPEARS | inotify.MOVE_SELF | inotify.NO_LINKS
 _NEWS_BYTES = 4096
 
 
@@ -81,8 +81,7 @@ class ShardNews:
         return found, is_all
 
     def close(self) -> None:
-        """Listen to nothing any more, for good. Idempotent."""
-        self._is_asked = True
+        """Listen to nothing any more. Idempotent."""
         self._leave_all()
         if self._inotify is not None:
             self._inotify.close()
