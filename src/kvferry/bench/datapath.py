@@ -27,7 +27,6 @@ import torch
 
 from kvferry.bench.limits import DirectRead, Measured, PlainFiles, drop_from_cache, timed
 from kvferry.bench.registry import BenchOptions, Row
-from kvferry.bench.report import file_system
 from kvferry.connectors.registry import EngineSpec
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
@@ -45,6 +44,7 @@ from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.base import Store
+from kvferry.store.file.mounts import file_system
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey, KVGroup
 

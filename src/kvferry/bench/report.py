@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvferry.bench.registry import Row
+from kvferry.store.file.mounts import file_system
 
 MachineFacts = Mapping[str, str | int | float | None]
 
@@ -47,29 +48,6 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def file_system(directory: Path) -> str | None:
-    """Type of the file system that holds `directory`, for example "ext4"; None if unknown."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return None
-    device = os.stat(directory).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    target = str(directory.resolve())
-    best: tuple[int, str] | None = None
-    for line in mounts:
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        point, kind = fields[4].encode().decode("unicode_escape"), right.split()[0]
-        inside = target == point or target.startswith(point.rstrip("/") + "/")
-        # btrfs and overlay give files a device number of their own: the longest mount point that
-        # holds the path is then the answer.
-        rank = len(point) + (1_000_000 if fields[2] == number else 0)
-        if inside and (best is None or rank >= best[0]):
-            best = (rank, kind)
-    return best[1] if best else None
 
 
 def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:

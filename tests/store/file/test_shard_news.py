@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.store.file import inotify, shard_news
+from kvferry.store.file import mounts as mounts_module
 from kvferry.store.file import refresh as refresh_module
 from kvferry.store.file.index import KeyIndex
 from kvferry.store.file.layout import NUM_SHARDS
@@ -71,16 +72,16 @@ def num_watches(store) -> int:
         return sum(line.startswith("inotify wd") for line in file)
 
 
+def shards(bench):
+    return list(bench.root.glob("records/*"))
+
+
 def test_shards_are_listened_to_where_all_is_told(bench, ways):
     store = bench.open()
     for number in range(100):
         store.put(make_key(number), [b"value"])
     step(store)
     assert num_watches(store) == (len(shards(bench)) if ways == "told" else 0)
-
-
-def shards(bench):
-    return [path for path in bench.root.glob("records/*") if not path.is_symlink()]
 
 
 @pytest.mark.usefixtures("ways")
@@ -235,10 +236,7 @@ def test_a_directory_above_that_goes_and_comes_again_is_noticed_in_time(bench, g
     ours, theirs = bench.open(), bench.open()
     theirs.put(make_key(1), [b"value"])
     ours.maintain()
-    directory = bench.root / name
-    if name == ".":
-        directory = bench.root
-    go(directory)
+    go(bench.root / name)
     other = bench.open()
     other.put(make_key(2), [b"value"])
     step(ours, NUM_SHARDS + 1)
@@ -458,7 +456,7 @@ def test_a_closed_store_listens_no_longer_and_one_without_index_never_does(bench
     [("ext4", True), ("tmpfs", True), ("nfs4", False), ("fuse.sshfs", False), ("9p", False)],
 )
 def test_which_file_systems_tell_all(tmp_path, monkeypatch, kind, tells):
-    read = inotify._read
+    read = mounts_module._read
     other = "nfs4" if tells else "ext4"
 
     def with_mounts(path: str) -> str:
@@ -470,13 +468,13 @@ def test_which_file_systems_tell_all(tmp_path, monkeypatch, kind, tells):
             f"23 1 8:1 / /a\\040- rw shared:1 master:2 - {kind} x rw\n"
         )
 
-    monkeypatch.setattr(inotify, "_read", with_mounts)
+    monkeypatch.setattr(mounts_module, "_read", with_mounts)
     assert inotify.tells_all(str(tmp_path)) == tells
 
 
 def test_the_mount_of_a_directory_is_found():
     assert not inotify.tells_all("/proc")
-    mounts = inotify._read("/proc/self/mountinfo").splitlines()
+    mounts = mounts_module._read("/proc/self/mountinfo").splitlines()
     tmpfs = [line.split()[4] for line in mounts if line.partition(" - ")[2].startswith("tmpfs ")]
     readable = [path for path in tmpfs if os.access(path, os.R_OK | os.X_OK)]
     # One may be mounted over.
@@ -486,9 +484,11 @@ def test_the_mount_of_a_directory_is_found():
 @pytest.mark.parametrize("mounts", ["", "odd", "\n\n", "x - "])
 def test_of_unknown_file_systems_not_all_is_told(tmp_path, monkeypatch, mounts):
     assert not inotify.tells_all(str(tmp_path / "absent"))
-    monkeypatch.setattr(inotify, "_read", lambda _path: mounts)
+    monkeypatch.setattr(mounts_module, "_read", lambda _path: mounts)
     assert not inotify.tells_all(str(tmp_path))
-    monkeypatch.setattr(inotify, "_read", lambda path: "mnt_id: 1" if "fd" in path else mounts)
+    monkeypatch.setattr(
+        mounts_module, "_read", lambda path: "mnt_id: 1" if "fd" in path else mounts
+    )
     assert not inotify.tells_all(str(tmp_path))
-    monkeypatch.setattr(inotify, "_read", refuse)
+    monkeypatch.setattr(mounts_module, "_read", refuse)
     assert not inotify.tells_all(str(tmp_path))

@@ -13,6 +13,8 @@ import os
 import struct
 from typing import NamedTuple
 
+from kvferry.store.file.mounts import file_system
+
 MODIFY, MOVED_FROM, MOVED_TO, CREATE = 0x2, 0x40, 0x80, 0x100
 DELETE, DELETE_SELF, MOVE_SELF = 0x200, 0x400, 0x800
 UNMOUNT, OVERFLOW, IGNORED = 0x2000, 0x4000, 0x8000
@@ -125,25 +127,7 @@ class Inotify:
 def tells_all(directory: str) -> bool:
     """Whether a directory is on a file system that nobody but this machine changes. False if that
     is not known."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            about = _read(f"/proc/self/fdinfo/{fd}").split()
-        finally:
-            os.close(fd)
-        mount = about[about.index("mnt_id:") + 1]
-        for line in _read("/proc/self/mountinfo").splitlines():
-            place, _, kind = line.partition(" - ")
-            if place.split(" ", 1)[0] == mount:
-                return kind.split(" ", 1)[0] in _LOCAL
-    except (OSError, ValueError, IndexError):
-        pass
-    return False
-
-
-def _read(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
+    return file_system(directory) in _LOCAL
 
 
 def _last_error() -> OSError:

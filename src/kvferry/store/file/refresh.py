@@ -26,11 +26,11 @@ _MAX_PROBES = 256
 
 
 class IndexRefresh:
-    """Lists one shard per step, so that a probe never waits for more than one listing. Of a shard
-    that was listed the system tells what changes; where it does not, a shard is listed again when
-    its directory changed. What went wrong all the same (nothing is told of directories above that
-    are moved, and what we note ourselves may come after the news of what happened since) is right
-    again after half a minute: in that time each shard is listed once more, in large stores later.
+    """Lists one shard per step, or two, so that a probe never waits long. Of a shard that was
+    listed the system tells what changes; where it does not, a shard is listed again when its
+    directory changed. What went wrong all the same (nothing is told of directories above that are
+    moved, and what we note ourselves may come after the news of what happened since) is right again
+    after half a minute: in that time each shard is listed once more, in large stores later.
 
     `probe` and `wait_complete` are for any thread, the rest for one.
     """
@@ -109,7 +109,8 @@ class IndexRefresh:
             return 0.0
         self._next_shard = 0
         self._complete.set()
-        self._rests_until = self._clock() + _DUTY * (self._clock() - self._round_started)
+        now = self._clock()
+        self._rests_until = now + _DUTY * (now - self._round_started)
         return POLL_SECONDS
 
     def close(self) -> None:
