@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# vLLM's example connector, which tests run in the embedded engine.
+CONNECTORS := .vllm-connectors/0.32.0/example_connector.py
+
 # Release of vLLM that `make test-vllm` runs; each has an environment of its own.
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
@@ -30,7 +33,11 @@ demo: $(STAMP)
 check: $(STAMP)
 	scripts/check
 
-test: $(STAMP)
+$(CONNECTORS): scripts/vllm-connectors
+	$(PYTHON) scripts/vllm-connectors
+	touch $@
+
+test: $(STAMP) $(CONNECTORS)
 	scripts/check
 	scripts/test
 
@@ -46,4 +53,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format --quiet src tests scripts examples
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .demo
+	rm -rf $(VENV) .venv-vllm* .vllm-connectors .demo

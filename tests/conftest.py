@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # Before any test module imports the kits: their plain asserts then show both sides.
-pytest.register_assert_rewrite("kvferry.testing")
+pytest.register_assert_rewrite("kvferry.testing", "tests.store.file.storing")
 
 # Triton decides as it is loaded, by whoever loads it first, whether kernels are interpreted. Where
 # vLLM is tested, it is vLLM's to decide.

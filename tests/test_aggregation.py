@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from kvferry.aggregation import KVOutputAggregator, WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
-from kvferry.contract.v1 import KVConnectorOutput, KVConnectorStats, KVConnectorWorkerMetadata
-from kvferry.contract.v1_messages import CarriedMeta, CounterStats
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
+from kvferry.v1.base import (
+    CarriedMeta,
+    CounterStats,
+    KVConnectorOutput,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage import SharedStorageConnector
-    from kvferry.contract.v1 import KVConnectorBase_V1
     from kvferry.engine import LLM, SamplingParams
     from kvferry.errors import (
         ConfigError,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from kvferry.keys import ChunkKeys
     from kvferry.store.base import Store
     from kvferry.store.url import open_store
+    from kvferry.v1.base import KVConnectorBase_V1
 
     __version__: str
 
@@ -53,7 +53,7 @@ __all__ = [
 
 _MODULES = {
     "kvferry.connectors.shared_storage": ("SharedStorageConnector",),
-    "kvferry.contract.v1": ("KVConnectorBase_V1",),
+    "kvferry.v1.base": ("KVConnectorBase_V1",),
     "kvferry.engine": ("LLM", "SamplingParams"),
     "kvferry.errors": (
         "ConfigError",

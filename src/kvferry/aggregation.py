@@ -20,10 +20,9 @@ from typing import Any, Protocol, Self, TypeVar
 
 from kvferry.contract.faults import Faults
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
-from kvferry.contract.v1 import KVConnectorOutput
-from kvferry.contract.v1_messages import from_v1_output, to_v1_output
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
+from kvferry.v1.base import KVConnectorOutput, from_v1_output, to_v1_output
 
 
 class RunnerOutput(Protocol):

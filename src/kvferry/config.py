@@ -84,6 +84,15 @@ def format_size(num_bytes: int) -> str:
     return f"{size:.1f}".removesuffix(".0") + units[0]
 
 
+def printable(text: str) -> str:
+    r"""`text` as one line that no terminal acts on: what cannot be printed, as Python escapes it.
+
+    >>> print(printable(chr(27) + "[31m"), printable("[31m"))
+    \x1b[31m [31m
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that `name` was probably meant to be, or None."""
     by_lower = {entry.lower(): entry for entry in known}

@@ -8,16 +8,43 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened, with its reason.
+
+    Attributes:
+        name: "hit", "miss", "fetch", "fetch_missed", "save" or "save_failed".
+        key: of the chunk; None where it is about a whole request.
+        request: id of the request; None where no single request asked for it.
+        tier: where the chunk came from or went to: "memory" or the scheme of a store.
+        reason: why it did not happen, or not wholly; None if it did.
+        num_tokens: how many tokens it is about.
+        seconds: how long it took.
+    """
+
+    name: str
+    key: bytes | None = None
+    request: str | None = None
+    tier: str | None = None
+    reason: str | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
 
 
 class Observer:
-    """Receives counts and durations. Every method is an optional no-op."""
+    """Receives counts, durations and events. Every method is an optional no-op."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to the counter `name` (snake_case; bytes end in `_bytes`)."""
 
     def observe(self, name: str, seconds: float) -> None:
         """Record one duration in seconds under `name`."""
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
 
 
 class Counters(Observer):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from kvferry.cli.main import main
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
-from kvferry.store.file.layout import Layout
+from kvferry.store.file.directory import record_path
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_store
 from kvferry.types import ChunkKey, KVGroup
@@ -33,13 +35,21 @@ class MadeStore:
         return self.root.as_uri()
 
     def path(self, index: int) -> Path:
-        return Path(Layout(str(self.root)).record(self.keys[index]))
+        return Path(record_path(str(self.root), self.keys[index]))
 
     def flip(self, index: int, at: int) -> None:
         """Flip one bit of a record on disk; negative offsets count from its end."""
         content = bytearray(self.path(index).read_bytes())
         content[at] ^= 1
         self.path(index).write_bytes(content)
+
+    def set_last_used(self, index: int, at: float) -> None:
+        """Let a record count as last used then, in seconds since the epoch."""
+        with closing(sqlite3.connect(self.root / "index.sqlite3")) as db, db:
+            changed = db.execute(
+                "UPDATE records SET last_used = ? WHERE key = ?", (at, self.keys[index])
+            )
+            assert changed.rowcount == 1
 
     def snapshot(self) -> dict[str, bytes]:
         """Every file below the directory."""
@@ -49,10 +59,12 @@ class MadeStore:
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> Callable[..., MadeStore]:
-    def make(*, num_records: int = 3, seed: int = 5, name: str = "store") -> MadeStore:
+    def make(
+        *, num_records: int = 3, seed: int = 5, name: str = "store", namespace: bytes | None = None
+    ) -> MadeStore:
         rng = random.Random(seed)
         schema = RecordSchema.for_groups(
-            namespace=rng.randbytes(32),
+            namespace=namespace or rng.randbytes(32),
             chunk_tokens=CHUNK_TOKENS,
             groups=(
                 KVGroup(

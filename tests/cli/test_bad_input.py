@@ -43,6 +43,7 @@ EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
         ("file:///nowhere/at/all", ["/nowhere/at/all", "does not exist"]),
         ("file:///nowhere?max_byte=1GiB", ["'max_byte'", "'max_bytes'"]),
         ("file:///nowhere?max_bytes=lots", ["'lots'", "10GiB"]),
+        ("file:///nowhere?staging_bytes=1GiB", ["'staging_bytes'"]),
         ("memory://x", ["memory store", "file:///"]),
         ("file:///caf%e9", ["'/caf%e9'", "not UTF-8"]),
     ],
@@ -77,7 +78,7 @@ def test_a_store_of_a_newer_format(make_store, run, command):
     ran = run(command, made.url, *EXTRA.get(command, []))
     assert ran.code == 2
     assert "version 99" in ran.error_line
-    assert "knows 1" in ran.error_line
+    assert "knows 2" in ran.error_line
     assert made.snapshot() == before
 
 
@@ -225,7 +226,7 @@ def test_ctrl_c_is_one_line_and_130():
     script = (
         "import sys, kvferry.cli.main as m, kvferry.cli.ls as ls\n"
         "def interrupted(*a, **k): raise KeyboardInterrupt\n"
-        "ls.open_existing = interrupted\n"
+        "ls.look = interrupted\n"
         "sys.exit(m.main(['ls', 'file:///x']))\n"
     )
     done = _python("-c", script)

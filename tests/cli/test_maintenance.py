@@ -107,7 +107,7 @@ def test_stat_counts_records_bytes_and_quarantine(make_store, run):
     assert found["index_complete"] is True
     assert (found["quarantined"], found["quarantined_bytes"]) == (1, made.schema.record_bytes)
     assert found["used_bytes"] >= 2 * made.schema.record_bytes
-    assert found["staging_bytes"] == 2**30
+    assert found["memory_bytes"] == 2**30
 
 
 def test_verify_finds_nothing_in_a_sound_store(make_store, run):
@@ -188,7 +188,7 @@ def test_verify_dry_run_reports_and_leaves(make_store, run):
 def test_gc_keeps_the_most_recently_used(make_store, run):
     made = make_store(num_records=4)
     for index in range(4):
-        os.utime(made.path(index), (1_700_000_000 + index, 1_700_000_000 + index))
+        made.set_last_used(index, 1_700_000_000.0 + index)
     room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
     ran = run("gc", made.url, "--max-bytes", room, "--json", "-")
     value = json.loads(ran.out)
@@ -207,7 +207,15 @@ def test_gc_dry_run_says_what_would_go(make_store, run):
 
 def test_gc_deletes_what_was_not_used_for_long(make_store, run):
     made = make_store(num_records=3)
+    made.set_last_used(1, 1_700_000_000.0)
+    assert run("gc", made.url, "--older-than", "2d").code == 0
+    assert [made.path(index).exists() for index in range(3)] == [True, False, True]
+
+
+def test_gc_goes_by_the_files_where_the_index_was_lost(make_store, run):
+    made = make_store(num_records=3)
     os.utime(made.path(1), (1_700_000_000, 1_700_000_000))
+    (made.root / "index.sqlite3").unlink()
     assert run("gc", made.url, "--older-than", "2d").code == 0
     assert [made.path(index).exists() for index in range(3)] == [True, False, True]
 

@@ -1,94 +1,40 @@
-"""What an engine says about its block tables, and which of it is refused."""
+"""The table of connectors, and the message for a name that is not in it."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
-from kvferry.connectors.registry import EngineSpec
+from kvferry.connectors.registry import CONNECTORS, create_roles, create_worker, default_options
+from kvferry.connectors.shared_storage.config import SharedStorageConfig
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity
-from kvferry.topology import tensor_parallel_shard
-from kvferry.types import KVGroup, TablePart
+from kvferry.observe import Counters
+
+SPEC = cast("EngineSpec", None)  # never read: the name is wrong
 
 
-def group(num_layers: int = 4, window: int | None = None) -> KVGroup:
-    return KVGroup(
-        num_layers=num_layers,
-        num_kv_heads=1,
-        content_size=2,
-        dtype="float32",
-        block_size=4,
-        window=window,
-    )
+def test_the_table_is_read_only():
+    with pytest.raises(TypeError):
+        cast("Any", CONNECTORS)["mine"] = CONNECTORS["shared_storage"]
 
 
-def part(table: int, group: int, layers: tuple[int, ...], **fields) -> TablePart:
-    names = tuple(f"{group}.{layer}" for layer in layers)
-    fields = {"layer_names": names, "block_size": 4} | fields
-    return TablePart(table=table, group=group, layers=layers, **fields)
-
-
-def spec(groups: tuple[KVGroup, ...], tables: tuple[TablePart, ...] | None, **fields) -> EngineSpec:
-    return EngineSpec(
-        identity=ModelIdentity(weights=bytes(32), config={}),
-        groups=groups,
-        shard=tensor_parallel_shard(groups, 0, 1),
-        tables=tables,
-        **fields,
-    )
-
-
-def test_without_tables_each_group_has_one_of_its_own():
-    groups = (group(num_layers=2), group(num_layers=1, window=8))
-    names = (("a", "b"), ("c",))
-    assert spec(groups, None, layer_names=names).table_parts == (
-        part(0, 0, (0, 1), layer_names=("a", "b")),
-        part(1, 1, (0,), layer_names=("c",), window=8),
-    )
-
-
-def test_without_names_the_only_group_is_all_that_the_host_registers():
-    (only,) = spec((group(num_layers=2),), None).table_parts
-    assert only.layer_names is None
-
-
-def test_layers_may_be_spread_and_tables_shared():
-    tables = (part(0, 0, (0, 2)), part(0, 1, (0,)), part(3, 0, (1, 3), block_size=8))
-    assert spec((group(), group(num_layers=1)), tables).table_parts == tables
+def test_defaults_are_those_of_the_options():
+    defaults = default_options("shared_storage")
+    assert "store" not in defaults
+    store = "memory://x"
+    assert SharedStorageConfig(store=store, **defaults) == SharedStorageConfig(store=store)
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    "ask",
     [
-        pytest.param((part(0, 0, (0, 1, 2)),), "must be in one table", id="layer missing"),
-        pytest.param(
-            (part(0, 0, (0, 1, 2, 3)), part(1, 0, (3,))), "must be in one table", id="layer twice"
-        ),
-        pytest.param(
-            (part(0, 0, (0, 1)), part(0, 0, (2, 3), block_size=8)),
-            "two block sizes",
-            id="table with two block sizes",
-        ),
-        pytest.param(
-            (part(0, 0, (0, 1)), part(0, 0, (2, 3), window=16)),
-            "two block sizes and windows",
-            id="table with two windows",
-        ),
-        pytest.param((part(0, 0, (0, 1, 2, 3), window=7),), "attends to 8", id="window too small"),
-        pytest.param((part(0, 1, (0, 1, 2, 3)),), "no part of 1 KV groups", id="unknown group"),
-        pytest.param((part(-1, 0, (0, 1, 2, 3)),), "no part", id="negative table"),
-        pytest.param((part(0, 0, (0, 1, 2, 3), block_size=0),), "no part", id="empty blocks"),
-        pytest.param(
-            (part(0, 0, (0, 1, 2, 3), layer_names=("a",)),), "names 1 layers", id="names missing"
-        ),
+        default_options,
+        lambda name: create_roles(name, SPEC, {}, Counters()),
+        lambda name: create_worker(name, SPEC, {}, Counters()),
     ],
 )
-def test_tables_that_cannot_be_are_refused_in_one_line(tables, message: str):
-    with pytest.raises(ConfigError, match=message) as refused:
-        spec((group(window=8),), tables)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_window_on_a_table_of_full_attention_is_refused():
-    with pytest.raises(ConfigError, match="attends to all"):
-        spec((group(),), (part(0, 0, (0, 1, 2, 3), window=64),))
+def test_an_unknown_connector_is_refused_with_the_known_ones(ask):
+    with pytest.raises(ConfigError, match=r"unknown connector 'disk'; known: shared_storage"):
+        ask("disk")

@@ -137,7 +137,7 @@ def test_an_illegal_lookup_is_answered_by_the_nearest_legal_one(
     result = guard.lookup(request_of(num_tokens), local)
     assert result == expected
     assert type(result) is LookupResult
-    legal = answer == tuple(expected)
+    legal = answer == expected[:2]
     assert (observer["contract_violation"] == 0) == (legal or isinstance(answer[0], str))
 
 
@@ -234,7 +234,7 @@ def test_a_lost_load_never_names_the_null_block(table):
     """Requests share it: all of them would fail."""
     guard = GuardedScheduler(Answers(lookup=(12, False), build_plan=ValueError()), block_size=4)
     request = request_of(17)
-    assert guard.lookup(request, 0) == (12, False)
+    assert guard.lookup(request, 0)[:2] == (12, False)
     guard.update_after_alloc(request, table, 12)
     assert guard.build_plan(NO_STEP).lost_block_ids == {8, 9}
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.connectors.registry import Roles
 from kvferry.contract.messages import (
     ASK_AGAIN,
     MISS,
@@ -16,6 +15,7 @@ from kvferry.contract.messages import (
     WorkerOutput,
 )
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 
 Blocks = tuple[tuple[bytes, int], ...]

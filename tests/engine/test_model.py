@@ -213,3 +213,14 @@ def test_layers_with_other_windows_than_the_config_says_are_refused(model_dir, t
     (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 12}))
     with pytest.raises(ConfigError, match="windows of all tokens, by the config of 12"):
         PagedModel(ModelConfig(tmp_path, EngineConfig()), "cpu")
+
+
+def test_a_tokenizer_of_a_class_that_is_not_known_here_is_read_from_its_file(tmp_path):
+    """As a directory is that another release of Transformers saved."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "FromTheFuture"}')
+    assert load_tokenizer(tmp_path)("a")["input_ids"] == [0]

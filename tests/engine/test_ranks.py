@@ -47,11 +47,10 @@ def damage(root: Path) -> int:
     return len(records)
 
 
-@pytest.mark.parametrize("promise", ["in_hand", "index"])
-def test_what_one_rank_finds_broken_is_computed_by_all(model_dir, tmp_path, promise):
+def test_what_one_rank_finds_broken_is_computed_by_all(model_dir, tmp_path):
     path = model_dir()
     expected = own_generation(path, [prompt(101)], 6)
-    options = store_options(tmp_path, promise=promise)
+    options = store_options(tmp_path)
     with ThreadedLLM(path, **options) as llm:
         assert_same(llm.generate([prompt(101)], GREEDY), expected)
         assert llm.drain(10.0)

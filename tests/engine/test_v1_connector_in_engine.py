@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.connectors.registry import Roles
-from kvferry.contract.v1 import KVConnectorRole
+from kvferry.contract.spec import Roles
 from kvferry.engine.llm import LLM
 from kvferry.engine.sampling import SamplingParams
 from kvferry.observe import Counters
-from kvferry.runner.v1 import V1SchedulerRole, V1WorkerRole
-from tests.contract.test_v1_connector import load_sample, make_config
+from kvferry.v1.base import KVConnectorRole
+from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
+from tests.v1.test_driven import load_sample, make_config
 
 PROMPT = [3 + 7 * i % 200 for i in range(45)]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, return_logits=True)

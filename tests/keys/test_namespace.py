@@ -182,3 +182,21 @@ def test_every_field_of_a_group_is_decided_upon():
     names = {field.name for field in dataclasses.fields(KVGroup)}
     described = set(Namespace.of(identity(), (group(),), 1).description["groups"][0])
     assert names - described == {"block_size"}
+
+
+def test_the_name_of_the_model_is_for_people_and_no_part_of_identity():
+    plain = Namespace.of(identity(), (group(),), 1)
+    named = Namespace.of(dataclasses.replace(identity(), name="org/model"), (group(),), 1)
+    assert (named, named.description) == (plain, plain.description)
+    assert named.title == "org/model"
+    assert plain.title == "llama"
+    assert Namespace.of(identity(config={}), (group(),), 1).title == "a model without a name"
+
+
+@given(st.dictionaries(st.text(max_size=3), JSON, max_size=3), st.none() | st.text(max_size=5))
+def test_who_has_the_text_can_check_the_digest(config, name):
+    made = Namespace.of(dataclasses.replace(identity(config=config), name=name), (group(),), 1)
+    read = Namespace.from_text(made.digest, made.as_text())
+    assert read is not None
+    assert (read.digest, read.model) == (made.digest, name)
+    assert Namespace.from_text(bytes(32), made.as_text()) is None

@@ -373,6 +373,11 @@ def records(store: Path) -> set[Path]:
     return set((store / "records").glob("*/*.safetensors"))
 
 
+def memory_of(store: Path, chunks: int) -> int:
+    """`memory_bytes` with room for `chunks`: once a hit fills it, an engine reads all others."""
+    return chunks * next(iter(records(store))).stat().st_size
+
+
 def wait_for_records(store: Path, count: int, seconds: float = 20.0) -> set[Path]:
     """Wait until `count` chunks are stored; that many or more are returned."""
     until = time.monotonic() + seconds

@@ -11,10 +11,10 @@ import pytest
 
 from tests.real_vllm.conftest import Pool, Stored
 from tests.real_vllm.damage import DAMAGES, delete
-from tests.real_vllm.harness import assert_same, kvferry, records
+from tests.real_vllm.harness import assert_same, kvferry, memory_of, records
 
 POLICIES = ["fail", "recompute"]
-FAULT_METRICS = ("corrupt", "failed", "miss", "quarantined", "broken")
+FAULT_METRICS = ("corrupt", "failed", "unreadable", "absent", "quarantined", "broken")
 
 
 def damage_all(stored: Stored, store: Path) -> None:
@@ -29,10 +29,11 @@ def test_a_damaged_record_is_a_miss_that_is_counted(
 ) -> None:
     store = stored.copy_to(tmp_path / "store")
     sound = stored.prompts[-1]
+    connector = kvferry(store, policy, memory_bytes=memory_of(store, 3))
     if when == "before_opening":
         damage_all(stored, store)
-    with pool.get("second").engine(models["plain"], kvferry(store, policy)) as engine:
-        # Everything is known to be there once this one is found.
+    with pool.get("second").engine(models["plain"], connector) as engine:
+        # Everything is known to be there once this one is found, and it fills the memory.
         [own], warm = stored.own[-1:], engine.generate([sound])
         assert_same([own], warm)
         assert warm.external == 3 * 128

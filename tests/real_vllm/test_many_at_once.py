@@ -1,6 +1,6 @@
 """Several sequences of a prompt, logprobs of prompts, many requests at once, many aborts.
 
-One engine stores; others, with memory for a single hit at a time, read.
+One engine stores; others, most of them with memory for a single hit at a time, read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ import pytest
 
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.damage import by_position
-from tests.real_vllm.harness import Answers, Process, assert_same, kvferry, wait_for_records
+from tests.real_vllm.harness import (
+    Answers,
+    Oracle,
+    Process,
+    assert_same,
+    kvferry,
+    wait_for_records,
+)
 from tests.real_vllm.stalled_file import stalled
+from tests.real_vllm.test_ranks import TWO_RANKS
 
 Models = dict[str, Path]
 
-SMALL = {"staging_bytes": 5 << 20, "io_threads": 2}  # nine slots, seven of them for loads
+SMALL = {"memory_bytes": 5 << 20, "io_threads": 2}  # nine slots
 SAMPLING = {
     "sequences": {"n": 3, "temperature": 1.0, "seed": 7},
     "prompt_logprobs": {"prompt_logprobs": 1},
@@ -108,7 +116,7 @@ def test_many_requests_at_once_with_room_for_one_hit_are_right(runs: Runs) -> No
     assert runs.uncached["many"].metrics["vllm:kvferry_hits_total"] > 1
 
 
-def test_fifty_aborts_while_their_prefetch_is_under_way_leave_all_staging_to_the_next_hit(
+def test_fifty_aborts_while_their_fetch_is_under_way_leave_all_memory_to_the_next_hit(
     runs: Runs, models: Models, make_prompt: MakePrompt, second: Process
 ) -> None:
     prompts = runs.prompts["long"]
@@ -129,3 +137,38 @@ def test_fifty_aborts_while_their_prefetch_is_under_way_leave_all_staging_to_the
     assert_same(runs.own["long"], warm)
     assert [answer.cached for answer in warm] == [896, 896]
     assert warm.external == 2 * 896
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefix_that_many_wait_for_is_read_once_and_what_was_just_saved_not_at_all(
+    ranks: int, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, pool: Pool
+) -> None:
+    shared = make_prompt(1500)
+    prompts = [make_prompt(1520 + number, shared) for number in range(32)]
+    fresh = [make_prompt(n) for n in (700, 300)]
+    own, own_fresh = oracle(prompts), oracle(fresh)
+    # Without the engine's own prefix cache, so that every request needs a hit of ours.
+    room: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 32,
+        "kv_cache_memory_bytes": 512 << 20,
+        "enable_prefix_caching": False,
+    }
+    several = TWO_RANKS if ranks == 2 else {}
+    with pool.get("first").engine(models["plain"], kvferry(tmp_path), **room) as engine:
+        engine.generate([[*shared, 5]])
+    wait_for_records(tmp_path, 11)
+    reader = pool.get("ranks" if ranks == 2 else "second")
+    with reader.engine(models["plain"], kvferry(tmp_path), **room, **several) as engine:
+        together = engine.generate(prompts, together=True)
+        saved = engine.generate(fresh)
+        again = engine.generate(fresh)
+    assert_same(own, together)
+    assert [answer.cached for answer in together] == [11 * 128] * 32
+    assert together.counted("fetch_count") == 11 * ranks
+    assert not together.counted("load_failed", "unreadable", "deadline", "no_memory")
+    assert_same(own_fresh, saved)
+    assert_same(own_fresh, again)
+    assert [answer.cached for answer in again] == [640, 256]
+    assert again.counted("fetch_count") == 0
+    assert again.counted("hit_tokens_memory") == 640 + 256

@@ -1,4 +1,4 @@
-"""Models other than plain Llamas: windows, with vLLM's hybrid allocator and without; latents."""
+"""Models other than plain Llamas: windows, with vLLM's hybrid allocator and without."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from tests.real_vllm.harness import (
     assert_same,
     expected_hit,
     kvferry,
+    memory_of,
     records,
     wait_for_records,
 )
-from tests.real_vllm.host import RELEASE, does
+from tests.real_vllm.host import RELEASE
 from tests.real_vllm.test_cross_engine import as_answer, embedded
 
 WINDOW = 150
@@ -92,6 +93,8 @@ def test_with_several_block_tables_damaged_records_are_misses_and_requests_go_on
         own = engine.generate(prompts)
     assert own.local == len(prompts) * 192
     positions = by_position(tmp_path)
+    # The sound prompt fills the memory, and so none that is damaged then is in it.
+    connector = kvferry(tmp_path, policy, **CHUNKS, memory_bytes=memory_of(tmp_path, 3))
     with second.engine(model, connector, **APART, block_size=64) as engine:
         sound = engine.generate(prompts[-1:])
         assert_same(own[-1:], sound)
@@ -101,7 +104,7 @@ def test_with_several_block_tables_damaged_records_are_misses_and_requests_go_on
         damaged = engine.generate(prompts[:-1], together=True)
         assert_same(own[:-1], damaged)
         assert damaged.external <= len(DAMAGES) * 64
-        assert damaged.counted("corrupt", "failed", "miss", "quarantined", "broken")
+        assert damaged.counted("corrupt", "failed", "unreadable", "quarantined", "broken")
         again = engine.generate(prompts)
         assert_same(own, again)
         assert again.local == len(prompts) * 192
@@ -173,20 +176,3 @@ def test_attention_sinks_and_experts_with_a_window_read_what_was_stored(
         warm = engine.generate(prompts)
     assert_same(own, warm)
     assert warm.external == sum(expected_hit(n, chunk=64, block=64) for n in lengths)
-
-
-@does("runs latent attention", since=(0, 32))
-def test_latent_attention_on_a_cpu_is_served_without_the_cache(
-    tmp_path: Path, make_prompt: MakePrompt, first: Process
-) -> None:
-    # The one head size that vLLM's CPU kernel serves.
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    model = make_tiny_model(tmp_path / "model", "deepseek_v2", seed=3, **SHAPE, **sizes)
-    store = tmp_path / "store"
-    prompts = [make_prompt(n) for n in (129, 300)]
-    with first.engine(model, kvferry(store)) as engine:
-        cold = engine.generate(prompts)
-        again = engine.generate(prompts)
-    assert_same(cold, again)
-    assert (again.local, again.external) == (0, 0)
-    assert not records(store)

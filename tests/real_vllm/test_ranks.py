@@ -25,6 +25,7 @@ from tests.real_vllm.harness import (
     assert_same,
     expected_hit,
     kvferry,
+    memory_of,
     records,
     wait_for_records,
 )
@@ -74,7 +75,9 @@ def outcome(
         runs["2 before the damage"] = engine.generate(prompts["damaged"])
         new = wait_for_records(store, stored + 3) - before
     positions = by_position(store)
-    with pool.get("ranks").engine(model, connector, **TWO_RANKS) as engine:
+    # The longest prompt comes last and fills the memory: what is damaged then is not in it.
+    small = kvferry(store, memory_bytes=memory_of(store, 6))
+    with pool.get("ranks").engine(model, small, **TWO_RANKS) as engine:
         runs["2 -> 2"] = engine.generate(prompts["two"])
         flip_in_payload(sorted(new, key=positions.__getitem__))
         runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])

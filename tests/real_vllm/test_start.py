@@ -33,7 +33,10 @@ REFUSED = [
     ({"store": "file:///dev/null/store"}, ["/dev/null/store"]),
     ({"store": "memory://x?max_bytes=1KiB"}, ["max_bytes", "chunk"]),
     ({"store": "memory://x", "chunk_tokens": 0}, ["chunk_tokens", "0"]),
-    ({"store": "memory://x", "promise": "sometimes"}, ["promise", "sometimes", "in_hand"]),
+    ({"store": "memory://x", "staging_bytes": "1GiB"}, ["staging_bytes", "memory_bytes"]),
+    ({"store": "memory://x", "keep_bytes": 0}, ["keep_bytes", "memory_bytes"]),
+    ({"store": "memory://x", "promise": "index"}, ["promise", "leave it out"]),
+    ({"store": "memory://x", "memory_bytes": "1KiB"}, ["memory_bytes", "1024", "chunk"]),
     ({"store": "memory://x", "io_threads": "many"}, ["io_threads", "many"]),
 ]
 
@@ -78,7 +81,7 @@ def test_without_entry_points_the_module_path_is_enough(
     pool.discard("bare")
     assert_same(oracle(prompts), warm)
     assert warm.external == 256
-    assert warm.counted("hit_tokens") == 256
+    assert warm.counted("kvferry_hit_tokens_total") == 256
 
 
 def test_inside_multi_connector_each_store_is_written_and_one_is_read(
@@ -104,12 +107,15 @@ def test_inside_multi_connector_each_store_is_written_and_one_is_read(
         warm = engine.generate(prompts)
         shutil.rmtree(stores[0])
         second.call("reset", 30, connector=False)
+        from_memory = engine.generate(prompts)
+    shutil.rmtree(stores[0], ignore_errors=True)
+    with second.engine(models["plain"], several) as engine:
         from_the_other = engine.generate(prompts)
-    for answers in (warm, from_the_other):
+    for answers in (warm, from_memory, from_the_other):
         assert_same(own, answers)
         if RELEASE >= (0, 18):  # before, what workers of two tell is mixed, and hits may be lost
             assert answers.external == 256 + 384
-            assert answers.counted("hit_tokens") == 256 + 384
+            assert answers.counted("kvferry_hit_tokens_total") == 256 + 384
     with second.engine(models["plain"], kvferry(stores[1])) as engine:
         assert engine.generate(prompts).external == 256 + 384
 

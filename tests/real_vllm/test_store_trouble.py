@@ -83,7 +83,7 @@ def test_a_store_directory_that_goes_away_while_serving_is_a_miss(
         lost = engine.generate(prompts[1:])
         assert_same(own[1:], lost)
         assert lost.external == 0
-        assert lost.counted("miss", "failed")
+        assert lost.counted("unreadable", "absent", "failed")
         other = [make_prompt(400) for _ in range(2)]
         assert_same(oracle(other), engine.generate(other))
 
@@ -107,7 +107,7 @@ def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
         assert other.asked.is_set()
         assert_same(own[:1], late)
         assert late.external == 128
-        assert late.counted("miss_deadline")
+        assert late.counted("miss_tokens_deadline")
         meanwhile = engine.generate(prompts[1:], together=True, deadline=60)
         assert_same(own[1:], meanwhile)
         one.release()

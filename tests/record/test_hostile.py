@@ -312,5 +312,4 @@ def test_misses_that_are_no_corruption_leave_the_record_alone():
         MissReason.IO_ERROR,
         MissReason.DEADLINE,
         MissReason.CANCELLED,
-        MissReason.NO_STAGING,
     }

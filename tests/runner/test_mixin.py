@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.contract.messages import WorkerOutput
-from kvferry.contract.v1 import (
+from kvferry.errors import ContractError
+from kvferry.observe import Counters
+from kvferry.runner.mixin import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorModelRunnerMixin
+from kvferry.v1.base import (
+    CounterStats,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
 )  # fmt: skip
-from kvferry.contract.v1_messages import CounterStats
-from kvferry.errors import ContractError
-from kvferry.observe import Counters
-from kvferry.runner.mixin import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorModelRunnerMixin
-from tests.contract.test_v1_connector import make_config
 from tests.runner.recording import LoadPlan, RecordingWorker
+from tests.v1.test_driven import make_config
 
 STEP = ["bind", "start_load_kv", "wait_for_save", "get_finished", "clear"]
 

@@ -178,7 +178,7 @@ class TinyHost:
             self._check(answer, request)
             if answer.num_tokens is None:
                 return 0
-            num_external, is_async = answer
+            num_external, is_async, _ = answer
         num_tokens = len(request.all_token_ids)
         if is_async:
             if self._allocate(request, num_external):
@@ -198,7 +198,7 @@ class TinyHost:
         return num
 
     def _check(self, answer: LookupResult, request: TinyRequest) -> None:
-        count, is_async = answer
+        count, is_async, _ = answer
         if count is None:
             return
         num_tokens = len(request.all_token_ids)

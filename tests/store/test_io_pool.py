@@ -93,46 +93,14 @@ def test_spread_on_a_closed_pool_does_the_work_itself():
     assert done == list(range(5))
 
 
-def test_items_before_one_are_complete_whoever_works_on_them(pool):
-    done, hold = [], threading.Event()
-    main = threading.current_thread()
+def test_spread_without_a_thread_does_the_work_itself(pool, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
 
-    def work(item):
-        if item >= 30 and threading.current_thread() is not main:
-            hold.wait(20)
-        else:
-            time.sleep(0.0005)
-        done.append(item)
-
-    spread = pool.begin(range(40), work, 3)
-    try:
-        for stop in (1, 10, 10, 30):
-            spread.complete(stop)
-            assert set(range(stop)) <= set(done)
-        assert not set(range(37)) <= set(done)
-    finally:
-        hold.set()
-    spread.complete(40)
-    assert sorted(done) == list(range(40))
-    assert spread.end() == 40
-
-
-def test_an_end_hands_out_no_more_items(pool):
-    begun, hold, done = threading.Semaphore(0), threading.Event(), []
-
-    def work(item):
-        begun.release()
-        hold.wait(20)
-        done.append(item)
-
-    spread = pool.begin(range(40), work, 2)
-    assert begun.acquire(timeout=5)
-    assert begun.acquire(timeout=5)
-    threading.Timer(0.05, hold.set).start()
-    assert spread.end() == 2
-    assert sorted(done) == [0, 1]
-    spread.run()
-    assert sorted(done) == [0, 1]
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    assert pool.spread(range(5), done.append) == [None] * 5
+    assert done == list(range(5))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system ties no threads")

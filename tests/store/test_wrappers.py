@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 from kvferry.store.base import (
-    Stamp,
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
-    SupportsStamp,
-    SupportsWatch,
 )
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
@@ -48,35 +45,16 @@ class EverythingStore(MemoryStore):
     def abort(self, session):
         self.calls.append(("abort", session))
 
-    def stamp(self, key):
-        self.calls.append(("stamp", key))
-        return "stamp"
-
-    def watch(self):
-        self.calls.append(("watch",))
-        return True
-
-    def is_unchanged(self, key, since):
-        self.calls.append(("is_unchanged", key, since))
-        return True
-
-
-SINCE = Stamp((), None, written=False)
-
 
 def test_a_wrapper_has_the_abilities_of_its_inner_store_and_no_others():
     plain = WrapperStore(MemoryStore())
     assert isinstance(plain, SupportsScan)
     assert not isinstance(plain, SupportsProbe)
     assert not isinstance(plain, SupportsShardedWrite)
-    assert not isinstance(plain, SupportsStamp)
-    assert not isinstance(plain, SupportsWatch)
     able = WrapperStore(EverythingStore())
     assert isinstance(able, SupportsScan)
     assert isinstance(able, SupportsProbe)
     assert isinstance(able, SupportsShardedWrite)
-    assert isinstance(able, SupportsStamp)
-    assert isinstance(able, SupportsWatch)
 
 
 def test_optional_calls_go_to_the_inner_store_as_they_are():
@@ -88,9 +66,6 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         assert store.write_at("session", 3, [b"x"]) is True
         assert store.commit("session", b"head") == "committed"
         store.abort("session")
-        assert store.stamp(make_key()) == "stamp"
-        assert store.watch()
-        assert store.is_unchanged(make_key(), SINCE)
         assert (store.url, store.multi_process) == ("memory://everything", True)
     assert inner.calls == [
         ("probe", [make_key()]),
@@ -99,9 +74,6 @@ def test_optional_calls_go_to_the_inner_store_as_they_are():
         ("write_at", "session", 3, [b"x"]),
         ("commit", "session", b"head"),
         ("abort", "session"),
-        ("stamp", make_key()),
-        ("watch",),
-        ("is_unchanged", make_key(), SINCE),
     ]
 
 

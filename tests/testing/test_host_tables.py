@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.registry import EngineSpec
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, Plan
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.keys import ModelIdentity
 from kvferry.testing.host import HostRequest, SimulatedHost
-from kvferry.testing.host_tables import HostPool, HostTable, parts_of_tables
+from kvferry.testing.host_tables import HostBlockPool, HostTable, parts_of_tables
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
@@ -156,7 +156,9 @@ def test_an_attended_token_without_a_block_is_seen():
 def test_tables_hold_what_is_attended_to_and_drop_whole_blocks(
     steps: list[int], block_size: int, window: int | None
 ):
-    pool = HostPool((HostTable(block_size=block_size, window=window, layers=((0, (0,)),)),), 80)
+    pool = HostBlockPool(
+        (HostTable(block_size=block_size, window=window, layers=((0, (0,)),)),), 80
+    )
     request = HostRequest("r", [], 0)
     for tokens in steps:
         computed = request.num_computed_tokens

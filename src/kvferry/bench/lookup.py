@@ -1,7 +1,9 @@
 """Finding the stored prefix of a prompt: time per chunk and memory per known chunk, by store size.
 
 The store holds as many records as a row says: empty files under random keys, since a look-up opens
-none. A prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role. The
+none. A prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role as
+hosts do: by a new request that finds all of it stored and none of it held, so that every chunk gets
+a slot to be fetched into; and by one that finds all of it held, and is promised it at once. The
 store is opened anew for each row; requests that come while its index still fills are timed too.
 """
 
@@ -19,14 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.bench.registry import BenchOptions, Row
-from kvferry.connectors.registry import EngineSpec
 from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.messages import (
+    Held,
+    RankReport,
+    SharedStorageMeta,
+    SharedStoragePlan,
+)
+from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.observe import Observer
 from kvferry.store.base import SupportsProbe
-from kvferry.store.file.index import KeyIndex
-from kvferry.store.file.layout import Layout
+from kvferry.store.file.directory import record_path
+from kvferry.store.known_keys import KnownKeys
+from kvferry.store.url import open_store
+from kvferry.testing.host import HostStep
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
 
@@ -63,7 +74,7 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
         shard=tensor_parallel_shard((GROUP,), 0, 1),
         layer_names=None,
     )
-    options = {"store": url, "promise": "index", "chunk_tokens": CHUNK_TOKENS}
+    options = {"store": url, "chunk_tokens": CHUNK_TOKENS}
     token_ids = list(range(PROMPT_CHUNKS * CHUNK_TOKENS + 1))
     try:
         parts = Parts(spec, options, Observer())
@@ -71,13 +82,16 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
         keys.extend(token_ids)
         parts.store.close()
         create_records(directory, keys.keys, num_chunks, seed)
+        rebuild_seconds = rebuild(url, directory)
 
         started = time.perf_counter()
         parts = Parts(spec, options, Observer())
         open_ms = (time.perf_counter() - started) * 1e3
         scheduler = parts.scheduler()
         worst_ms, fill_seconds = while_filling(parts, scheduler, token_ids)
-        us_per_chunk = lookup_us(scheduler, token_ids)
+        us_per_chunk = lookup_us(scheduler, token_ids, None)
+        hold(scheduler, token_ids)
+        held_us_per_chunk = lookup_us(scheduler, token_ids, PROMPT_CHUNKS * CHUNK_TOKENS)
         scheduler.close()
         parts.store.close()
     finally:
@@ -85,24 +99,39 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
     return {
         "chunks_stored": num_chunks,
         "us_per_chunk": us_per_chunk,
+        "held_us_per_chunk": held_us_per_chunk,
         "index_bytes_per_chunk": index_bytes(num_chunks, seed) / num_chunks,
         "keys_us_per_chunk": keys_us(token_ids),
         "open_ms": open_ms,
         "index_fill_s": fill_seconds,
+        "index_rebuild_s": rebuild_seconds,
         "worst_lookup_ms_while_filling": worst_ms,
     }
 
 
 def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, seed: int) -> None:
     """Empty files where the records of `keys`, and of random keys up to `num_chunks`, would be."""
-    layout = Layout(str(directory))
     rng = random.Random(seed)
-    names = [layout.record(key) for key in keys]
-    names.extend(layout.record(ChunkKey(rng.randbytes(32))) for _ in range(num_chunks - len(names)))
+    names = [record_path(str(directory), key) for key in keys]
+    names.extend(
+        record_path(str(directory), ChunkKey(rng.randbytes(32)))
+        for _ in range(num_chunks - len(names))
+    )
     for shard in {os.path.dirname(name) for name in names}:
         os.makedirs(shard, exist_ok=True)
     for name in names:
         os.close(os.open(name, os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def rebuild(url: str, directory: Path) -> float:
+    """Seconds until a store whose index is gone has made it anew."""
+    for file in directory.glob("index.sqlite3*"):
+        file.unlink()
+    started = time.perf_counter()
+    with open_store(url) as store:
+        if not isinstance(store, SupportsProbe) or not store.wait_indexed(600):
+            raise AssertionError("the index is not made anew")
+        return time.perf_counter() - started
 
 
 def while_filling(
@@ -125,18 +154,39 @@ def while_filling(
     return worst * 1e3, time.perf_counter() - begun
 
 
-def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int]) -> float:
-    """Median microseconds per chunk of a look-up whose keys are known."""
-    prompt = Prompt("prompt", token_ids, len(token_ids))
-    expected = PROMPT_CHUNKS * CHUNK_TOKENS
+def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int], expected: int | None) -> float:
+    """Median microseconds per chunk of the first look-up of a request whose keys are known.
+
+    Args:
+        scheduler: the role.
+        token_ids: of the prompt.
+        expected: the answer: tokens, or None for "ask again".
+    """
     times = []
-    for _ in range(200):
+    for number in range(40):
+        prompt = Prompt(f"prompt {number}", token_ids, len(token_ids))
+        scheduler.on_new_request(prompt)
         started = time.perf_counter()
         found = scheduler.lookup(prompt, 0).num_tokens
         times.append(time.perf_counter() - started)
+        scheduler.request_finished(prompt, ([],))
         if found != expected:
-            raise AssertionError(f"looked up {found} tokens of {expected} stored ones")
-    return statistics.median(times[10:]) / PROMPT_CHUNKS * 1e6
+            raise AssertionError(f"looked up {found} tokens of a stored prompt, not {expected}")
+    return statistics.median(times[5:]) / PROMPT_CHUNKS * 1e6
+
+
+def hold(scheduler: SchedulerRole, token_ids: Sequence[int]) -> None:
+    """Report every chunk of a prompt as fetched, as a worker would."""
+    prompt = Prompt("fetched", token_ids, len(token_ids))
+    scheduler.on_new_request(prompt)
+    scheduler.lookup(prompt, 0)
+    plan = scheduler.build_plan(HostStep())
+    if not isinstance(plan, SharedStoragePlan) or len(plan.fetches) != PROMPT_CHUNKS:
+        raise AssertionError(f"a prompt of {PROMPT_CHUNKS} stored chunks is not fetched")
+    held = tuple(Held(fetch.chunk.slot) for fetch in plan.fetches)
+    report = SharedStorageMeta(reports=(RankReport(rank=0, pool=plan.pool, held=held),))
+    scheduler.update_output(WorkerOutput(meta=report))
+    scheduler.request_finished(prompt, ([],))
 
 
 def keys_us(token_ids: Sequence[int]) -> float:
@@ -156,7 +206,7 @@ def index_bytes(num_chunks: int, seed: int) -> int:
     gc.collect()
     tracemalloc.start()
     try:
-        index = KeyIndex()
+        index = KnownKeys()
         for _ in range(num_chunks):
             index.add(ChunkKey(rng.randbytes(32)))
         return tracemalloc.get_traced_memory()[0]

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 
 from kvferry.bench.registry import BenchOptions, Row
-from kvferry.connectors.registry import EngineSpec, Roles, create_roles
-from kvferry.connectors.v1_facade import RolesAsV1
+from kvferry.connectors.registry import create_roles
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.v1 import KVConnectorRole
+from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters, Observer
 from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
+from kvferry.v1.base import KVConnectorRole
+from kvferry.v1.facade import RolesAsV1
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from kvferry.cli.output import JsonOption, emit, progress
+from kvferry.cli.output import JsonOption, emit, plain, progress
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def demo(
         report.as_json(summary, result),
         json,
         report.table(summary, result),
-        report.verdict(summary),
+        Text.from_markup(report.verdict(summary)),
         f"Plot: {plot}   Store: kvferry ls {result.store}",
     )
     if not summary.is_right:
@@ -111,8 +112,8 @@ def _prepared_model(directory: Path, wheel: Path | None, console: Console) -> Pa
     with console.status("looking for the model") as status:
 
         def report(line: str) -> None:
-            console.print(f"demo: {line}")
-            status.update(line)
+            console.print(plain(f"demo: {line}"))
+            status.update(plain(line))
 
         return prepare_model(directory, wheel=wheel, report=report)
 

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kvferry.cli.output import JsonOption, emit, make_table, parse_duration
-from kvferry.cli.stores import UrlArgument, open_existing
+from kvferry.cli.stores import UrlArgument, look, open_existing
 from kvferry.config import format_size, parse_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry, Store
@@ -48,9 +48,13 @@ def gc(
     keep_bytes = None if max_bytes is None else parse_size(max_bytes)
     age = None if older_than is None else parse_duration(older_than)
     if dry_run:
-        with open_existing(url) as store:
-            since = None if age is None else time.time() - age
-            done = _estimate(store, store.scan(), max_bytes=keep_bytes, not_used_since=since)
+        since = None if age is None else time.time() - age
+        done = look(
+            url,
+            lambda store: _estimate(
+                store, store.scan(), max_bytes=keep_bytes, not_used_since=since
+            ),
+        )
     else:
         with open_existing(url, writable=True) as store:
             report = store.gc(keep_bytes, age)

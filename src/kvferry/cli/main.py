@@ -22,6 +22,7 @@ from kvferry.cli.ls import ls
 from kvferry.cli.show import show
 from kvferry.cli.stat import stat
 from kvferry.cli.verify import verify
+from kvferry.config import printable
 from kvferry.errors import KVError
 
 EXIT_MISUSE = 2
@@ -79,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; `sys.argv` if None.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     app = build_app()
     try:
         code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
@@ -97,8 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+class _Formatter(logging.Formatter):
+    """Log lines that no terminal acts on."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
 def _fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from kvferry.config import printable
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ JsonOption = Annotated[
 _PIPE_WIDTH = 160
 """Columns when stdout is no terminal: nothing is cut off in a log."""
 
+_SHORT = 48
+
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
@@ -63,7 +67,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         value: the result, for programs.
         json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
             as a whole.
-        *renderables: the result, for people.
+        *renderables: the result, for people; text is shown as it is.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -75,7 +79,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
-        console.print(renderable)
+        console.print(plain(renderable) if isinstance(renderable, str) else renderable)
     if json_target is not None:
         write_json(Path(json_target), value)
 
@@ -107,9 +111,22 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
+def plain(text: str) -> Text:
+    """`text` as it is: no markup, and nothing that a terminal acts on."""
+    return Text(printable(text))
+
+
+class PlainTable(Table):
+    """A table whose cells are shown as they are."""
+
+    def add_row(self, *cells: str, **options: Any) -> None:  # type: ignore[override] # noqa: ANN401
+        super().add_row(*map(plain, cells), **options)
+
+
+def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> PlainTable:
     """An empty table; the columns named in `right` hold numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    shown = None if title is None else plain(title)
+    table = PlainTable(title=shown, title_justify="left", header_style="bold")
     for column in columns:
         justify = "right" if column in right else "left"
         table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -128,6 +145,11 @@ def progress() -> Progress:
         disable=not console.is_terminal,
         transient=True,
     )
+
+
+def shortened(text: str) -> str:
+    """The end of `text`, which tells more of a path than its beginning, if it is long."""
+    return text if len(text) <= _SHORT else f"…{text[1 - _SHORT :]}"
 
 
 def format_age(since: float, now: float | None = None) -> str:

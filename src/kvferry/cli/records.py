@@ -47,6 +47,6 @@ def _read_info(source: Source, entry: Entry) -> RecordInfo | MissReason:
 
 def _check(source: Source, entry: Entry) -> MissReason | None:
     # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.store.file.maintenance import check_source
+    from kvferry.store.checking import check_source
 
     return check_source(source, entry.key, memoryview(bytearray(_WINDOW_BYTES)))

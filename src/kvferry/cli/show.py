@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvferry.cli.output import JsonOption, emit, format_age, make_table
 from kvferry.cli.records import check, inspect
-from kvferry.cli.stores import UrlArgument, find, open_existing
+from kvferry.cli.stores import UrlArgument, find, look
 from kvferry.config import format_size
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
@@ -18,6 +18,7 @@ from kvferry.types import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from kvferry.keys import JsonValue
+    from kvferry.store.file import FileStore
 
 
 def show(
@@ -31,10 +32,7 @@ def show(
 
     Exit code 1 if the record is not right; it stays where it is (`kvferry verify` takes it out).
     """
-    with open_existing(url) as store:
-        entry = find(store, key_prefix)
-        record = inspect(store, entry)
-        fault = check(store, entry)
+    entry, record, fault = look(url, lambda store: _look_at(store, key_prefix))
     facts: dict[str, JsonValue] = {
         "key": entry.key.hex(),
         "num_bytes": entry.num_bytes,
@@ -48,6 +46,13 @@ def show(
     emit(value, json, _facts_table(entry, facts), *([_table(components)] if components else []))
     if fault is not None:
         raise typer.Exit(1)
+
+
+def _look_at(
+    store: FileStore, key_prefix: str
+) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    entry = find(store, key_prefix)
+    return entry, inspect(store, entry), check(store, entry)
 
 
 def _header(record: RecordInfo) -> dict[str, JsonValue]:

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, cast
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
 from kvferry.config import build_config, parse_store_url
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Entry
 from kvferry.store.url import FileOptions, open_store
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
 
+T = TypeVar("T")
+
 UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="Store, for example file:///var/cache/kvferry.")
 ]
 
 INDEX_SECONDS = 60.0
-"""How long a command waits for the index of a large store."""
+"""How long a command waits for a large directory to be listed, where there is no index."""
+
+_NO_INDEX = "none.sqlite3"
+"""A file that no store has."""
+
+
+def look(url: str, question: Callable[[FileStore], T]) -> T:
+    """What `question` finds in the store at `url`, opened read-only. If the index turns out to be
+    damaged, or stays locked, it is asked again of the directory alone.
+
+    Raises:
+        ConfigError: see `open_existing`.
+        StoreError: the directory cannot be listed.
+    """
+    try:
+        with open_existing(url) as store:
+            return question(store)
+    except StoreError:
+        parsed = parse_store_url(url)
+        options = {**parsed.options, "index_file": f"{parsed.path}/{_NO_INDEX}"}
+        with open_existing(str(dataclasses.replace(parsed, options=options))) as store:
+            return question(store)
 
 
 def open_existing(url: str, *, writable: bool = False) -> FileStore:
@@ -42,8 +67,12 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
     options = {**parsed.options, "create": "false", "read_only": str(not writable)}
     # What a file URL opens; the class itself is not imported here, since that takes its time.
-    store = cast("FileStore", open_store(str(dataclasses.replace(parsed, options=options))))
-    store.wait_indexed(INDEX_SECONDS)
+    # Nobody here asks what the store contains: a million keys need not be kept in memory.
+    opened = open_store(str(dataclasses.replace(parsed, options=options)), index=writable)
+    store = cast("FileStore", opened)
+    until = time.monotonic() + INDEX_SECONDS
+    while not store.stat().index_complete and time.monotonic() < until:
+        time.sleep(0.005)
     return store
 
 
@@ -62,3 +91,18 @@ def find(store: FileStore, key_prefix: str) -> Entry:
     found = "no record" if not matches else f"{len(matches)} records"
     hint = "`kvferry ls` lists them" if not matches else "give more digits"
     raise ConfigError(f"{found} in {store.url} with a key that starts with {prefix}; {hint}")
+
+
+def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, str]:
+    """What the models of namespaces are called, of those for which the store keeps a description
+    that is right."""
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.keys import Namespace
+
+    names = {}
+    for digest in set(namespaces):
+        text = store.describe(digest) if digest else None
+        namespace = None if text is None else Namespace.from_text(digest, text)
+        if namespace is not None:
+            names[digest] = namespace.title
+    return names

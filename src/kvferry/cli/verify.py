@@ -13,7 +13,7 @@ from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 
 if TYPE_CHECKING:
-    from kvferry.store.file.maintenance import VerifyReport
+    from kvferry.store.checking import VerifyReport
 
 
 def verify(

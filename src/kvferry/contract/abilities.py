@@ -20,15 +20,6 @@ class SupportsLayerwise(Protocol):
 
 
 @runtime_checkable
-class SupportsLayerChoice(Protocol):
-    """A worker whose layer hooks do nothing in most steps: the host may then leave them out."""
-
-    @property
-    def needs_layers(self) -> bool:
-        """Whether the hooks would do anything in the step under way. Asked after `start_load`."""
-
-
-@runtime_checkable
 class SupportsIdle(Protocol):
     """A role, of either kind, that knows when steps without news ask nothing of it: most steps of
     an engine are such, and whoever drives the role may then leave it out of them."""

@@ -82,12 +82,16 @@ class GuardedScheduler(SchedulerRole):
         if self._promises.is_barred(request.request_id):
             return MISS
         try:
-            count, is_async = self._role.lookup(request, num_local_tokens)
+            answer = LookupResult(*self._role.lookup(request, num_local_tokens))
+            count, is_async, reason = answer
+            if not isinstance(reason, str | None):
+                raise TypeError(f"a reason is text or None, not {reason!r}")
             if count is None:
                 return self._ask_again(request.request_id)
             if count == 0 and not is_async:
-                return MISS
-            answer = self._corrected(request, num_local_tokens, int(count), bool(is_async))
+                return answer
+            legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))
+            answer = legal._replace(reason=reason)
         except Exception:
             self._faults.fault("lookup", "answered as a miss")
             return MISS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,7 +11,6 @@ import msgspec
 from kvferry.contract.abilities import (
     SupportsHandshake,
     SupportsIdle,
-    SupportsLayerChoice,
     SupportsLayerwise,
     SupportsWait,
 )
@@ -21,6 +21,48 @@ from kvferry.observe import Observer
 
 if TYPE_CHECKING:
     import torch
+
+
+class _OwedReports:
+    """The guard's additions to the role's reports.
+
+    Attributes:
+        invalid: blocks that a failed load left unfilled.
+        lost_recving: async loads that never started: reported as failed at once.
+        failed_recving: async loads that the role ends itself: reported as failed when it does.
+        freed: requests whose blocks were freed: the role's report of them is dropped.
+        overdue: delayed frees that the role has not reported in time: reported in its place.
+    """
+
+    def __init__(self) -> None:
+        self.invalid: set[int] = set()
+        self.lost_recving: set[str] = set()
+        self.failed_recving: set[str] = set()
+        self.freed: set[str] = set()
+        self.overdue: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.invalid or self.lost_recving or self.failed_recving or self.freed or self.overdue
+        )
+
+    def add_to(self, output: WorkerOutput) -> WorkerOutput:
+        """The role's report with the additions that are due, which are then no longer owed."""
+        recving = output.finished_recving | self.lost_recving
+        failed = output.failed_recving | self.lost_recving | (self.failed_recving & recving)
+        added = msgspec.structs.replace(
+            output,
+            finished_sending=(output.finished_sending | self.overdue) - self.freed,
+            finished_recving=recving,
+            failed_recving=failed,
+            invalid_block_ids=output.invalid_block_ids | self.invalid,
+        )
+        self.freed -= output.finished_sending
+        self.overdue = frozenset()
+        self.failed_recving -= failed
+        self.lost_recving.clear()
+        self.invalid.clear()
+        return added
 
 
 class GuardedWorker(WorkerRole):
@@ -49,20 +91,14 @@ class GuardedWorker(WorkerRole):
         self._role = role
         self._idler = role if isinstance(role, SupportsIdle) else None
         self._waiter = role if isinstance(role, SupportsWait) else None
-        self._chooser = role if isinstance(role, SupportsLayerChoice) else None
         self._faults = Faults(role, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
         self._saves_stopped = False  # in this step
-        self._invalid: set[int] = set()
-        self._lost_recving: set[str] = set()  # loads that nobody does: to be reported now
-        self._failed_recving: set[str] = set()  # to be called failed once the role reports them
-        self._freed: set[str] = set()  # their blocks were freed: no report may follow
-        self._overdue: frozenset[str] = frozenset()  # delayed frees to be reported now
+        self._owed = _OwedReports()
         if isinstance(role, SupportsLayerwise):
-            self._layers = role
-            self.wait_for_layer_load = self._wait_for_layer_load
-            self.save_layer = self._save_layer
+            self.wait_for_layer_load = partial(self._wait_for_layer_load, role)
+            self.save_layer = partial(self._save_layer, role)
         if isinstance(role, SupportsHandshake):
             self.handshake_metadata = role.handshake_metadata
 
@@ -110,13 +146,14 @@ class GuardedWorker(WorkerRole):
             self._give_up_step()
 
     def _report_lost(self, plan: RepairedPlan) -> None:
-        self._freed |= plan.freed_request_ids
-        self._overdue = plan.overdue_sending
-        self._invalid |= plan.lost_block_ids
+        owed = self._owed
+        owed.freed |= plan.freed_request_ids
+        owed.overdue = plan.overdue_sending
+        owed.invalid |= plan.lost_block_ids
         # What the role starts nevertheless it will end itself; until then it may write.
         started = self.planned_recving(plan.plan) or frozenset()
-        self._lost_recving |= plan.lost_request_ids - started
-        self._failed_recving |= plan.lost_request_ids & started
+        owed.lost_recving |= plan.lost_request_ids - started
+        owed.failed_recving |= plan.lost_request_ids & started
         # The engine computes on blocks that nobody filled.
         self._saves_stopped = bool(plan.lost_block_ids)
 
@@ -128,8 +165,8 @@ class GuardedWorker(WorkerRole):
             return True
         self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
         self._loads_stopped = self._saves_stopped = True
-        self._invalid |= promised
-        self._lost_recving |= plan.promised_request_ids | plan.lost_request_ids
+        self._owed.invalid |= promised
+        self._owed.lost_recving |= plan.promised_request_ids | plan.lost_request_ids
         return False
 
     def start_load(self) -> None:
@@ -143,33 +180,30 @@ class GuardedWorker(WorkerRole):
 
     def _give_up_step(self) -> None:
         self._loads_stopped = self._saves_stopped = True
-        self._invalid |= self.planned_blocks(self._plan)
-        self._lost_recving |= self.planned_recving(self._plan) or frozenset()
+        self._owed.invalid |= self.planned_blocks(self._plan)
+        self._owed.lost_recving |= self.planned_recving(self._plan) or frozenset()
 
-    @property
-    def needs_layers(self) -> bool:
-        """True for a role that cannot tell."""
-        try:
-            return self._chooser is None or self._chooser.needs_layers
-        except Exception:
-            self._faults.fault("needs_layers", "layer hooks are called in this step")
-            return True
-
-    def _wait_for_layer_load(self, layer_name: str) -> None:
+    def _wait_for_layer_load(self, role: SupportsLayerwise, layer_name: str) -> None:
         if self._loads_stopped:
             return
         try:
-            self._layers.wait_for_layer_load(layer_name)
+            role.wait_for_layer_load(layer_name)
         except Exception:
             self._faults.fault("wait_for_layer_load", "the loads of this step are failed")
             self._loads_stopped = self._saves_stopped = True
-            self._invalid |= self.planned_blocks(self._plan)
+            self._owed.invalid |= self.planned_blocks(self._plan)
 
-    def _save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+    def _save_layer(
+        self,
+        role: SupportsLayerwise,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: object,
+    ) -> None:
         if self._saves_stopped:
             return
         try:
-            self._layers.save_layer(layer_name, kv_layer, attn_metadata)
+            role.save_layer(layer_name, kv_layer, attn_metadata)
         except Exception:
             self._faults.fault("save_layer", "this step saves nothing")
             self._saves_stopped = True
@@ -194,40 +228,16 @@ class GuardedWorker(WorkerRole):
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         try:
             output = self._role.collect(finished_request_ids)
-            if self._freed or self._overdue:
-                output = self._with_frees(output)
-            if not (self._invalid or self._lost_recving or self._failed_recving):
-                return output
-            return self._with_failures(output)
+            return self._owed.add_to(output) if self._owed else output
         except Exception:
             self._faults.fault("collect", "the loads of this step are failed")
-            self._invalid |= self.planned_blocks(self._plan)
-            return self._with_failures(self._with_frees(EMPTY_OUTPUT))
-
-    def _with_frees(self, output: WorkerOutput) -> WorkerOutput:
-        sending = (output.finished_sending | self._overdue) - self._freed
-        self._freed -= output.finished_sending
-        self._overdue = frozenset()
-        return msgspec.structs.replace(output, finished_sending=sending)
-
-    def _with_failures(self, output: WorkerOutput) -> WorkerOutput:
-        recving = output.finished_recving | self._lost_recving
-        failed = output.failed_recving | self._lost_recving | (self._failed_recving & recving)
-        invalid = output.invalid_block_ids | self._invalid
-        output = msgspec.structs.replace(
-            output, finished_recving=recving, failed_recving=failed, invalid_block_ids=invalid
-        )
-        self._failed_recving -= failed
-        self._lost_recving.clear()
-        self._invalid.clear()
-        return output
+            self._owed.invalid |= self.planned_blocks(self._plan)
+            return self._owed.add_to(EMPTY_OUTPUT)
 
     @property
     def is_idle(self) -> bool:
         """False for a role that cannot tell."""
-        if self._invalid or self._lost_recving or self._failed_recving:
-            return False
-        if self._freed or self._overdue:
+        if self._owed:
             return False
         try:
             return self._idler is not None and self._idler.is_idle

@@ -7,9 +7,32 @@ subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
+
+
+class LookupMiss(StrEnum):
+    """Why tokens of a prompt are computed although a cache was asked for them."""
+
+    ABSENT = "absent"
+    """No store has the chunk, as far as this process knows."""
+    UNREADABLE = "unreadable"
+    """A store had the chunk, and it could not be read or was wrong a short while ago."""
+    DEADLINE = "deadline"
+    """The fetch did not end in time."""
+    NO_MEMORY = "no_memory"
+    """The host pool had no slot for the chunk."""
+    SLOWER = "slower"
+    """Computing was measured to be faster than loading."""
+    PARTIAL = "partial"
+    """The end of the prompt: less than a whole chunk or block, and the last token."""
+    NOT_CACHEABLE = "not_cacheable"
+    """The request must not be cached."""
+    NOT_LOADING = "not_loading"
+    """Nothing is loaded: this engine only stores, its host carries no reports from workers, or the
+    host did not ask for this request."""
 
 
 class LookupResult(NamedTuple):
@@ -19,6 +42,8 @@ class LookupResult(NamedTuple):
     """Tokens beyond the local hit: >= 0 and a multiple of the block size. None: ask again later."""
     is_async: bool = False
     """True: the load spans steps and its end is reported in `finished_recving`. Never with 0."""
+    reason: str | None = None
+    """Why the count is not larger: a `LookupMiss`; None if it is all that whole chunks can give."""
 
 
 class FinishResult(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvferry.engine import model as engine_model
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,17 +64,11 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is none.
     """
-    from transformers import AutoTokenizer
-
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model_dir, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{model_dir} has no tokenizer that can be read: {first_line}") from error
+    tokenizer: PreTrainedTokenizerBase | None = engine_model.load_tokenizer(model_dir)
+    if tokenizer is None:
+        raise ConfigError(f"{model_dir} has no tokenizer")
     return tokenizer
 
 

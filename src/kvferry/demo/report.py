@@ -7,7 +7,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
+from kvferry.config import printable
 from kvferry.demo.compare import Comparison
 from kvferry.demo.run import DemoResult
 
@@ -113,7 +115,9 @@ def _run_json(phase: str, run: Comparison) -> dict[str, JsonValue]:
 def table(summary: Summary, result: DemoResult) -> Table:
     """One line per question in a new process, one with a corrupted record, one for all."""
     table = Table(
-        title=f"{summary.model}, float32: a prompt computed once, read back by other processes",
+        title=_text(
+            f"{summary.model}, float32: a prompt computed once, read back by other processes"
+        ),
         title_justify="left",
     )
     table.add_column("from the store")
@@ -124,10 +128,13 @@ def table(summary: Summary, result: DemoResult) -> Table:
     table.add_column("same\nanswer")
     table.add_column("quaran-\ntined", justify="right")
     for run in result.warm:
-        table.add_row("new process", run.question, *_figures(run), "0")
+        table.add_row("new process", _text(run.question), *_figures(run), "0")
     corrupted = result.corrupted
     table.add_row(
-        "one byte flipped", corrupted.question, *_figures(corrupted), str(result.quarantined)
+        "one byte flipped",
+        _text(corrupted.question),
+        *_figures(corrupted),
+        str(result.quarantined),
     )
     table.add_section()
     table.add_row(
@@ -143,6 +150,10 @@ def table(summary: Summary, result: DemoResult) -> Table:
         str(summary.quarantined),
     )
     return table
+
+
+def _text(foreign: str) -> Text:
+    return Text(printable(foreign))
 
 
 def _figures(run: Comparison) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from kvferry.demo.compare import Comparison, compare
 from kvferry.demo.messages import Answer, Ask, PhaseResult, PhaseSpec
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.file.layout import Layout
 
 RUN_DIR = "kvferry-demo-run"
 _PHASE_SECONDS = 1800
@@ -195,5 +194,5 @@ def _flip_byte(path: Path) -> None:
 
 
 def _num_quarantined(store: Path) -> int:
-    quarantine = Path(Layout(str(store)).quarantine)
+    quarantine = store / "quarantine"
     return len(list(quarantine.iterdir())) if quarantine.is_dir() else 0

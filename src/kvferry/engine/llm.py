@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
-from kvferry.connectors.registry import Roles, create_roles
+from kvferry.connectors.registry import create_roles
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore

@@ -219,16 +219,20 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     Raises:
         ConfigError: there is one, but it cannot be loaded.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"cannot load the tokenizer in {model_dir}: {first_line(error)}"
-        ) from error
+        try:
+            # Saved by a Transformers that has another class for it: tokenizer.json says all.
+            return PreTrainedTokenizerFast.from_pretrained(model_dir, local_files_only=True)
+        except Exception:
+            raise ConfigError(
+                f"cannot load the tokenizer in {model_dir}: {first_line(error)}"
+            ) from error
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

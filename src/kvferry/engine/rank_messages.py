@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvferry.connectors.registry import EngineSpec
 from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.step import Batch
 

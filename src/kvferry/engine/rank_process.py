@@ -18,9 +18,10 @@ from typing import TypeVar
 
 import torch
 
-from kvferry.connectors.registry import RankWorker, create_worker
+from kvferry.connectors.registry import create_worker
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.spec import RankWorker
 from kvferry.engine.channel import Channel
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line

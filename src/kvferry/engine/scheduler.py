@@ -244,7 +244,8 @@ class Scheduler:
             return self._admit_loaded(request, step)
         hit = self._kv.local_hit(request)
         num_local = len(hit) * self._config.block_size
-        num_external, is_async = self._lookups.ask(request, num_local)
+        answer = self._lookups.ask(request, num_local)
+        num_external, is_async = answer.num_tokens, answer.is_async
         if num_external is None:
             return _Admission.ASK_AGAIN
         num_computed = num_local + num_external

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connectors.registry import EngineSpec
+from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, ModelGeometry
 from kvferry.errors import ConfigError
@@ -47,7 +47,9 @@ def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> Engi
         )
     return EngineSpec(
         identity=ModelIdentity(
-            weights=weights_digest(model.model_dir), config=model.effective_config()
+            weights=weights_digest(model.model_dir),
+            config=model.effective_config(),
+            name=str(model.model_dir),
         ),
         groups=tuple(groups),
         shard=tensor_parallel_shard(groups, rank, engine.tensor_parallel_size),

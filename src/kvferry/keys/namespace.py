@@ -7,6 +7,7 @@ and laid out (tensor and pipeline parallelism, block size, memory layout), engin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,11 +57,13 @@ class ModelIdentity:
         config: the model config as the engine effectively runs it: overrides, dtype, quantisation
             and rope settings applied, fields of `IRRELEVANT_FIELDS` dropped.
         weights_version: from whoever changes weights in place; None for weights as loaded.
+        name: what its user calls it, for people; no part of identity.
     """
 
     weights: bytes
     config: Mapping[str, JsonValue]
     weights_version: str | None = None
+    name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.weights) != 32:
@@ -74,11 +77,13 @@ class Namespace:
     """A digest and the readable description it was made from.
 
     `digest` is BLAKE3 over `NAMESPACE_TAG` and the canonical encoding of `description`: whoever has
-    the description can check the digest.
+    the description can check the digest. `model` is the model's name, if it has one; it is not in
+    the description.
     """
 
     digest: bytes
     description: Mapping[str, JsonValue] = field(compare=False)
+    model: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -109,9 +114,39 @@ class Namespace:
             "tenant": tenant,
         }
         # Encoding comes first: it refuses what the copy below would have to survive.
-        digest = blake3(NAMESPACE_TAG + canonical(description)).digest()
+        digest = _digest(description)
         description["config"] = _copied(identity.config)
-        return cls(digest=digest, description=description)
+        return cls(digest=digest, description=description, model=identity.name)
+
+    def as_text(self) -> str:
+        """JSON with the model's name and the description, for a store to keep."""
+        value = {"model": self.model, "description": self.description}
+        return json.dumps(value, indent=1) + "\n"
+
+    @classmethod
+    def from_text(cls, digest: bytes, text: str) -> Namespace | None:
+        """What `as_text` made; None if it is something else, or describes another namespace."""
+        try:
+            value = json.loads(text)
+            description, model = value["description"], value["model"]
+            if _digest(description) != digest or not isinstance(model, str | None):
+                return None
+        except (ValueError, KeyError, TypeError, RecursionError):  # of whatever stands there
+            return None
+        return cls(digest=digest, description=description, model=model)
+
+    @property
+    def title(self) -> str:
+        """The model's name; where it has none, what its config says of it; for people."""
+        config = self.description.get("config")
+        said = config if isinstance(config, Mapping) else {}
+        names = said.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        return self.model or str(first or said.get("model_type") or "a model without a name")
+
+
+def _digest(description: Mapping[str, JsonValue]) -> bytes:
+    return blake3(NAMESPACE_TAG + canonical(description)).digest()
 
 
 def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -1,9 +1,9 @@
 """Copies between paged KV on a device and record rows: batched over layers and blocks.
 
 Rows are in the host's memory or on the device. Those of the host cross in one transfer, as fast as
-their memory allows (`layout.streams.pinned`); blocks and rows meet on the device. With Triton
-and KV that lies in whole words, one kernel serves all layers; otherwise PyTorch's own, one per run
-of blocks and evenly spaced layers.
+their memory allows (`layout.streams.pinned`); blocks and rows meet on the device. These are the
+copies by PyTorch's own kernels, one per run of blocks and evenly spaced layers; `layout.kernels`
+holds those by Triton, which `layout.ops` prefers where they serve.
 
 All work goes into the current stream. When `scatter` returns, rows of the host have been read; when
 `gather` returns, they are complete. With rows on the device both only submit: nothing waits for it.
@@ -12,36 +12,14 @@ Block ids were checked: a kernel never sees a bad one.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvferry.layout.plan import BlockRun, Segment
 
 _INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-if TYPE_CHECKING:
-    from kvferry.layout.kernels import TritonCopies
-
-
-def device_copies(
-    parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]
-) -> TorchCopies | TritonCopies:
-    """What runs copies on this device fastest.
-
-    Args:
-        parts: of the cache.
-        storages: by address, as bytes.
-    """
-    on_cuda = next(iter(storages.values())).is_cuda
-    if on_cuda and importlib.util.find_spec("triton") is not None:
-        from kvferry.layout.kernels import TritonCopies
-
-        if TritonCopies.serves(parts):
-            return TritonCopies(parts, storages)
-    return TorchCopies(parts, storages)
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:

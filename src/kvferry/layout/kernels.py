@@ -8,7 +8,7 @@ which a program forms in parallel, and only the 64 scrambles between them follow
 The hash is that of the xxHash specification (XXH3, 128 bits, seed 0, default secret) for inputs of
 more than 240 bytes in whole stripes of 64; other leaves are hashed on the host.
 
-Needs Triton; imported by `layout.device` where it is installed. With TRITON_INTERPRET=1 the kernels
+Needs Triton; imported by `layout.ops` where it is installed. With TRITON_INTERPRET=1 the kernels
 run on tensors of the CPU.
 """
 

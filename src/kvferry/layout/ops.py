@@ -6,6 +6,7 @@ Tensors arrive in a host's layout, named and checked, never guessed. On CPU the 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout.device import device_copies
+from kvferry.layout.device import TorchCopies
 from kvferry.layout.numpy_copies import NumpyCopies
 from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
@@ -56,6 +57,17 @@ class HashingCopies(Protocol):
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
 """From the parts of a cache, and their memory by address, as bytes."""
+
+
+def device_copies(parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> Copies:
+    """The fastest copies that this device can run; a `MakeCopies`."""
+    on_cuda = next(iter(storages.values())).is_cuda
+    if on_cuda and importlib.util.find_spec("triton") is not None:
+        from kvferry.layout.kernels import TritonCopies
+
+        if TritonCopies.serves(parts):
+            return TritonCopies(parts, storages)
+    return TorchCopies(parts, storages)
 
 
 class PagedKV:

@@ -126,7 +126,7 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
     full speed. Does nothing without a device.
 
     Args:
-        view: writable and page-aligned, such as staging slots.
+        view: writable and page-aligned, such as the slots of a host pool.
         device: of the KV.
 
     Raises:
@@ -146,7 +146,7 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
                 torch.ones(1, device=device)
     if code:
         raise TransferError(
-            f"{len(view)} bytes of staging cannot be pinned: CUDA error {code}; lower staging_bytes"
+            f"{len(view)} bytes cannot be pinned: CUDA error {code}; lower memory_bytes"
         )
     try:
         yield

@@ -8,6 +8,7 @@ claims.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,13 +43,14 @@ class MissReason(StrEnum):
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
-    NO_STAGING = "no_staging"
 
     @property
     def is_corruption(self) -> bool:
         """True if the bytes themselves are wrong, so that the record must be taken out."""
         return self in _CORRUPTION
 
+
+_NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
 _CORRUPTION = frozenset(
     {
@@ -73,6 +75,16 @@ class RecordInfo:
     key: ChunkKey
     first_token: int
     schema: RecordSchema
+
+
+def namespace_of(head: bytes) -> bytes | None:
+    """The namespace that a record's first bytes name, unchecked; None if they are of no record.
+
+    Args:
+        head: the first 512 bytes or more: metadata comes first.
+    """
+    found = _NAMESPACE.search(head)
+    return None if found is None else bytes.fromhex(found[1].decode())
 
 
 def check_head(

@@ -16,7 +16,6 @@ from types import TracebackType
 
 from kvferry.contract.abilities import (
     IDLE_WAIT_SECONDS,
-    SupportsLayerChoice,
     SupportsLayerwise,
     SupportsWait,
 )
@@ -84,7 +83,6 @@ class StepLifecycle:
                 for conformance runs.
         """
         self._layerwise = worker if isinstance(worker, SupportsLayerwise) else None
-        self._chooser = worker if isinstance(worker, SupportsLayerChoice) else None
         self._worker = worker
         self._waiter = worker if isinstance(worker, SupportsWait) else None
         self._rules = ReportRules(observer or Observer(), strict=strict)
@@ -93,8 +91,8 @@ class StepLifecycle:
     @property
     def layerwise(self) -> SupportsLayerwise | None:
         """The worker's layer hooks, for the host to call around each attention layer of the step
-        under way; None if it has none, or says that they would do nothing in this one."""
-        return self._layerwise if self._chooser is None or self._chooser.needs_layers else None
+        under way; None if it has none."""
+        return self._layerwise
 
     def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Step:
         """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
-from kvferry.contract.v1 import KVConnectorBase_V1, KVConnectorOutput, KVConnectorStats
-from kvferry.contract.v1_messages import to_v1_output
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 from kvferry.runner import kv_allocation
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.runner.v1 import V1Plan, V1WorkerRole
+from kvferry.v1.base import KVConnectorBase_V1, KVConnectorOutput, KVConnectorStats, to_v1_output
+from kvferry.v1.driven import V1Plan, V1WorkerRole
 
 if TYPE_CHECKING:
     import torch

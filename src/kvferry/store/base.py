@@ -8,7 +8,7 @@ whoever knows the record (`kvferry.store.recordio`). Methods other than `contain
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -34,7 +34,7 @@ class StoreStat(NamedTuple):
 
     url: str
     num_records: int
-    """Records this process knows of."""
+    """Records that its index knows of."""
     used_bytes: int
     """Bytes counted against the quota, over all processes that share the store."""
     max_bytes: int | None
@@ -49,24 +49,22 @@ class Entry(NamedTuple):
     num_bytes: int
     last_used: float
     """Seconds since the epoch, to the accuracy of batched recency."""
+    namespace: bytes = b""
+    """Whose value it is, as far as the store knows; see `SupportsNamespaces`."""
 
 
-class Stamp(NamedTuple):
-    """What tells, without reading it, whether a stored value is still what it was when it was read.
+class Removal(NamedTuple):
+    """One value that went, as a store remembers it for a while."""
 
-    Attributes:
-        value: another one if the value was replaced, or changed its size.
-        changes: another one if anything at all was done to it since. None if it was changed so
-            lately that the medium's clock could not tell the next change from it.
-        written: whether its bytes may have been changed last; if not, that was something else, such
-            as noting that it was used.
-        moment: when it was taken, for `SupportsWatch`; None if nothing is heard of changes since.
-    """
-
-    value: Hashable
-    changes: Hashable
-    written: bool
-    moment: int | None = None
+    key: ChunkKey
+    num_bytes: int
+    at: float
+    """Seconds since the epoch."""
+    reason: str
+    """evicted, deleted, quarantined, or vanished: somebody else took the file."""
+    detail: str
+    by: str
+    """The process that took it out, or found it gone."""
 
 
 class Source(ABC):
@@ -74,11 +72,9 @@ class Source(ABC):
 
     Attributes:
         size: in bytes.
-        stamp: as it was when this was opened; None of a store without `SupportsStamp`.
     """
 
     size: int
-    stamp: Stamp | None = None
 
     def is_cached(self) -> bool:
         """Whether reading is likely a copy in memory, not a trip to the medium. A guess, at the
@@ -185,28 +181,19 @@ class SupportsScan(Protocol):
 
 
 @runtime_checkable
-class SupportsStamp(Protocol):
-    """A store that can tell at little cost whether a value is still what was read. Its sources have
-    a `stamp`."""
+class SupportsNamespaces(Protocol):
+    """A store that knows to which namespaces its values belong, and what these are."""
 
-    def stamp(self, key: ChunkKey) -> Stamp | None:
-        """The stamp of a value; None if it is absent, or nothing that can be read.
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        """Values and their bytes by namespace; empty bytes stand for what is not known yet.
 
         Raises:
-            StoreError: the medium failed.
+            StoreError: the store cannot be asked.
         """
 
-
-@runtime_checkable
-class SupportsWatch(Protocol):
-    """A store that can be told of changes as they happen."""
-
-    def watch(self) -> bool:
-        """Listen from now on, where the system tells; whether it does."""
-
-    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
-        """Whether no byte of a value was changed since its stamp was taken, as far as this machine
-        knows. False if that is not known. Memory only; does not block on the medium."""
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if nobody
+        said. A `description` replaces what was said before. Blocks on I/O; never raises."""
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from kvferry.store.cpus import leave_processor
@@ -18,17 +19,13 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """One operation under way. Poll it, wait for it with a deadline, or cancel it.
+    """One operation under way. Poll it, wait for it with a deadline, or cancel it: then it ends as
+    soon as it looks at `cancelled`, and may write to what it was given until it has ended."""
 
-    After `cancel` returns, the operation writes to nothing but memory of its own: whatever it
-    delivers to others it delivers inside `claim`, which then fails.
-    """
-
-    __slots__ = ("_done", "_lock", "cancelled", "error", "result")
+    __slots__ = ("_done", "cancelled", "error", "result")
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._lock = threading.Lock()
         self.cancelled = False
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -49,24 +46,11 @@ class Job(Generic[T]):
         return self._done.wait(timeout)
 
     def cancel(self) -> None:
-        """Ask the job to stop. Waits only for a delivery (a copy in memory) under way."""
-        with self._lock:
-            self.cancelled = True
-
-    def claim(self) -> bool:
-        """Begin a delivery; True if the job may write to memory that is not its own. A caller that
-        got True calls `release` after it."""
-        self._lock.acquire()
-        if self.cancelled:
-            self._lock.release()
-            return False
-        return True
-
-    def release(self) -> None:
-        self._lock.release()
+        """Ask the job to stop. Never blocks."""
+        self.cancelled = True
 
 
-class Spread(Generic[T]):
+class _Spread(Generic[T]):
     """Items that several threads work on; each takes the next one when it is through with its
     last.
 
@@ -80,12 +64,12 @@ class Spread(Generic[T]):
         self._next = 0
         self._stop = len(items)
         self._changed = threading.Condition()
-        self._running: set[int] = set()
+        self._num_running = 0
         self.errors: list[Exception | None] = [None] * len(items)
 
-    def run(self, stop: int | None = None) -> None:
-        """Work until nothing (before item `stop`) is left to take."""
-        while (index := self._take(stop)) is not None:
+    def run(self) -> None:
+        """Work until nothing is left to take."""
+        while (index := self._take()) is not None:
             try:
                 self._work(self._items[index])
             except Exception as error:
@@ -95,31 +79,24 @@ class Spread(Generic[T]):
                 raise
             finally:
                 with self._changed:
-                    self._running.discard(index)
+                    self._num_running -= 1
                     self._changed.notify_all()
 
-    def _take(self, stop: int | None) -> int | None:
+    def _take(self) -> int | None:
         with self._changed:
             index = self._next
-            if index >= (self._stop if stop is None else min(stop, self._stop)):
+            if index >= self._stop:
                 return None
             self._next += 1
-            self._running.add(index)
+            self._num_running += 1
             return index
 
-    def complete(self, stop: int) -> None:
-        """Have every item before `stop` done. Waits for no thread but those that have begun one of
-        them."""
-        self.run(stop)
-        with self._changed:
-            self._changed.wait_for(lambda: all(index >= stop for index in self._running))
-
-    def end(self) -> int:
-        """Hand out nothing more, and wait for what was handed out; how many items were."""
+    def end(self) -> None:
+        """Hand out nothing more, and wait for what was handed out."""
         with self._changed:
             self._stop = self._next
-            self._changed.wait_for(lambda: not self._running)
-            return self._next
+            self._changed.wait_for(lambda: self._num_running == 0)
+            self._items = ()  # threads that hang in a read come late, and keep this until then
 
 
 class IOPool:
@@ -175,25 +152,15 @@ class IOPool:
         Returns:
             What it raised, by item.
         """
-        helpers = 0 if alone else min(len(items), self.num_threads) - 1
-        spread = self.begin(items, work, helpers)
+        spread = _Spread(items, work)
         try:
+            with suppress(RuntimeError):  # no thread left for this process: all is done here
+                for _ in range(0 if alone else min(len(items), self.num_threads) - 1):
+                    self.submit(lambda _job: spread.run())
             spread.run()
         finally:
             spread.end()
         return spread.errors
-
-    def begin(self, items: Sequence[T], work: Callable[[T], None], num_threads: int) -> Spread[T]:
-        """Let up to `num_threads` threads that are free by then work on items, while the caller
-        does something else. The caller ends it."""
-        spread = Spread(items, work)
-        try:
-            for _ in range(num_threads):
-                self.submit(lambda _job: spread.run())
-        except BaseException:
-            spread.end()
-            raise
-        return spread
 
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
@@ -220,3 +187,13 @@ class IOPool:
                 job.error = error
             job._done.set()
             del item, job, run
+
+
+def submit_or_fail(pool: IOPool, run: Callable[[Job[T]], T]) -> Job[T]:
+    """A job under way, or one that failed because the process has no thread left for it."""
+    try:
+        return pool.submit(run)
+    except RuntimeError as error:
+        job: Job[T] = Job.ended()
+        job.error = error
+        return job

@@ -16,10 +16,10 @@ from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
 from kvferry.store.base import PutResult, Source, Store
 from kvferry.types import ChunkKey
 
-PIECE_BYTES = 2 * 1024 * 1024
-"""Bytes read, verified and delivered at a time: small enough to stay in the cache between the
-three, large enough for the calls to cost little beside them and for O_DIRECT to reach its speed
-(1 to 4 MiB are alike from the page cache; smaller and larger pieces are slower)."""
+PIECE_BYTES = 512 * 1024
+"""Bytes of a record in memory that are read and verified at a time: few enough to stay
+in a core's own cache from the read to the checksum, and to hold the interpreter's lock only for
+moments (hashing a leaf holds it); enough for the calls to cost little beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,8 @@ class RecordRead:
         first_token: position of the chunk in its prompt.
         head: scratch of at least `schema.head_bytes`.
         buffer_for: where the bytes of some rows shall land; called once per piece, in order.
-        parts: `pieces` of the rows wanted; asked once, with the open record, which tells whether it
-            seems to be in memory. From a medium, one large piece is read faster.
-        deliver: called with the same rows once they are there and verified; False stops the read
-            (its job was cancelled). None: landing in the buffer is all.
+        parts: `parts_of` the rows wanted; asked once, with the open record, which tells whether it
+            seems to be in memory.
     """
 
     key: ChunkKey
@@ -42,7 +40,6 @@ class RecordRead:
     head: memoryview
     buffer_for: Callable[[RowRange], memoryview]
     parts: Callable[[Source], Sequence[RowRange]]
-    deliver: Callable[[RowRange], bool] | None = None
 
 
 def pieces(
@@ -63,6 +60,16 @@ def pieces(
             start += count
 
 
+def parts_of(
+    schema: RecordSchema, ranges: Sequence[RowRange]
+) -> Callable[[Source], Sequence[RowRange]]:
+    """For `RecordRead.parts`: small pieces of a record in memory, and all of each range at once of
+    one that comes from a medium, which is fastest when asked for much. Computed once, here."""
+    small = tuple(pieces(schema, ranges))
+    large = tuple(pieces(schema, ranges, schema.record_bytes))
+    return lambda source: small if source.is_cached() else large
+
+
 def read_record(
     store: Store,
     schema: RecordSchema,
@@ -70,10 +77,9 @@ def read_record(
     observer: Observer,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> MissReason | None:
-    """Read and verify parts of a record; None if all of it was right and delivered.
+    """Read and verify parts of a record; None if all of it was right.
 
-    Guarantee: nothing is delivered before its own leaves and the whole head were verified. A
-    record found wrong is discarded from the store. Never raises.
+    A record found wrong is discarded from the store. Never raises.
 
     Args:
         store: where the record is.
@@ -82,7 +88,10 @@ def read_record(
         observer: counts the miss.
         cancelled: asked between pieces.
     """
-    reason = try_record(store, schema, read, cancelled)
+    try:
+        reason = _read(store, schema, read, cancelled)
+    except StoreError:
+        reason = MissReason.IO_ERROR
     if reason is None:
         return None
     observer.count(f"miss_{reason}")
@@ -92,28 +101,14 @@ def read_record(
     return reason
 
 
-def try_record(
-    store: Store,
-    schema: RecordSchema,
-    read: RecordRead,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> MissReason | None:
-    """`read_record` for nobody's sake: what is wrong is left where it is, uncounted, to be found by
-    whoever needs it."""
-    if cancelled():
-        return MissReason.CANCELLED
-    try:
-        return _read(store, schema, read, cancelled)
-    except StoreError:
-        return MissReason.IO_ERROR
-
-
 def _read(
     store: Store,
     schema: RecordSchema,
     read: RecordRead,
     cancelled: Callable[[], bool],
 ) -> MissReason | None:
+    if cancelled():
+        return MissReason.CANCELLED
     source = store.open_read(read.key)
     if source is None:
         return MissReason.ABSENT
@@ -131,8 +126,6 @@ def _read(
             reason = _read_rows(schema, source, rows, buffer, table)
             if reason is not None:
                 return reason
-            if read.deliver is not None and not read.deliver(rows):
-                return MissReason.CANCELLED
     return None
 
 

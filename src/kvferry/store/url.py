@@ -31,11 +31,13 @@ class FileOptions(_Quota):
         create: make the directory if it is missing.
         read_only: never write, evict or quarantine.
         direct_io: bypass the page cache; "auto" as `FileStore` says.
+        index_file: where the index is, if not in the directory; `FileStore` says when.
     """
 
     create: bool = True
     read_only: bool = False
-    direct_io: Literal["auto", "on", "off"] = "auto"
+    direct_io: Literal["auto", "off"] = "auto"
+    index_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def _open_memory(
 
 def _open_file(parsed: StoreUrl, where: str, observer: Observer, *, index: bool) -> Store:
     options = build_config(FileOptions, parsed.options, where=where)
-    # Only here: whoever keeps values in memory need not load threads, rings and ledgers.
+    # Only here: whoever keeps values in memory need not load threads and a database.
     from kvferry.store.file.store import FileStore
 
     return FileStore(
@@ -102,6 +104,7 @@ def _open_file(parsed: StoreUrl, where: str, observer: Observer, *, index: bool)
         create=options.create,
         read_only=options.read_only,
         direct_io=options.direct_io,
+        index_file=None if options.index_file is None else Path(options.index_file),
         index=index,
         observer=observer,
     )

@@ -10,14 +10,12 @@ from kvferry.store.base import (
     Entry,
     PutResult,
     Source,
-    Stamp,
     Store,
     StoreStat,
+    SupportsNamespaces,
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
-    SupportsStamp,
-    SupportsWatch,
 )
 from kvferry.types import ChunkKey
 
@@ -29,6 +27,18 @@ class ScanDelegate:
 
     def scan(self) -> Iterator[Entry]:
         return self.inner.scan()
+
+
+class NamespacesDelegate:
+    """`SupportsNamespaces` for a wrapper whose inner store has it."""
+
+    inner: SupportsNamespaces
+
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        return self.inner.namespaces()
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        return self.inner.describe(namespace, description)
 
 
 class ProbeDelegate:
@@ -44,27 +54,6 @@ class ProbeDelegate:
 
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)
-
-
-class StampDelegate:
-    """`SupportsStamp` for a wrapper whose inner store has it."""
-
-    inner: SupportsStamp
-
-    def stamp(self, key: ChunkKey) -> Stamp | None:
-        return self.inner.stamp(key)
-
-
-class WatchDelegate:
-    """`SupportsWatch` for a wrapper whose inner store has it."""
-
-    inner: SupportsWatch
-
-    def watch(self) -> bool:
-        return self.inner.watch()
-
-    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
-        return self.inner.is_unchanged(key, since)
 
 
 class ShardedWriteDelegate:
@@ -99,10 +88,9 @@ class WrapperStore(Store):
 
     abilities: ClassVar[tuple[tuple[type, type], ...]] = (
         (SupportsScan, ScanDelegate),
+        (SupportsNamespaces, NamespacesDelegate),
         (SupportsProbe, ProbeDelegate),
         (SupportsShardedWrite, ShardedWriteDelegate),
-        (SupportsStamp, StampDelegate),
-        (SupportsWatch, WatchDelegate),
     )
 
     def __new__(cls, inner: Store, *args: object, **kwargs: object) -> Self:

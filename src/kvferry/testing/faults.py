@@ -18,27 +18,22 @@ from kvferry.store.base import (
     Buffer,
     PutResult,
     Source,
-    Stamp,
     Store,
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
-    SupportsStamp,
-    SupportsWatch,
 )
 from kvferry.store.memory import BytesSource
 from kvferry.store.wrappers import (
     ProbeDelegate,
     ScanDelegate,
     ShardedWriteDelegate,
-    StampDelegate,
-    WatchDelegate,
     WrapperStore,
 )
 from kvferry.types import ChunkKey
 
 Operation = Literal[
-    "open_read", "read_into", "put", "delete", "discard", "begin", "write_at", "commit", "stamp"
+    "open_read", "read_into", "put", "delete", "discard", "begin", "write_at", "commit"
 ]
 Damage = Callable[[bytes], bytes]
 
@@ -98,7 +93,6 @@ class _FaultySource(Source):
         self._inner = inner
         self._before = before
         self.size = inner.size
-        self.stamp = inner.stamp
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         self._before()
@@ -126,17 +120,6 @@ class _FaultyShardedWrite(ShardedWriteDelegate):
         return PutResult.FAILED
 
 
-class _FaultyStamp(StampDelegate):
-    """The stamps of a `FaultyStore`: asks it before each."""
-
-    enter: Callable[[str], bool]
-
-    def stamp(self, key: ChunkKey) -> Stamp | None:
-        if not self.enter("stamp"):
-            raise StoreError(f"injected: stamp of {key.hex()[:16]} failed")
-        return super().stamp(key)
-
-
 class FaultyStore(WrapperStore):
     """Asks `enter` before each of `operations`; what enters goes on to the inner store.
 
@@ -148,8 +131,6 @@ class FaultyStore(WrapperStore):
         (SupportsScan, ScanDelegate),
         (SupportsProbe, ProbeDelegate),
         (SupportsShardedWrite, _FaultyShardedWrite),
-        (SupportsStamp, _FaultyStamp),
-        (SupportsWatch, WatchDelegate),
     )
 
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
@@ -193,7 +174,7 @@ class StallingStore(FaultyStore):
         inner: Store,
         *,
         gate: Gate,
-        operations: Collection[Operation] = ("open_read", "read_into", "stamp", "put"),
+        operations: Collection[Operation] = ("open_read", "read_into", "put"),
     ) -> None:
         super().__init__(inner, operations)
         self._gate = gate
@@ -212,7 +193,7 @@ class SlowStore(FaultyStore):
         *,
         seconds: float,
         sleep: Callable[[float], None],
-        operations: Collection[Operation] = ("open_read", "read_into", "stamp", "put"),
+        operations: Collection[Operation] = ("open_read", "read_into", "put"),
     ) -> None:
         super().__init__(inner, operations)
         self._seconds = seconds

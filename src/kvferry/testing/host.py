@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 from kvferry.aggregation import WorkerOutputFold
-from kvferry.connectors.registry import EngineSpec
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
 from kvferry.testing.host_tables import (
-    HostPool,
+    HostBlockPool,
     HostRank,
+    HostRequest,
     HostTable,
     layer_names,
     parts_of_tables,
@@ -31,24 +32,6 @@ from kvferry.testing.host_tables import (
 )
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
-
-
-@dataclass
-class HostRequest:
-    """A request as `RequestView` and `ScheduledRequest` want it."""
-
-    request_id: str
-    all_token_ids: list[int]
-    num_prompt_tokens: int
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    block_ids: tuple[list[int], ...] = ()
-    num_computed_tokens: int = 0
-    num_scheduled_tokens: int = 0
-    num_external_tokens: int = 0
-
-    @property
-    def request(self) -> HostRequest:
-        return self
 
 
 @dataclass
@@ -83,6 +66,7 @@ class SimulatedHost:
         ranks: one worker each, in rank order.
         num_blocks: blocks of all tables together; block 0 is never used.
         tables: block tables; None for one per group of the spec.
+        check: called after every step; raises if the connector's own accounts do not add up.
     """
 
     def __init__(
@@ -92,12 +76,14 @@ class SimulatedHost:
         *,
         num_blocks: int = 64,
         tables: Sequence[HostTable] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
+        self._check = check
         self._tables = tuple(tables or table_per_group(ranks[0][0].groups))
         self.ranks = [HostRank(spec, worker, self._tables, num_blocks) for spec, worker in ranks]
         self._fold = WorkerOutputFold(len(ranks))
-        self._pool = HostPool(self._tables, num_blocks)
+        self._pool = HostBlockPool(self._tables, num_blocks)
         self._running: dict[str, HostRequest] = {}
         self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))
         """What hits must be a multiple of."""
@@ -257,6 +243,7 @@ class SimulatedHost:
             self._recompute_invalid(request, output.invalid_block_ids)
         self.invalid_block_ids |= output.invalid_block_ids
         self.scheduler.update_output(output)
+        self._check()
         return output.is_empty()
 
     def _recompute_invalid(self, request: HostRequest, invalid: frozenset[int]) -> None:
@@ -303,6 +290,8 @@ def make_shared_storage_host(
     observer: Observer | None = None,
     carries_worker_meta: bool = True,
     stores: Sequence[Store] = (),
+    fills: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[SimulatedHost, Any]:
     """A host with the shared-storage connector, and what its roles share (close it last)."""
     from kvferry.connectors.shared_storage.build import Parts
@@ -324,10 +313,14 @@ def make_shared_storage_host(
     parts = [
         Parts(spec, options, observer, store=store) for spec, store in zip_longest(specs, stores)
     ]
+    for part in parts:
+        part._context = replace(part._context, clock=clock)
+    scheduler = parts[0].scheduler(fills=fills)
     host = SimulatedHost(
-        parts[0].scheduler(),
+        scheduler,
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
+        check=scheduler.check_integrity,
     )
     return host, parts

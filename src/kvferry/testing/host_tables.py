@@ -1,4 +1,4 @@
-"""Block tables and tensors of the simulated host.
+"""Requests, block tables and tensors of the simulated host.
 
 As in vLLM, all tables take blocks from one pool and the layers of different tables share memory, so
 a block id used in the wrong table destroys another table's KV. A table with a window frees blocks
@@ -9,17 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from kvferry.connectors.registry import EngineSpec
+from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.types import NULL_BLOCK, KVGroup, TablePart
+from kvferry.types import NO_EXTRA_KEYS, NULL_BLOCK, ExtraKeys, KVGroup, TablePart
 
-if TYPE_CHECKING:
-    from kvferry.testing.host import HostRequest
+
+@dataclass
+class HostRequest:
+    """A request as `RequestView` and `ScheduledRequest` want it."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    block_ids: tuple[list[int], ...] = ()
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_external_tokens: int = 0
+
+    @property
+    def request(self) -> HostRequest:
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +99,7 @@ def parts_of_tables(
     )
 
 
-class HostPool:
+class HostBlockPool:
     """The blocks of all tables. Block 0 is the null block."""
 
     def __init__(self, tables: Sequence[HostTable], num_blocks: int) -> None:

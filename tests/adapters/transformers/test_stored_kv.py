@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.config import parse_store_url
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, ContractError
+from kvferry.keys import Namespace
 from kvferry.observe import Counters
+from kvferry.store.url import open_store
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
@@ -265,3 +268,19 @@ def test_a_quota_below_one_chunk_is_refused_before_it_evicts(load_model, store_u
     with pytest.raises(ConfigError, match="smaller than one chunk"):
         StoredKV(model, store_url + "?max_bytes=1KiB", chunk_tokens=CHUNK)
     assert reuse(model, store_url, prompt(64)).num_loaded == 63
+
+
+def test_the_store_knows_what_the_model_is_called(model_dir, load_model, store_url):
+    reuse(load_model(), store_url, prompt(40))
+    with open_store(store_url) as store:
+        (digest,) = store.namespaces()
+        said = Namespace.from_text(digest, store.describe(digest))
+    assert said.model == str(model_dir("llama"))
+
+
+def test_a_store_that_is_only_read_is_told_nothing(load_model, store_url, tmp_path):
+    open_store(store_url).close()
+    root = Path(parse_store_url(store_url).path)
+    with StoredKV(load_model(), f"{store_url}?read_only=true"):
+        pass
+    assert not (root / "namespaces").exists()

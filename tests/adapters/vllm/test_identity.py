@@ -254,3 +254,7 @@ def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_
     for _ in range(50):
         assert identities(Lora(path)) is None
     identities.close()
+
+
+def test_the_name_is_what_the_user_calls_the_model(model):
+    assert model_identity(make_config(model), None, load_config).name == str(model)

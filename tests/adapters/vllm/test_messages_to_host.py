@@ -21,9 +21,9 @@ from kvferry.adapters.vllm.metrics import (
 from kvferry.adapters.vllm.options import connector_options
 from kvferry.contract.events import ChunksRemoved, ChunkStored
 from kvferry.contract.messages import WorkerMeta
-from kvferry.contract.v1_messages import CarriedMeta
 from kvferry.errors import ConfigError
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+from kvferry.v1.base import CarriedMeta
 
 
 def test_without_a_store_one_in_the_users_cache_is_used(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ class Host(SimulatedHost):
     parts: Any
     observer: Counters
 
+    @property
+    def pool(self) -> Any:
+        return self.parts[0].pool
+
+    def forget_memory(self) -> None:
+        """Hold nothing in memory any more, so that the next hit reads the store."""
+        self.pool.clear()
+
+    def forget_unpinned(self) -> None:
+        """The same where requests count on some of it."""
+        for key in list(self.pool._by_key):
+            self.pool.drop(key)
+
 
 @pytest.fixture
 def make_host() -> Iterator[Any]:
@@ -33,22 +47,25 @@ def make_host() -> Iterator[Any]:
         tables: Any = None,
         world_size: int = 1,
         num_blocks: int = 256,
-        num_staging_chunks: int = 256,
+        num_slots: int = 256,
         weights: bytes = b"w" * 32,
         carries_worker_meta: bool = True,
+        fills: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        observer: Counters | None = None,
+        rank_stores: Sequence[Any] = (),
         **options: Any,
     ) -> Any:
         groups = groups or make_groups()
-        observer = Counters()
+        observer = observer or Counters()
         options.setdefault("chunk_tokens", 8)
-        staging = options.pop("staging_bytes", None)
-        if staging is None:
-            # Small chunks take one head and one page of payload at least.
-            staging = num_staging_chunks * slot_bytes(groups, options["chunk_tokens"], world_size)
-        stores = () if isinstance(store, str) else (store,)
+        options.setdefault(
+            "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
+        )
+        stores = rank_stores or (() if isinstance(store, str) else (store,))
         url = store if isinstance(store, str) else store.url
         host, parts = make_shared_storage_host(
-            {"store": url, "staging_bytes": staging, **options},
+            {"store": url, **options},
             groups=groups,
             tables=tables,
             world_size=world_size,
@@ -56,8 +73,11 @@ def make_host() -> Iterator[Any]:
             weights=weights,
             observer=observer,
             carries_worker_meta=carries_worker_meta,
+            fills=fills,
             stores=stores,
+            clock=clock,
         )
+        host.__class__ = Host
         host.parts, host.observer = parts, observer
         hosts.append(host)
         return host
@@ -79,10 +99,9 @@ def directory(tmp_path: Path, make_host) -> Path:
     return tmp_path / "store"
 
 
-def slot_bytes(groups: Any, chunk_tokens: int, world_size: int) -> int:
-    """Bytes of one staging slot of such a host."""
+def record_bytes(groups: Any, chunk_tokens: int) -> int:
+    """Bytes of one record of such a host, and so of one slot."""
     from kvferry.record.schema import ALIGN, RecordSchema
 
     schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)
-    payload = schema.payload_bytes // world_size
-    return -(-(schema.head_bytes + payload) // ALIGN) * ALIGN
+    return -(-schema.record_bytes // ALIGN) * ALIGN

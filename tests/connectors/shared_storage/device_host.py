@@ -8,25 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvferry.connectors.registry import EngineSpec
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.tables import BlockSlice
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
-    BlockSlice,
-    ChunkRef,
+    Fetch,
     Load,
-    Prefetch,
     Save,
     SharedStoragePlan,
+    SlotChunk,
 )
-from kvferry.connectors.shared_storage.rank_device import DeviceSetup
+from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.topology import tensor_parallel_shard
+from tests.connectors.shared_storage.conftest import record_bytes
 from tests.layout.paging import Cache, expected_rows
 
 BLOCK, CHUNK = 16, 32
-CHUNKS = [ChunkRef(bytes([index + 1]) * 32, index * CHUNK) for index in range(3)]
+NUM_CHUNKS = 3
+SAVE_SLOTS = (2, 0, 5)
+FETCH_SLOTS = (1, 4, 3)
 SAVED = ([2, 5, 1, 8, 9, 4], [7, 1, 3, 2, 6, 5])
 """Blocks of the chunks, by table."""
 LOADED = ([6, 3, 4, 1, 2, 7], [3, 4, 8, 9, 1, 2])
@@ -38,11 +41,19 @@ def slices(
     return tuple(BlockSlice(first, tuple(table[first:stop])) for table in tables)
 
 
-def saves(tables: Sequence[Sequence[int]] = SAVED) -> tuple[Save, ...]:
+def chunks(slots: Sequence[int]) -> tuple[SlotChunk, ...]:
+    return tuple(
+        SlotChunk(slot, bytes([index + 1]) * 32, index * CHUNK) for index, slot in enumerate(slots)
+    )
+
+
+def saves(
+    tables: Sequence[Sequence[int]] = SAVED, slots: Sequence[int] = SAVE_SLOTS
+) -> tuple[Save, ...]:
     per_chunk = CHUNK // BLOCK
     return tuple(
         Save(chunk, slices(tables, index * per_chunk, (index + 1) * per_chunk))
-        for index, chunk in enumerate(CHUNKS)
+        for index, chunk in enumerate(chunks(slots))
     )
 
 
@@ -56,7 +67,6 @@ class DeviceHost:
         *,
         device: str = "cpu",
         setup: DeviceSetup | None = None,
-        num_staging: int = 16,
     ) -> None:
         sizes = {"block_size": BLOCK, "num_blocks": 10, "device": device}
         self.caches = [
@@ -76,7 +86,8 @@ class DeviceHost:
             kv_layout=layout,
         )
         self.observer = Counters()
-        options = {"store": store.url, "chunk_tokens": CHUNK, "staging_bytes": num_staging * 32768}
+        memory_bytes = 8 * record_bytes(groups, CHUNK)
+        options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
         self.parts = Parts(spec, options, self.observer, store=store)
         self.worker = self.parts.worker(setup)
         self.worker.register_kv_caches(
@@ -86,7 +97,7 @@ class DeviceHost:
                 for name, tensor in zip(several, cache.tensors, strict=True)
             }
         )
-        self.saved, self.prefetched, self.invalid = [], [], set()
+        self.held, self.missed, self.saved, self.invalid = [], [], [], set()
 
     def begin(self, **plan: object) -> None:
         """Up to the forward."""
@@ -104,26 +115,30 @@ class DeviceHost:
         self.invalid |= output.invalid_block_ids
         if output.meta is not None:
             (report,) = output.meta.reports
+            self.held += report.held
+            self.missed += report.missed
             self.saved += report.saved
-            self.prefetched += report.prefetched
 
-    def settle(self, *, saved: int = 0, prefetched: int = 0) -> None:
+    def settle(self, *, saved: int = 0, held: int = 0) -> None:
         """Empty steps until so many ended."""
         deadline = time.monotonic() + 20
-        while len(self.saved) < saved or sum(news.done for news in self.prefetched) < prefetched:
-            assert time.monotonic() < deadline, "saves or prefetches do not end"
+        while len(self.saved) < saved or len(self.held) < held:
+            assert time.monotonic() < deadline, "saves or fetches do not end"
             time.sleep(0.001)
             self.begin()
             self.end()
 
-    def prefetch(self, ticket: int = 1) -> None:
-        """Bring all chunks into staging."""
-        self.begin(prefetches=(Prefetch(ticket, tuple(CHUNKS), 0, 3 * CHUNK),))
+    def fetch(self, slots: Sequence[int] = FETCH_SLOTS) -> None:
+        """Bring all chunks into slots."""
+        num_held = len(self.held)
+        self.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(slots)))
         self.end()
-        self.settle(prefetched=1)
+        self.settle(held=num_held + NUM_CHUNKS)
 
-    def load(self, ticket: int | None, tables: Sequence[Sequence[int]] = LOADED) -> Load:
-        return Load("r", ticket, tuple(CHUNKS), 0, 3 * CHUNK, slices(tables))
+    def load(
+        self, tables: Sequence[Sequence[int]] = LOADED, slots: Sequence[int] = FETCH_SLOTS
+    ) -> Load:
+        return Load("r", chunks(slots), 0, NUM_CHUNKS * CHUNK, slices(tables))
 
     def snapshot(self) -> list[torch.Tensor]:
         return [cache.whole.clone() for cache in self.caches]
@@ -135,7 +150,7 @@ class DeviceHost:
     def rows(self, tables: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """What the tokens of all chunks hold, by group."""
         return [
-            expected_rows(cache, table, 0, 3 * CHUNK)
+            expected_rows(cache, table, 0, NUM_CHUNKS * CHUNK)
             for cache, table in zip(self.caches, tables, strict=True)
         ]
 

@@ -1,13 +1,15 @@
-"""What the tests of records kept in memory share."""
+"""Stores and hosts as several tests of the connector need them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvferry.keys import ChunkKeys
 from kvferry.store.base import Source
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
@@ -16,24 +18,24 @@ from kvferry.types import ChunkKey
 
 PROMPT = list(range(41))
 NUM_CHUNKS = 5
-SLOT = 8192
-"""A head and a page of payload."""
 
 
 class CountingStore(WrapperStore):
-    """Counts what is opened. Notes uses only if told to: that changes files after a while."""
+    """Counts how often each record was opened. Notes no uses: that changes files after a while."""
 
-    def __init__(self, inner: Any, *, notes_uses: bool = False) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.num_opened = 0
-        self._notes_uses = notes_uses
+        self.opened: Counter[ChunkKey] = Counter()
+
+    @property
+    def num_opened(self) -> int:
+        return sum(self.opened.values())
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        if self._notes_uses:
-            self.inner.touch(keys)
+        """Leave the files alone."""
 
     def open_read(self, key: ChunkKey) -> Source | None:
-        self.num_opened += 1
+        self.opened[key] += 1
         return self.inner.open_read(key)
 
 
@@ -48,11 +50,10 @@ class HangsLater(FaultyStore):
         return True
 
 
-def open_store(directory: Path, *, notes_uses: bool = False) -> CountingStore:
-    """A store whose clock is ahead: what it holds was not changed just now."""
-    store = FileStore(directory, wall=lambda: time.time() + 10)
+def open_store(directory: Path) -> CountingStore:
+    store = FileStore(directory)
     assert store.wait_indexed(10.0)
-    return CountingStore(store, notes_uses=notes_uses)
+    return CountingStore(store)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -69,15 +70,29 @@ def records(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def note_uses(directory: Path) -> None:
-    """Do to all records what noting their last use does."""
-    for path in records(directory):
-        os.utime(path, ns=(1, 1))
+def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
+    """Keys of the whole chunks of a prompt, in order."""
+    config = host.parts[0].config
+    keys = ChunkKeys(host.scheduler._requests._namespace, config.chunk_tokens)
+    keys.extend(prompt)
+    return list(keys.keys)
 
 
-def filled(host: Any, num_records: int = NUM_CHUNKS) -> None:
-    """Wait until what is stored is in memory."""
-    wait_for(lambda: host.observer["kept_filled"] == num_records)
+def lose_chunk(host: Any, key: ChunkKey, rank: int = 0) -> None:
+    """Let a rank hold nothing in the slot of a chunk, without the scheduler role's knowledge."""
+    del host.ranks[rank].worker._io._contents[host.pool.find(key).index]
+
+
+def assert_settles(host: Any) -> None:
+    """Step until no slot is pinned or busy."""
+
+    def is_settled() -> bool:
+        host.step([])
+        return host.pool.num_taken == 0
+
+    wait_for(is_settled)
+    assert not host.pool.is_filling
+    assert not host.pool.is_writing
 
 
 def flip(path: Path) -> None:
@@ -98,11 +113,6 @@ def to_another(path: Path) -> None:
     content[4200] ^= 1
     path.with_name("other").write_bytes(content)
     path.with_name("other").replace(path)
-
-
-def flip_and_note_a_use(path: Path) -> None:
-    flip(path)
-    os.utime(path, ns=(1, 1))
 
 
 DAMAGES = {

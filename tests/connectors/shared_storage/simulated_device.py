@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvferry.connectors.shared_storage.rank_device import DeviceSetup
+from kvferry.blocks.copies import DeviceSetup
 from kvferry.layout.streams import Mark
 
 
@@ -103,7 +103,7 @@ class SimulatedDevice:
 
 
 class Pin:
-    """Staging is pinned while this is entered."""
+    """The slots are pinned while this is entered."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device

@@ -51,7 +51,7 @@ def test_02_lengths_one_above_a_block_hit_what_they_saved(make_host, length: int
 def test_03_a_hit_shorter_than_the_local_one_is_zero_not_negative(make_host):
     host = stored(make_host, prompt=PROMPT[:17])
     request = host.add("local 32", PROMPT[:33])
-    assert host.scheduler.lookup(request, 32) == (0, False)
+    assert host.scheduler.lookup(request, 32)[:2] == (0, False)
 
 
 def test_04_short_prompts_share_no_empty_key(make_host):
@@ -79,9 +79,7 @@ def test_06_a_record_is_visible_only_when_every_rank_has_written(make_host, tmp_
     url = f"file://{tmp_path}/store"
     groups = make_groups(num_kv_heads=2)
     writer = make_host(store=url, groups=groups, world_size=2)
-    writer.ranks[1].worker._saves._store = FailingStore(
-        writer.parts[1].store, operations={"write_at"}
-    )
+    writer.ranks[1].worker._io._store = FailingStore(writer.parts[1].store, operations={"write_at"})
     request = writer.add("half", PROMPT)
     writer.admit(request)
     for token in range(12):
@@ -294,8 +292,12 @@ class ThreadRecorder(WrapperStore):
 def test_20_no_io_happens_on_the_scheduler_or_the_runner_thread(make_host):
     store = ThreadRecorder(MemoryStore("x"))
     host = stored(make_host, store=store)
+    writers, store.threads = store.threads, set()
+    host.forget_memory()
     host.run("reader", PROMPT)
     assert store.threads
+    assert writers
+    assert threading.current_thread() not in writers
     assert threading.current_thread() not in store.threads
 
 
@@ -347,14 +349,14 @@ def test_24_a_promised_load_happens_in_a_step_without_tokens(make_host):
     assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
 
 
-def test_25_an_io_error_is_reported_not_raised(make_host):
+@pytest.mark.parametrize("operation", ["open_read", "read_into"])
+def test_25_an_io_error_is_reported_not_raised(make_host, operation: str):
     store = MemoryStore("x")
     stored(make_host, store=store)
-    host = make_host(
-        store=FailingStore(store, operations={"open_read", "read_into"}), promise="index"
-    )
-    host.run("reader", PROMPT)
-    assert host.invalid_block_ids
+    host = make_host(store=FailingStore(store, operations={operation}))
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert host.observer["miss_io_error"] == 5
+    assert host.observer["miss_tokens_unreadable"] == 40
 
 
 def test_26_nothing_depends_on_layer_hooks(make_host):

@@ -7,21 +7,26 @@ import time
 import pytest
 import torch
 
-from kvferry.connectors.shared_storage import saves as saves_module
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.paged import PagedTables
+from kvferry.connectors.shared_storage import slot_io as slot_io_module
 from kvferry.connectors.shared_storage import worker as worker_module
-from kvferry.connectors.shared_storage.messages import Save, Session
-from kvferry.connectors.shared_storage.rank_device import DeviceSetup
-from kvferry.connectors.shared_storage.rank_rows import RankRows
+from kvferry.connectors.shared_storage.messages import PUT_OFF, REFUSED, Fetch, Missed, SlotChunk
+from kvferry.connectors.shared_storage.slot_io import SlotIO
 from kvferry.errors import TransferError
+from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
 from tests.connectors.shared_storage.device_host import (
     CHUNK,
-    CHUNKS,
+    FETCH_SLOTS,
     LOADED,
+    SAVE_SLOTS,
     SAVED,
     DeviceHost,
     assert_rows,
+    chunks,
     saves,
 )
 from tests.connectors.shared_storage.simulated_device import SimulatedDevice
@@ -33,7 +38,22 @@ GPU = [
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 ORDERS = pytest.mark.parametrize("first", ["engine", "side"])
 WAVES = pytest.mark.parametrize("num_bytes", [1, 256 << 20], ids=["waves of one", "one wave"])
-PATHS = pytest.mark.parametrize("ticket", [1, None], ids=["from staging", "from the store"])
+
+
+class NotesReads(WrapperStore):
+    """Remembers which records were opened."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.opened = []
+
+    def open_read(self, key):
+        self.opened.append(key)
+        return super().open_read(key)
+
+
+def is_stored(host) -> bool:
+    return {saved.result for saved in host.saved} == {PutResult.STORED}
 
 
 @pytest.fixture
@@ -68,10 +88,9 @@ def long_work(device: str) -> None:
         torch.cuda._sleep(50_000_000)
 
 
-@PATHS
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("layout", "other"), [("NHD", "HND"), ("2BNHD", "NHD")])
-def test_what_one_layout_saved_another_loads(make, device, layout, other, ticket):
+def test_what_one_layout_saved_another_loads(make, device, layout, other):
     store = MemoryStore("device")
     writer = make(layout, store, device=device)
     long_work(device)
@@ -82,14 +101,13 @@ def test_what_one_layout_saved_another_loads(make, device, layout, other, ticket
     for cache in writer.caches:  # the next step, right behind
         cache.whole.zero_()
     writer.settle(saved=3)
-    assert all(saved.stored for saved in writer.saved)
+    assert is_stored(writer)
     reader = make(other, store, device=device)
-    if ticket is not None:
-        reader.prefetch(ticket)
+    reader.fetch()
     long_work(device)
     for cache in reader.caches:  # the step before reads and writes the blocks
         cache.whole.fill_(3)
-    reader.begin(loads=(reader.load(ticket),))
+    reader.begin(loads=(reader.load(),))
     forward = reader.snapshot()
     reader.end()
     assert not reader.invalid
@@ -113,23 +131,21 @@ def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(
     assert store.stat().num_records == 0, "written before the device was there"
     device.drain(first)
     host.settle(saved=3)
-    assert all(saved.stored for saved in host.saved)
+    assert is_stored(host)
     reader = make("HND", store)
-    reader.prefetch()
-    reader.begin(loads=(reader.load(1),))
+    reader.fetch()
+    reader.begin(loads=(reader.load(),))
     assert_rows(reader.rows(LOADED), expected)
 
 
 @ORDERS
-@PATHS
-def test_a_load_waits_for_the_step_before_and_the_forward_for_the_load(make, first, ticket):
+def test_a_load_waits_for_the_step_before_and_the_forward_for_the_load(make, first):
     store, expected = stored(make)
     device = SimulatedDevice()
     host = make("HND", store, setup=device.setup())
-    if ticket is not None:
-        host.prefetch(ticket)
+    host.fetch()
     device.compute(lambda: host.fill(start=77))  # still uses the blocks
-    host.begin(loads=(host.load(ticket),))
+    host.begin(loads=(host.load(),))
     seen = []
     device.compute(lambda: seen.extend(host.rows(LOADED)))
     host.end()
@@ -138,33 +154,65 @@ def test_a_load_waits_for_the_step_before_and_the_forward_for_the_load(make, fir
     assert_rows(seen, expected)
 
 
-@PATHS
-def test_staging_is_taken_until_the_device_has_read_it(make, ticket):
-    store, _expected = stored(make)
+def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
+    store, expected = stored(make)
+    notes = NotesReads(store)
     device = SimulatedDevice()
-    host = make(store=store, setup=device.setup())
-    if ticket is not None:
-        host.prefetch(ticket)
-    host.begin(loads=(host.load(ticket),))
+    host = make(store=notes, setup=device.setup())
+    host.fetch()
+    host.begin(loads=(host.load(),))
     host.end()
-    staging = host.parts.staging
-    assert staging.num_free == staging.num_slots - 3
+    # The pool may assign these slots again at once: their pins ended with the plan of the load.
+    notes.opened.clear()
+    first, second, third = chunks(FETCH_SLOTS)
+    others = (
+        SlotChunk(first.slot, second.key, second.first_token),
+        SlotChunk(6, third.key, third.first_token),
+    )
+    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
+    host.end()
+    host.settle(held=4)  # the three before, and the one in a slot that no device reads
+    time.sleep(0.01)
+    assert notes.opened == [third.key]
+    assert host.held[-1].slot == 6
     device.drain()
-    assert staging.num_free == staging.num_slots
+    host.settle(held=5)
+    assert notes.opened == [third.key, second.key]
+    assert_rows(host.rows(LOADED), expected)
 
 
-def test_a_refused_part_of_a_shared_record_keeps_its_staging_until_it_was_copied(make):
+def test_a_copy_is_reported_when_the_device_has_made_it(make):
+    """Not before: from then on the slot may be another chunk's."""
     device = SimulatedDevice()
     host = make(setup=device.setup())
-    save = saves()[0]
-    host.begin(saves=(Save(save.chunk, save.blocks, shared=True),))
+    host.begin(saves=saves())
     host.end()
-    host.begin(sessions=(Session(save.chunk.key, None),))
-    host.end()
-    staging = host.parts.staging
-    assert staging.num_free == staging.num_slots - 1
+    for _step in range(3):
+        host.begin()
+        host.end()
+    assert host.held == []
+    assert not host.worker.is_idle
     device.drain()
-    assert staging.num_free == staging.num_slots
+    host.settle(held=3)
+    assert sorted(held.slot for held in host.held) == sorted(SAVE_SLOTS)
+
+
+def test_what_was_saved_is_loaded_from_its_slot(make):
+    device, store = SimulatedDevice(), NotesReads(MemoryStore("device"))
+    host = make(store=store, setup=device.setup())
+    host.fill()
+    expected = host.rows(SAVED)
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3, held=3)
+    host.fill(start=10**6)
+    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
+    host.end()
+    device.drain()
+    assert not host.invalid
+    assert_rows(host.rows(LOADED), expected)
+    assert store.opened == []
 
 
 @pytest.mark.parametrize("device", ["simulated", pytest.param("cuda", marks=GPU)])
@@ -174,16 +222,23 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
     simulated = SimulatedDevice()
     options = {"setup": simulated.setup()} if device == "simulated" else {"device": device}
     host = make(store=store, **options)
-    host.prefetch()
+    host.fetch()
     before = host.snapshot()
     tables = (LOADED[0], [*LOADED[1][:4], bad, 5])
-    host.begin(saves=saves(tables)[2:], loads=(host.load(1, tables), host.load(None, tables)))
+    save = saves(tables)[2]
+    never_fetched = host.load(tables, slots=(5, 6, 7))
+    host.begin(saves=(save,), loads=(host.load(tables), never_fetched))
     host.end()
     simulated.drain()
-    assert [saved.stored for saved in host.saved] == [False]
+    # What a step computed on failed loads is not saved, whatever its blocks.
+    assert host.missed == [Missed(save.chunk.slot, PUT_OFF)]
     assert bad in host.invalid
-    # The last chunk of the first load, and all of the second, whose reads were never started.
+    # The last chunk of the first load, and all of the second, whose slots hold nothing.
     assert host.observer["load_failed_chunks"] == 4
+    host.begin(saves=(save,), failures_known=(1,))
+    host.end()
+    simulated.drain()
+    assert host.missed[1:] == [Missed(save.chunk.slot, REFUSED)]
     found = host.rows(LOADED)
     host.restore(before)
     for ours, old in zip(found, host.rows(LOADED), strict=True):
@@ -197,19 +252,38 @@ def test_saves_without_device_memory_are_put_off(make):
     device.compute(host.fill)
     device.memory_left = 3  # gather and copy of one chunk, gather of the next
     host.end()
-    assert [(saved.key, saved.retry) for saved in host.saved] == [
-        (chunk.key, True) for chunk in CHUNKS[1:]
-    ]
+    assert host.missed == [Missed(slot, PUT_OFF) for slot in SAVE_SLOTS[1:]]
     assert host.observer["save_no_device_memory"] == 1
     device.drain()
-    host.settle(saved=3)
-    assert host.saved[-1].stored
-    staging = host.parts.staging
-    assert staging.num_free == staging.num_slots
+    host.settle(saved=1)
+    assert is_stored(host)
+    assert [saved.slot for saved in host.saved] == [SAVE_SLOTS[0]]
+
+
+def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_write_it(make):
+    store, expected = stored(make)
+    notes = NotesReads(store)
+    device = SimulatedDevice()
+    host = make(store=notes, setup=device.setup(num_bytes=1))
+    host.begin(saves=saves())
+    device.compute(host.fill)
+    device.memory_left = 1  # gather of one chunk, and not its copy
+    host.end()
+    assert host.missed == [Missed(slot, PUT_OFF) for slot in SAVE_SLOTS]
+    device.memory_left = 10**9
+    (chunk, *_others) = chunks(SAVE_SLOTS)
+    host.begin(fetches=(Fetch(chunk, (0, 1)),))
+    host.end()
+    time.sleep(0.01)
+    assert notes.opened == []
+    device.drain()
+    host.settle(held=1)
+    assert notes.opened == [chunk.key]
+    assert expected
 
 
 @pytest.mark.parametrize("which", ["NHD", "simulated"])
-def test_saves_without_a_thread_are_put_off(make, monkeypatch, which):
+def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which):
     device = SimulatedDevice()
     host = make(setup=device.setup()) if which == "simulated" else make()
     submit, refused = IOPool.submit, [True, False, True]
@@ -224,70 +298,77 @@ def test_saves_without_a_thread_are_put_off(make, monkeypatch, which):
     host.fill()
     host.end()
     device.drain()
-    host.settle(saved=3)
-    assert {saved.key: (saved.stored, saved.retry) for saved in host.saved} == {
-        CHUNKS[0].key: (False, True),
-        CHUNKS[1].key: (True, False),
-        CHUNKS[2].key: (False, True),
-    }
-    assert host.observer["save_no_thread"] == 2
-    staging = host.parts.staging
-    assert staging.num_free == staging.num_slots
+    host.settle(saved=3, held=3)
+    failed, stored = PutResult.FAILED, PutResult.STORED
+    assert {saved.slot: saved.result for saved in host.saved} == dict(
+        zip(SAVE_SLOTS, (failed, stored, failed), strict=True)
+    )
+    assert host.observer["save_failed"] == 2
+    expected = host.rows(SAVED)
+    host.fill(start=10**6)
+    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
+    host.end()
+    device.drain()
+    assert_rows(host.rows(LOADED), expected)
 
 
-@pytest.mark.parametrize(
-    ("held_slots", "expected"),
-    [(4, "copy copy copy submit submit submit"), (2, "copy copy submit submit copy submit")],
-)
-def test_what_follows_a_copy_waits_for_the_others_of_its_step(
-    make, monkeypatch, held_slots, expected
-):
+def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
+    store, _expected = stored(make)
+    host = make(store=store)
+
+    def refuse(_pool, _run):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(IOPool, "submit", refuse)
+    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
+    host.end()
+    assert host.missed == [Missed(slot, "io_error") for slot in FETCH_SLOTS]
+    assert host.worker.is_idle
+
+
+def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):
+    """Hashing and writing take memory bandwidth from the copies, which the engine waits for."""
     host = make()
-    monkeypatch.setattr(saves_module, "HELD_BYTES", held_slots * host.parts.staging.slot_bytes)
     done = []
 
     def noting(kind, name, word):
         original = getattr(kind, name)
 
-        def call(*args):
+        def call(*args, **options):
             done.append(word)
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(kind, name, call)
 
-    noting(RankRows, "gather_chunk", "copy")
-    noting(IOPool, "submit", "submit")
+    noting(PagedTables, "gather", "copy")
+    noting(SlotIO, "write", "write")
     host.begin(saves=saves())
     host.fill()
     host.end()
-    assert " ".join(done) == expected
+    assert done == ["copy"] * 6 + ["write"] * 3  # two groups of three chunks
     host.settle(saved=3)
 
 
-@PATHS
-def test_loads_without_device_memory_fail_and_name_their_blocks(make, ticket):
+def test_loads_without_device_memory_fail_and_name_their_blocks(make):
     store, _expected = stored(make)
     device = SimulatedDevice()
     host = make(store=store, setup=device.setup())
-    if ticket is not None:
-        host.prefetch(ticket)
+    host.fetch()
     device.memory_left = 0
-    host.begin(loads=(host.load(ticket),))
+    host.begin(loads=(host.load(),))
     host.end()
     assert host.observer["load_failed_chunks"] == 3
     assert host.invalid == {block for table in LOADED for block in table}
     device.drain()
-    staging = host.parts.staging
-    assert staging.num_free == staging.num_slots
 
 
 def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead(make):
     store, expected = stored(make)
     device = SimulatedDevice()
     host = make(store=store, setup=device.setup())
-    host.prefetch()
+    host.fetch()
     device.memory_left = 1
-    host.begin(loads=(host.load(1),))
+    host.begin(loads=(host.load(),))
     device.compute(lambda: host.fill(start=50))
     host.end()
     device.drain("engine")
@@ -297,7 +378,7 @@ def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead
     assert expected
 
 
-def test_staging_is_pinned_from_registration_to_close(make):
+def test_slots_are_pinned_from_registration_to_close(make):
     device = SimulatedDevice()
     host = make(setup=device.setup())
     assert device.pinned == 1
@@ -309,8 +390,8 @@ def test_staging_is_pinned_from_registration_to_close(make):
     assert device.pinned == 0
 
 
-def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_staging_pinned(make, monkeypatch):
-    monkeypatch.setattr(worker_module, "SAVES_CLOSE_SECONDS", 0.05)
+def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make, monkeypatch):
+    monkeypatch.setattr(slot_io_module, "WRITES_CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(worker_module, "DEVICE_CLOSE_SECONDS", 0.05)
     device = SimulatedDevice()
     host = make(setup=device.setup())
@@ -324,7 +405,7 @@ def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_staging_pinned
     host.settle(saved=3)
 
 
-def test_staging_that_cannot_be_pinned_is_a_warning(make, caplog):
+def test_slots_that_cannot_be_pinned_is_a_warning(make, caplog):
     device = SimulatedDevice()
 
     def refuse(_memory, _device):
@@ -337,4 +418,33 @@ def test_staging_that_cannot_be_pinned_is_a_warning(make, caplog):
     host.end()
     device.drain()
     host.settle(saved=3)
-    assert all(saved.stored for saved in host.saved)
+    assert is_stored(host)
+
+
+def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(make, monkeypatch):
+    store, expected = stored(make)
+    notes = NotesReads(store)
+    device = SimulatedDevice()
+    host = make(store=notes, setup=device.setup())
+    host.fetch()
+    host.begin(loads=(host.load(),))
+    host.end()
+    first, second, _third = chunks(FETCH_SLOTS)
+    fetch = Fetch(SlotChunk(first.slot, second.key, second.first_token), (0, 1))
+
+    def refuse(_pool, _run):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IOPool, "submit", refuse)
+        host.begin(fetches=(fetch,))
+        host.end()
+    assert [missed.slot for missed in host.missed] == [first.slot]
+    notes.opened.clear()
+    host.begin(fetches=(fetch,))
+    host.end()
+    time.sleep(0.01)
+    assert notes.opened == []
+    device.drain()
+    host.settle(held=4)
+    assert_rows(host.rows(LOADED), expected)

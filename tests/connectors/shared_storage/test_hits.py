@@ -18,9 +18,8 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("promise", ["in_hand", "index"])
 @pytest.mark.parametrize(("chunk", "block"), SIZES)
-def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int, promise: str):
+def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int):
     groups = make_groups(block_size=block, num_layers=1, num_kv_heads=1)
     for num_tokens in range(1, 3 * max(chunk, block) + 2):
         # A fresh store per length, so that no shorter prompt helps.
@@ -28,8 +27,7 @@ def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int, promise:
             {
                 "store": "memory://hits",
                 "chunk_tokens": chunk,
-                "promise": promise,
-                "staging_bytes": 1 << 20,
+                "memory_bytes": 1 << 20,
             },
             groups=groups,
             num_blocks=256,
@@ -71,6 +69,7 @@ def test_a_host_that_evicts_while_a_hit_is_fetched_gets_all_of_it(make_host, kep
     prompt = list(range(40))
     host.run("first", prompt)
     host.settle()
+    host.forget_memory()
     request = host.add("waits", prompt)
     assert host.scheduler.lookup(request, 20).num_tokens is None
     host.settle()
@@ -84,6 +83,7 @@ def test_tokens_evicted_while_a_hit_is_fetched_and_not_stored_are_no_hit(make_ho
     prompt = list(range(40))
     host.run("first", prompt)
     host.settle()
+    host.forget_memory()
     request = host.add("waits", prompt)
     assert host.scheduler.lookup(request, 20).num_tokens is None
     host.settle()
@@ -146,9 +146,9 @@ def test_two_requests_with_one_prefix_store_it_once(make_host):
     assert host.observer["put_exists"] == 0
 
 
-def test_saves_that_found_no_staging_are_offered_again(make_host):
-    # Staging for four chunks: one of them for saves.
-    host = make_host(chunk_tokens=8, num_staging_chunks=4)
+def test_saves_that_found_no_slot_are_offered_again(make_host):
+    # Of four slots, one at a time is written to the store.
+    host = make_host(chunk_tokens=8, num_slots=4)
     request = host.add("long", list(range(41)))
     host.admit(request)
     host.prefill(request, budget=40)
@@ -159,12 +159,12 @@ def test_saves_that_found_no_staging_are_offered_again(make_host):
         if host.observer["put_stored"] == 5:
             break
     assert host.observer["put_stored"] == 5
-    assert host.observer["save_no_staging"] > 0
+    assert host.observer["save_no_slot"] > 0
     host.finish(request)
 
 
-def test_a_hit_longer_than_staging_is_cut_to_what_fits(make_host):
-    host = make_host(chunk_tokens=8, num_staging_chunks=4)
+def test_a_hit_longer_than_the_pool_is_cut_to_what_fits(make_host):
+    host = make_host(chunk_tokens=8, num_slots=4)
     prompt = list(range(65))
     request = host.add("writer", prompt)
     host.admit(request)
@@ -173,8 +173,9 @@ def test_a_hit_longer_than_staging_is_cut_to_what_fits(make_host):
         host.settle(timeout=1.0)
     host.finish(request)
     assert host.observer["put_stored"] == 8
-    assert host.run("reader", prompt).num_external_tokens == 24
-    assert host.run("and again", prompt).num_external_tokens == 24
+    # Held are the last four chunks of the prompt; a hit needs the first ones.
+    assert host.run("reader", prompt).num_external_tokens == 32
+    assert host.run("and again", prompt).num_external_tokens == 32
 
 
 def test_uncacheable_requests_are_neither_read_nor_written(make_host):

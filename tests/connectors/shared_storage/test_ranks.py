@@ -7,13 +7,15 @@ import time
 import pytest
 from msgspec import structs
 
+from kvferry.blocks.tables import BlockSlice
 from kvferry.connectors.shared_storage.messages import (
-    BlockSlice,
-    ChunkRef,
+    PUT_OFF,
+    Held,
+    Missed,
     RankReport,
     Save,
-    Saved,
     SharedStorageMeta,
+    SlotChunk,
 )
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
@@ -21,7 +23,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import HostStep, make_groups
 
-PROMPT = list(range(41))
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
 
 
 def groups(num_kv_heads: int = 4):
@@ -139,44 +141,49 @@ def test_several_groups_with_their_own_block_sizes(make_host, url: str):
 
 def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str):
     """What a step computed on a failed load must not be saved, whichever rank failed before."""
-    store_prompt(make_host, url, world_size=2)
-    host = make_host(store=url, groups=groups(), world_size=2, promise="index")
-    for part in host.parts:
-        assert part.store.wait_indexed(10)
-    request = host.add("reader", PROMPT)
-    assert host.admit(request) == 40
+    host = promised(make_host, url)
+    request = host.request
     request.num_scheduled_tokens = 1
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
-    key = bytes(32)
-    save = Save(ChunkRef(key, 0), tuple(BlockSlice(0, tuple(t[:2])) for t in request.block_ids))
+    chunk = SlotChunk(host.pool.num_slots - 1, bytes(32), 0)
+    save = Save(chunk, tuple(BlockSlice(0, tuple(t[:2])) for t in request.block_ids))
     plan = structs.replace(plan, failures_known=(1, 0), saves=(save,))
     worker = host.ranks[1].worker
-    for chunk in plan.loads[0].chunks:
-        host.parts[1].store.delete(chunk.key)
+    for key in keys_of(host):
+        lose_chunk(host, key, rank=1)
     with host.ranks[1].lifecycle.step(plan, set()) as step:
         pass
     (report,) = step.output.meta.reports
-    assert report.broken
+    assert set(report.failed_keys) == set(keys_of(host))
+    assert report.failed_requests == ("reader",)
     assert report.failures == 1
-    assert [saved.retry for saved in report.saved] == [True]
+    assert report.missed == (Missed(chunk.slot, PUT_OFF),)
+    assert not report.held
+    assert not report.saved
     assert worker.planned_blocks(plan) == step.output.invalid_block_ids
 
 
-def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
+def promised(make_host, url: str):
+    """A host of two ranks that was promised all of the prompt; no plan has carried the load."""
     store_prompt(make_host, url, world_size=2)
-    host = make_host(store=url, groups=groups(), world_size=2, promise="index")
+    host = make_host(store=url, groups=groups(), world_size=2)
     for part in host.parts:
         assert part.store.wait_indexed(10)
-    request = host.add("reader", PROMPT)
-    assert host.admit(request) == 40
-    for key in host.scheduler._track(request).keys.keys:
-        host.parts[1].store.delete(key)
-    host.prefill(request)
-    assert all(rank > 0 for rank in host.scheduler._failures_known)
-    meta = SharedStorageMeta(reports=(RankReport(rank=1, failures=7),))
+    host.request = host.add("reader", PROMPT)
+    assert host.admit(host.request) == 40
+    return host
+
+
+def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
+    host = promised(make_host, url)
+    for rank in range(2):
+        for key in keys_of(host):
+            lose_chunk(host, key, rank=rank)
+    host.prefill(host.request)
+    assert host.scheduler._next.failures_known == (1, 1)
+    meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
     host.scheduler.update_output(WorkerOutput(meta=meta))
-    assert host.scheduler._failures_known[1] == 7
-    assert host.scheduler._failures_known[0] < 7
+    assert host.scheduler._next.failures_known == (1, 7)
 
 
 def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
@@ -188,15 +195,14 @@ def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
         host.settle()
     assert host.observer["put_stored"] == 5
     assert host.observer["saved_bytes"] > 0
-    free = [part.staging.num_free == part.staging.num_slots for part in host.parts]
-    assert free == [True, True]
+    assert_settles(host)
 
 
 def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
     """Even before the plan that asks the ranks for its chunk is made."""
     host = make_host(store=url, groups=groups(), world_size=2)
-    shared = host.scheduler._shared_writes
-    shared._pool = Prompt(shared._pool)
+    shared = host.scheduler._saves._shared_writes
+    shared._thread = Prompt(shared._thread)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
     while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
@@ -219,18 +225,18 @@ class Prompt:
         return self._pool.close(timeout)
 
 
-def test_what_was_taken_out_for_a_refused_record_is_let_go(make_host, url: str):
+def test_what_was_copied_for_a_refused_record_is_held_and_not_written(make_host, url: str):
     host = make_host(store=url, groups=groups(), world_size=2)
-    host.scheduler._shared_writes._store = Refusing(host.parts[0].store)
+    host.scheduler._saves._shared_writes._store = Refusing(host.parts[0].store)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
     while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:
         host.settle()
-    host.settle()
+    assert_settles(host)
+    assert host.observer["put_no_space"] == 5
     assert host.observer["save_failed"] == 5
-    assert not host.scheduler._saves.under_way
-    for part in host.parts:
-        assert part.staging.num_free == part.staging.num_slots
+    assert host.observer["saved_bytes"] == 0
+    assert host.run("again", PROMPT).num_external_tokens == 40
 
 
 class Refusing(WrapperStore):
@@ -240,31 +246,31 @@ class Refusing(WrapperStore):
         return PutResult.NO_SPACE
 
 
-def test_what_was_taken_out_before_a_reset_is_let_go(make_host, url: str):
+def test_what_was_copied_before_a_reset_is_let_go(make_host, url: str):
     host = make_host(store=url, groups=groups(), world_size=2)
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.step([request], tokens=len(PROMPT))
     assert host.scheduler.reset()
-    host.settle()
-    for part in host.parts:
-        assert part.staging.num_free == part.staging.num_slots
+    assert_settles(host)
     host.finish(request)
+    assert host.run("another epoch", PROMPT).num_external_tokens == 0
 
 
-def test_a_part_that_had_no_staging_is_asked_for_again_whoever_reports_last(make_host, url: str):
+@pytest.mark.parametrize("putting_off", [0, 1])
+def test_a_part_that_was_put_off_is_asked_for_again_whoever_reports_last(
+    make_host, url: str, putting_off: int
+):
     host = make_host(store=url, groups=groups(), world_size=2)
     request = host.add("writer", PROMPT)
     host.admit(request)
     request.num_scheduled_tokens = len(PROMPT)
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
-    key = plan.saves[0].chunk.key
-    for rank, saved in enumerate((Saved(key, False, retry=True), Saved(key, True))):
-        meta = SharedStorageMeta(reports=(RankReport(rank=rank, saved=(saved,)),))
-        host.scheduler.update_output(WorkerOutput(meta=meta))
-    again: list[bytes] = []
-    deadline = time.monotonic() + 10
-    while key not in again and time.monotonic() < deadline:
-        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
-        again += [save.chunk.key for save in plan.saves]
-    assert key in again
+    key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
+    for rank in range(2):
+        parts = {"missed": (Missed(slot, PUT_OFF),)} if rank == putting_off else {}
+        report = RankReport(rank=rank, pool=host.pool.pool_id, **(parts or {"held": (Held(slot),)}))
+        host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+        host.pool.check_integrity()
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    assert [save.chunk.key for save in plan.saves] == [key]

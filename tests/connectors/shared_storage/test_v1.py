@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from kvferry.connectors.shared_storage import (
     SharedStorageConnectorMetadata,
     align_to_block_size,
 )
-from kvferry.contract.v1 import KVConnectorRole
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
+from kvferry.v1.base import KVConnectorRole
 
 BLOCK = 4
 
@@ -34,7 +35,7 @@ class TransferConfig(SimpleNamespace):
 
 def make_config(model_dir, **extra: Any) -> Any:
     extra.setdefault("chunk_tokens", 8)
-    extra.setdefault("staging_bytes", 1 << 22)
+    extra.setdefault("memory_bytes", 1 << 22)
     return SimpleNamespace(
         kv_transfer_config=TransferConfig(
             kv_connector="SharedStorageConnector",
@@ -51,9 +52,16 @@ def make_config(model_dir, **extra: Any) -> Any:
 
 
 class OldHost:
-    """Drives both halves as vLLM 0.11 does: sync loads, no worker metadata, [2, B, N, H, D]."""
+    """Drives both halves as the seeds' host does: sync loads, [2, B, N, H, D].
 
-    def __init__(self, config: Any, *, seed: int = 0) -> None:
+    Args:
+        config: of the host.
+        seed: of what its blocks hold at first.
+        carries_reports: whether it brings what workers report to the scheduler.
+    """
+
+    def __init__(self, config: Any, *, seed: int = 0, carries_reports: bool = True) -> None:
+        self._carries_reports = carries_reports
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
         self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER)
         spec = self.worker._parts.spec.groups[0]
@@ -76,7 +84,7 @@ class OldHost:
             num_prompt_tokens=len(prompt),
             num_computed_tokens=0,
         )
-        hit, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        hit, is_async = self._look_up(request)
         assert not is_async
         table = SimpleNamespace(get_block_ids=lambda: (blocks,))
         self.scheduler.update_state_after_alloc(request, table, hit)
@@ -90,6 +98,20 @@ class OldHost:
         self.scheduler.request_finished(request, blocks)
         self.step([], {})
         return hit
+
+    def _look_up(self, request: Any) -> tuple[int, bool]:
+        until = time.monotonic() + 20
+        while (answer := self.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            assert time.monotonic() < until
+            self.step([], {})
+        return answer
+
+    def settle(self) -> None:
+        """Step until all saves have ended."""
+        until = time.monotonic() + 20
+        while self.scheduler._parts.pool.num_taken:
+            assert time.monotonic() < until
+            self.step([], {})
 
     def step(self, new: list[Any], num_scheduled: dict[str, int]) -> set[int]:
         output = SimpleNamespace(
@@ -114,7 +136,16 @@ class OldHost:
             self.worker.wait_for_save()
         assert self.worker.get_finished(set()) == (None, None)
         bad = self.worker.get_block_ids_with_load_errors()
+        fields = {
+            "finished_sending": None,
+            "finished_recving": None,
+            "invalid_block_ids": bad,
+            "kv_connector_stats": None,
+        }
+        if self._carries_reports:
+            fields["kv_connector_worker_meta"] = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(**fields))
         return bad
 
     def close(self) -> None:
@@ -124,10 +155,11 @@ class OldHost:
 
 
 def test_kv_of_a_prompt_survives_the_host(model_dir, tmp_path):
-    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"), promise="index")
+    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"))
     prompt = list(range(5, 26))
     first = OldHost(config, seed=1)
     assert first.prefill("a", prompt, [3, 4, 5, 6, 7, 8]) == 0
+    first.settle()
     first.close()
     second = OldHost(config, seed=2)
     assert second.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 16
@@ -155,7 +187,10 @@ def test_names_and_arithmetic_of_the_original():
     [
         ({"chunk_token": 8}, "chunk_tokens"),
         ({"store": "nowhere"}, "file://"),
-        ({"store": "memory://x", "staging_bytes": 1}, "staging_bytes"),
+        ({"staging_bytes": "1GiB"}, "memory_bytes"),
+        ({"keep_bytes": "1GiB"}, "memory_bytes"),
+        ({"promise": "index"}, "'promise' is gone"),
+        ({"store": "memory://x", "memory_bytes": 1}, "memory_bytes"),
     ],
 )
 def test_bad_options_are_refused_at_construction(model_dir, extra, message: str):
@@ -218,20 +253,15 @@ def test_pipeline_parallelism_is_refused(model_dir):
         SharedStorageConnector(config, KVConnectorRole.WORKER)
 
 
-def test_a_host_that_carries_no_worker_metadata_is_found_out(model_dir, tmp_path):
+def test_a_host_that_carries_no_reports_is_found_out_and_loads_nothing(model_dir, tmp_path, caplog):
     path = str(tmp_path / "kv")
     prompt = list(range(5, 26))
     writer = OldHost(make_config(model_dir, shared_storage_path=path), seed=1)
     writer.prefill("a", prompt, [3, 4, 5, 6, 7, 8])
+    writer.settle()
     writer.close()
-    reader = OldHost(make_config(model_dir, shared_storage_path=path), seed=2)
-    reader.scheduler.update_connector_output(
-        SimpleNamespace(
-            finished_sending=None,
-            finished_recving=None,
-            invalid_block_ids=set(),
-            kv_connector_stats=None,
-        )
-    )
-    assert reader.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 16
+    config = make_config(model_dir, shared_storage_path=path)
+    reader = OldHost(config, seed=2, carries_reports=False)
+    assert reader.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 0
+    assert caplog.text.count("carries no reports from workers") == 1
     reader.close()

@@ -7,7 +7,7 @@ token attends to is there and that every block it keeps is right.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.registry import EngineSpec
 from kvferry.connectors.shared_storage.build import Parts
+from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
@@ -110,6 +110,9 @@ def test_any_host_reads_what_any_other_stored(case: Case):
         # What it stored itself is as good as what it read.
         again = reader.run("again", [*prompt, 7, 8, 9], budget=case.read_budget)
         assert again.num_external_tokens >= max(0, stop - block + 1) // block * block
+        reader.parts[0].pool.clear()
+        from_store = reader.run("from the store", [*prompt, 7, 8, 9], budget=case.read_budget)
+        assert from_store.num_external_tokens >= again.num_external_tokens
 
 
 WINDOWS = [
@@ -251,12 +254,83 @@ def test_a_host_that_keeps_all_tokens_reads_all_of_them():
     assert counter.num_bytes == 10 * schema.record_bytes
 
 
+def test_a_hit_that_needs_no_kv_at_all_is_promised_without_a_read():
+    """A window of one token: the next token attends to itself only."""
+    groups, prompt = [group(2, 1)], list(range(41))
+    store, _keys = stored(groups, prompt)
+    counter = ReadCounter(store)
+    with opened(groups, counter) as host:
+        request = host.add("reader", prompt)
+        assert host.scheduler.lookup(request, 0).num_tokens == 40
+        host.admit(request)
+        host.prefill(request)
+    assert counter.opened == []
+
+
+# -- partly held ----------------------------------------------------------------------------------
+
+
+def test_a_later_hit_fetches_the_groups_that_it_lacks_into_the_same_slots():
+    prompt, groups = list(range(81)), [group(1, None), group(3, 12)]
+    store, keys = stored(groups, prompt)
+    counter = ReadCounter(store)
+    with opened(groups, counter) as host:
+        assert host.run("long", prompt).num_external_tokens == 80
+        before = {key: host.pool.find(key) for key in keys}
+        held = [sorted(slot.held) for slot in before.values()]
+        assert held == [[0]] * 8 + [[0, 1]] * 2
+        counter.opened, counter.num_bytes = [], 0
+        # A hit of 40 tokens needs the windows of chunks 3 and 4; their other group is held.
+        assert host.run("short", prompt[:41]).num_external_tokens == 40
+        schema = host.parts[0].schema
+        windowed = schema.components[1].num_bytes
+        assert counter.num_bytes == 2 * (schema.head_bytes + windowed)
+        assert sorted(counter.opened, key=keys.index) == keys[3:5]
+        assert {key: host.pool.find(key) for key in keys} == before
+        assert [sorted(before[key].held) for key in keys[2:6]] == [[0], [0, 1], [0, 1], [0]]
+        counter.opened = []
+        for name, length in (("long again", 81), ("short again", 41)):
+            request = host.add(name, prompt[:length])
+            assert host.scheduler.lookup(request, 0).num_tokens == length - 1
+            host.admit(request)
+            host.prefill(request)
+            host.finish(request)
+        assert counter.opened == []
+
+
+def test_groups_that_cannot_be_fetched_leave_the_groups_that_are_held():
+    prompt, groups = list(range(81)), [group(1, None), group(3, 12)]
+    store, keys = stored(groups, prompt)
+    lost = LosesRecords(store)
+    with opened(groups, lost) as host:
+        assert host.run("long", prompt).num_external_tokens == 80
+        lost.keys = {keys[3]}
+        request = host.add("short", prompt[:41])
+        assert host.admit(request) == 24
+        assert host.pool.find(keys[3]).held == {0}
+        host.prefill(request)
+        host.finish(request)
+        host.settle()
+        # Computed again, and saved again as a whole.
+        assert host.pool.find(keys[3]).held == {0, 1}
+        assert host.observer["load_failed_chunks"] == 0
+
+
+class LosesRecords(WrapperStore):
+    """Does not open some records that it seems to have."""
+
+    keys: Collection[bytes] = ()
+
+    def open_read(self, key: Any) -> Any:
+        return None if key in self.keys else super().open_read(key)
+
+
 # -- saves ----------------------------------------------------------------------------------------
 
 
 def test_a_chunk_that_left_the_window_is_not_saved_and_is_no_error():
     groups = (group(1, None), group(1, 5))
-    store = MemoryStore("saves")
+    store = ReadCounter(MemoryStore("saves"))
     with opened(groups, store, chunk_tokens=16) as host:
         host.run("small steps", list(range(48)), budget=4)
         host.settle()
@@ -265,7 +339,11 @@ def test_a_chunk_that_left_the_window_is_not_saved_and_is_no_error():
         host.run("one step", list(range(48)))
         host.settle()
         assert host.observer["put_stored"] == 3
+        assert host.run("held", list(range(49))).num_external_tokens == 48
+        assert store.opened == []
+        host.pool.clear()
         assert host.run("reader", list(range(49))).num_external_tokens == 48
+        assert len(store.opened) == 3
 
 
 @pytest.mark.parametrize(("chunk", "warned"), [(5, False), (6, True)])
@@ -354,7 +432,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     groups, prompt = (group(2, None), group(3, 6)), list(range(43))
     tables = split(groups, 2, (4, 8))
     url = f"file://{tmp_path}/store"
-    options = {"store": url, "staging_bytes": 4 << 20, "chunk_tokens": 8}
+    options = {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8}
     with opened(groups, f"file://{tmp_path}/whole") as whole:
         whole.run("writer", prompt)
         whole.settle()
@@ -365,11 +443,14 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     deadline = time.monotonic() + 10
     for part in parts:
         assert part.store.wait_indexed(10)
-        part.store.probe(host.scheduler._track(host.add("probe", prompt)).keys.keys)
+        part.store.probe(host.scheduler._requests.track(host.add("probe", prompt)).keys.keys)
     while not all(part.store.stat().num_records == 5 for part in parts):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert host.run("held", prompt).num_external_tokens == 40
+    parts[0].pool.clear()
     assert host.run("reader", prompt).num_external_tokens == 40
+    assert host.observer["hit_tokens_file"] == 40
     host.close()
     for part in parts:
         part.store.close()

@@ -36,7 +36,7 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
     stores = () if isinstance(store, str) else (store,)
     url = store if isinstance(store, str) else store.url
     host, parts = make_shared_storage_host(
-        {"store": url, "staging_bytes": 4 << 20, "chunk_tokens": 8} | options,
+        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8} | options,
         groups=tuple(groups),
         num_blocks=1500,
         stores=stores,
@@ -45,6 +45,7 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
     try:
         host.parts = parts
         host.observer = parts[0].observer
+        host.pool = parts[0].pool
         yield host
     finally:
         host.close()
@@ -75,7 +76,7 @@ def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStor
     store = MemoryStore("windows")
     with opened(groups, store) as host:
         request = host.add("writer", prompt)
-        keys = list(host.scheduler._track(request).keys.keys)
+        keys = list(host.scheduler._requests.track(request).keys.keys)
         host.admit(request)
         host.prefill(request)
         host.finish(request)

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.store.file import FileStore
-from kvferry.store.file.fileio import FileIO
+from kvferry.store.file import FileStore, directory, fileio, store
+from kvferry.store.file.directory import record_path
 from kvferry.testing.clock import FakeClock
+from tests.store.file import storing
+
+CALLS = (
+    "open",
+    "pwritev",
+    "preadv",
+    "ftruncate",
+    "stat",
+    "listdir",
+    "mkdir",
+    "link",
+    "rename",
+    "unlink",
+)
 
 
-class FaultyIO(FileIO):
-    """`fail[name] = error number` makes one system call fail from then on; `calls` counts them."""
+class FaultyOS:
+    """The module `os`. `fail[name] = error number` makes one system call fail from then on, where
+    an argument holds `only_in`; `calls` counts them."""
 
     def __init__(self) -> None:
         self.fail: dict[str, int] = {}
@@ -22,29 +44,24 @@ class FaultyIO(FileIO):
         self.calls: Counter[str] = Counter()
         self.largest_write = 1 << 40
 
-    def _call(self, name, *args):
-        self.calls[name] += 1
-        number = self.fail.get(name)
-        if number is not None and (not self.only_in or self.only_in in str(args[0])):
-            raise OSError(number, errno.errorcode[number])
-        return getattr(FileIO, name)(self, *args)
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args, **named):
+            self.calls[name] += 1
+            number = self.fail.get(name)
+            if number is not None and (not self.only_in or self.only_in in str(args)):
+                raise OSError(number, errno.errorcode[number])
+            return real(*args, **named)
+
+        return call
 
     def pwritev(self, fd, buffers, offset):
         views = [view[: self.largest_write] for view in buffers[:1]] + list(buffers[1:])
         is_cut = views[0].nbytes < buffers[0].nbytes
-        return self._call("pwritev", fd, views[:1] if is_cut else views, offset)
-
-
-def _faulty(name):
-    def call(self, *args):
-        return self._call(name, *args)
-
-    return call
-
-
-for _name in [name for name in vars(FileIO) if not name.startswith("_")]:
-    if _name not in vars(FaultyIO):
-        setattr(FaultyIO, _name, _faulty(_name))
+        return self.__getattr__("pwritev")(fd, views[:1] if is_cut else views, offset)
 
 
 class Bench:
@@ -52,7 +69,7 @@ class Bench:
 
     def __init__(self, root) -> None:
         self.root = root
-        self.io = FaultyIO()
+        self.io = FaultyOS()
         self.clock = FakeClock()
         self.wall = FakeClock(2_000_000_000.0)
         self.counters = Counters()
@@ -61,23 +78,92 @@ class Bench:
     def open(self, **options) -> FileStore:
         settings = {
             "background": False,
-            "io": self.io,
             "clock": self.clock,
             "wall": self.wall,
             "observer": self.counters,
         }
-        store = FileStore(self.root, **(settings | options))
-        self.stores.append(store)
-        return store
+        made = FileStore(self.root, **(settings | options))
+        self.stores.append(made)
+        return made
 
-    def path(self, key):
-        return self.root / "records" / f"{key[0] >> 3:02x}" / f"{key.hex()}.safetensors"
+    def path(self, key) -> Path:
+        return Path(record_path(str(self.root), key))
 
 
 @pytest.fixture
-def bench(tmp_path):
+def bench(tmp_path, monkeypatch):
     made = Bench(tmp_path / "store")
+    for module in (directory, fileio, store):
+        monkeypatch.setattr(module, "os", made.io)
     yield made
     made.io.fail.clear()
-    for store in made.stores:
-        store.close()
+    for opened in made.stores:
+        opened.close()
+
+
+class Children:
+    """The processes of `storing`."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.errors = tmp_path / "errors"
+        self._log = self.errors.open("w")
+        self._server = subprocess.Popen(
+            [sys.executable, storing.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.alive: list[int] = []
+
+    def start(self, run: str, **arguments: object) -> int:
+        self._server.stdin.write(json.dumps({"run": run, **arguments}) + "\n")
+        self._server.stdin.flush()
+        pid = int(self._server.stdout.readline())
+        self.alive.append(pid)
+        return pid
+
+    def use(self, root: Path, seed: float, seconds: float = 60.0) -> int:
+        return self.start(
+            "use_store",
+            root=str(root),
+            seed=seed,
+            max_bytes=storing.QUOTA,
+            max_value=storing.MAX_VALUE,
+            seconds=seconds,
+        )
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self.wait(pid)
+
+    def wait(self, pid: int) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                self.alive.remove(pid)
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"process {pid} did not end")
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pid in list(self.alive):
+            self.kill(pid)
+        self._server.communicate(timeout=20)
+        self._log.close()
+
+    def complaints(self) -> list[str]:
+        """What children said that they must not say: wrong bytes, exceptions, a broken index."""
+        lines = self.errors.read_text().splitlines()
+        return [line for line in lines if "quarantined" not in line]
+
+
+@pytest.fixture
+def children(tmp_path):
+    with Children(tmp_path) as started:
+        yield started

@@ -9,17 +9,20 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from kvferry.store.file import FileStore
-from kvferry.store.file.fileio import FileIO
+from kvferry.errors import StoreError
+from kvferry.store.file import FileStore, directory, fileio, index, store
+from kvferry.store.file.index import Index
 from kvferry.types import ChunkKey
 
 NUM_KEYS = 64
-PROMPT = range(NUM_KEYS, NUM_KEYS + 12)
-"""Keys of records of one size that are stored one after the other, as those of a prompt are."""
+MAX_VALUE = 100_000
+QUOTA = 400_000
 
 
 def key_of(number: int) -> ChunkKey:
@@ -29,14 +32,12 @@ def key_of(number: int) -> ChunkKey:
 def value_of(number: int, max_bytes: int) -> bytes:
     """What belongs under a key: anyone can tell whether bytes are wrong."""
     seed = random.Random(f"value {number}")
-    if number in PROMPT:
-        return seed.randbytes(512)
     return seed.randbytes(64) * (seed.randint(1, max_bytes) // 64 + 1)
 
 
-def read_back(store: FileStore, number: int, max_value: int) -> bool:
+def read_back(opened: FileStore, number: int, max_value: int) -> bool:
     """Whether the key is there; raises if its bytes are not its own."""
-    source = store.open_read(key_of(number))
+    source = opened.open_read(key_of(number))
     if source is None:
         return False
     with source:
@@ -47,38 +48,66 @@ def read_back(store: FileStore, number: int, max_value: int) -> bool:
     return True
 
 
-def one_action(store: FileStore, rng: random.Random, max_value: int) -> None:
+def disk_bytes(root: Path) -> int:
+    """Bytes of all values on disk, wherever they lie; a file with two names counts once."""
+    sizes = {}
+    for place in ("records", "writing", "quarantine"):
+        for within, _, names in os.walk(root / place):
+            for name in names:
+                try:
+                    status = os.lstat(f"{within}/{name}")
+                except FileNotFoundError:
+                    continue
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+def assert_index_agrees(root: Path) -> None:
+    """The index says what the directory holds, and its totals are what it says."""
+    files = {path.name[:64]: path.stat().st_size for path in root.glob("records/*/*")}
+    aside = {path.name: path.stat().st_size for path in root.glob("quarantine/*")}
+    db = sqlite3.connect(f"file:{root}/index.sqlite3?mode=ro", uri=True)
+    try:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        rows = {key.hex(): size for key, size in db.execute("SELECT key, num_bytes FROM records")}
+        quarantine = dict(db.execute("SELECT file, num_bytes FROM quarantine"))
+        writing = dict(db.execute("SELECT file, num_bytes FROM writing"))
+        totals = db.execute("SELECT num_records, num_bytes, is_complete FROM totals").fetchall()
+    finally:
+        db.close()
+    assert rows == files
+    assert quarantine == aside
+    assert writing == {}
+    assert totals == [(len(files), sum(files.values()) + sum(aside.values()), 1)]
+
+
+def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
     number = rng.randrange(NUM_KEYS)
     action = rng.random()
     if action < 0.6:
         value = value_of(number, max_value)
         middle = rng.randrange(len(value))
-        store.put(key_of(number), [value[:middle], value[middle:]])
+        opened.put(key_of(number), [value[:middle], value[middle:]])
     elif action < 0.75:
-        read_back(store, number, max_value)
+        read_back(opened, number, max_value)
     elif action < 0.83:
-        store.delete(key_of(number))
+        opened.delete(key_of(number))
     elif action < 0.87:
-        store.discard(key_of(number), "test")
+        opened.discard(key_of(number), "test")
     elif action < 0.92:
-        store.touch([key_of(number)])
-    elif action < 0.94:
-        put_prompt(store)
+        opened.touch([key_of(number)])
+    elif action < 0.93:
+        with suppress(StoreError):  # the index cannot be asked
+            opened.gc(max_bytes=max_value * 2)
     else:
         value = value_of(number, max_value)
-        session = store.begin(key_of(number), len(value))
-        if "/" in session:
-            store.write_at(session, 32, [value[32:]])
+        session = opened.begin(key_of(number), len(value))
+        if len(session) == 32:
+            opened.write_at(session, 32, [value[32:]])
             if rng.random() < 0.8:
-                store.commit(session, value[:32])
+                opened.commit(session, value[:32])
             else:
-                store.abort(session)
-
-
-def put_prompt(store: FileStore, num_records: int = len(PROMPT)) -> None:
-    """Enough of one size that slots are made ahead."""
-    for number in PROMPT[:num_records]:
-        store.put(key_of(number), [value_of(number, 0)])
+                opened.abort(session)
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
@@ -86,16 +115,46 @@ def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: flo
     rng = random.Random(seed)
     end = time.monotonic() + seconds
     stop = Path(root).with_name("stop")
-    with FileStore(Path(root), max_bytes=max_bytes) as store:
+    with FileStore(Path(root), max_bytes=max_bytes) as opened:
         while time.monotonic() < end and not stop.exists():
-            one_action(store, rng, max_value)
+            one_action(opened, rng, max_value)
 
 
-class DyingIO(FileIO):
-    """Ends the process in front of the n-th system call that changes something."""
+CHANGING = ("pwritev", "ftruncate", "mkdir", "link", "rename", "replace", "unlink")
+TRANSACTIONS = ("reserve", "confirm", "release", "forget", "quarantined", "add", "touch", "shrink")
+
+
+class DyingOS:
+    """The module `os`, in which the process ends in front of the n-th call that changes something;
+    so it does in front of a transaction of the index, and behind it."""
 
     def __init__(self, calls_left: int) -> None:
         self._calls_left = calls_left
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        return self._counted(real) if name in CHANGING else real
+
+    def open(self, path, flags, *args, **named):
+        if flags & os.O_CREAT:
+            self._count()
+        return os.open(path, flags, *args, **named)
+
+    def install(self) -> None:
+        for module in (directory, fileio, store, index):
+            module.os = self
+        for name in TRANSACTIONS:
+            setattr(Index, name, self._counted(getattr(Index, name), twice=True))
+
+    def _counted(self, real, *, twice=False):
+        def call(*args, **named):
+            self._count()
+            answer = real(*args, **named)
+            if twice:
+                self._count()
+            return answer
+
+        return call
 
     def _count(self) -> None:
         self._calls_left -= 1
@@ -103,62 +162,33 @@ class DyingIO(FileIO):
             os._exit(9)
 
 
-def _dying(name):
-    def call(self, *args):
-        self._count()
-        return getattr(FileIO, name)(self, *args)
-
-    return call
-
-
-CHANGING = (
-    "pwritev",
-    "truncate",
-    "truncate_path",
-    "mkdir",
-    "rmdir",
-    "link",
-    "rename",
-    "unlink",
-    "utime",
-)
-for _name in CHANGING:
-    setattr(DyingIO, _name, _dying(_name))
-
-
 def follow_script(root: str, calls_left: int, recover_first: bool, max_bytes: int) -> None:
-    """The same actions each time, most of them writes into a full store."""
-    io = DyingIO(calls_left)
-    store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
+    """Actions that are random, but the same each time, most of them writes into a full store."""
+    DyingOS(calls_left).install()
+    opened = FileStore(Path(root), max_bytes=max_bytes, background=False)
+    opened.maintain()  # what is there has to be known before anything is stored
     if recover_first:
-        store.maintain()
+        opened.maintain()
     rng = random.Random(calls_left)
     for _ in range(40):
-        one_action(store, rng, max_bytes // 4)
-    store.close()
+        one_action(opened, rng, max_bytes // 4)
+    opened.close()
 
 
 def put_one(root: str, number: int, calls_left: int, max_bytes: int) -> None:
     """Store one value, as far as the process gets."""
-    io = DyingIO(calls_left)
-    store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
-    store.put(key_of(number), [value_of(number, max_bytes // 4)])
+    DyingOS(calls_left).install()
+    opened = FileStore(Path(root), max_bytes=max_bytes, background=False)
+    opened.put(key_of(number), [value_of(number, max_bytes // 4)])
     os._exit(0)
 
 
-def put_prompts(root: str, calls_left: int, max_bytes: int) -> None:
-    """Store a prompt, give back what was made ahead, store half of it again and die with what is
-    made ahead for the other half, if not before."""
-    io = DyingIO(calls_left)
-    store = FileStore(Path(root), max_bytes=max_bytes, background=False, io=io)
-    for num_records in (12, 7):
-        put_prompt(store, num_records)
-        for number in PROMPT[:num_records]:
-            store.delete(key_of(number))
-        if num_records == 12:
-            store._volume.rest()
-            store._volume.rest()
-    os._exit(0)
+def stop_with_lock(path: str, begin: str) -> None:
+    """Take a lock on an index and stop with it."""
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute(begin)
+    db.execute("SELECT * FROM totals").fetchall()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def serve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from kvferry.observe import Observer
@@ -12,14 +13,12 @@ from kvferry.testing.stores import (
     ProbeTests,
     ScanTests,
     ShardedWriteTests,
-    StampTests,
     StoreTests,
-    WatchTests,
     store_machine,
 )
 
 
-class TestFileStore(ScanTests, ProbeTests, StampTests, WatchTests, ShardedWriteTests, StoreTests):
+class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
     persistent = True
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
@@ -48,5 +47,14 @@ class TestFileStore(ScanTests, ProbeTests, StampTests, WatchTests, ShardedWriteT
         store.maintain()
 
 
-TestFileStoreMachine = store_machine(TestFileStore()).TestCase
-TestFileStoreMachine.settings = settings(max_examples=30, deadline=None)
+class FileStoreWithoutThread(TestFileStore):
+    """All upkeep is done by the tests, so that every run of the machine is the same."""
+
+    __test__ = False
+
+    def make_store(self, tmp_path, **options):
+        return FileStore(tmp_path / "store", background=False, **options)
+
+
+TestFileStoreMachine = pytest.mark.slow(store_machine(FileStoreWithoutThread()).TestCase)
+TestFileStoreMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 
 import pytest
 
-from kvferry.store.base import PutResult
-from kvferry.store.file.fileio import O_DIRECT, RWF_NOWAIT
-from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.errors import StoreError
+from kvferry.testing.stores import make_key, make_value
+
+IS_LINUX = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
 
 
 def make_cold(path) -> None:
@@ -21,21 +23,27 @@ def make_cold(path) -> None:
     os.close(fd)
 
 
-def can_be_cold(path) -> bool:
-    """Whether the file system here has a page cache that can be empty, and tells (tmpfs: no)."""
-    path.write_bytes(make_value(1 << 20))
-    make_cold(path)
-    fd = os.open(path, os.O_RDONLY)
+def takes_direct(path) -> bool:
+    """Whether the file system here can be read past the page cache."""
     try:
-        os.preadv(fd, [bytearray(4096)], 0, RWF_NOWAIT)
-    except BlockingIOError:
-        return True
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:
         return False
-    else:
-        return False
-    finally:
-        os.close(fd)
+    return True
+
+
+@pytest.fixture
+def page_cache(monkeypatch):
+    """Says whether records are in it: the real one keeps and drops what it likes."""
+    preadv, is_empty = os.preadv, threading.Event()
+
+    def told(fd, buffers, offset, flags=0):
+        if flags and is_empty.is_set():
+            raise BlockingIOError
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", told)
+    return is_empty
 
 
 def aligned_buffer(num_bytes):
@@ -72,28 +80,77 @@ def test_a_partly_cached_record_is_read_right(bench):
     assert buffer == value
 
 
-@pytest.mark.skipif(not (O_DIRECT and RWF_NOWAIT), reason="not a Linux system")
+@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
 @pytest.mark.parametrize("refusal", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_these_abilities_is_asked_once(bench, refusal):
-    class Plain(type(bench.io)):
-        refused = 0
+def test_a_file_system_without_these_abilities_is_asked_once_per_record(
+    bench, monkeypatch, refusal
+):
+    preadv, refused = os.preadv, []
 
-        def preadv(self, fd, buffers, offset, flags=0):
-            if flags:
-                self.refused += 1
-                raise OSError(refusal, "not here")
-            return super().preadv(fd, buffers, offset)
+    def plain(fd, buffers, offset, flags=0):
+        if flags:
+            refused.append(fd)
+            raise OSError(refusal, "not here")
+        return preadv(fd, buffers, offset)
 
-    io = Plain()
-    store = bench.open(io=io)
+    monkeypatch.setattr(os, "preadv", plain)
+    store = bench.open()
     value = make_value(300_007)
     for number in range(3):
         store.put(make_key(number), [value])
         buffer = aligned_buffer(len(value))
         with store.open_read(make_key(number)) as source:
-            assert source.read_into(buffer, 0) == len(value)
+            for offset in (0, 4096):
+                assert source.read_into(buffer[offset:], offset) == len(value) - offset
         assert buffer == value
-    assert io.refused == 1
+    assert len(refused) == 3
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
+def test_a_record_that_leaves_the_cache_while_it_is_read_is_read_past_it(bench, page_cache):
+    value = make_value(1 << 20)
+    store = bench.open()
+    store.put(make_key(), [value])
+    buffer, half = aligned_buffer(1 << 20), 1 << 19
+    with store.open_read(make_key()) as source:
+        assert source.read_into(buffer[:half], 0) == half
+        assert source._direct_fd < 0
+        page_cache.set()
+        assert source.read_into(buffer[half:], half) == half
+        has_direct = source._direct_fd >= 0
+        assert source.is_cached() is not has_direct
+    assert buffer == value
+    assert has_direct is takes_direct(bench.path(make_key()))
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
+def test_one_look_tells_for_all_reads_of_a_record(bench, monkeypatch):
+    preadv, looks = os.preadv, []
+
+    def looking(fd, buffers, offset, flags=0):
+        looks.extend([fd] * (flags != 0 and len(buffers[0]) == 4096))
+        return preadv(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", looking)
+    store = bench.open()
+    store.put(make_key(), [make_value(1 << 20)])
+    with store.open_read(make_key()) as source:
+        source.is_cached()
+        for offset in range(0, 1 << 20, 1 << 17):
+            source.read_into(aligned_buffer(1 << 17), offset)
+        source.is_cached()
+    assert len(looks) == 1
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
+def test_a_look_at_a_failing_medium_raises_nothing(bench):
+    store = bench.open()
+    store.put(make_key(), [make_value(300_007)])
+    bench.io.fail["preadv"] = errno.EIO
+    with store.open_read(make_key()) as source:
+        assert not source.is_cached()
+        with pytest.raises(StoreError):
+            source.read_into(aligned_buffer(300_007), 0)
 
 
 def test_reading_does_not_leak_descriptors(bench):
@@ -110,42 +167,20 @@ def test_reading_does_not_leak_descriptors(bench):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4096, 8192, 12_289, 3 << 20])
-def test_direct_writes_give_the_same_bytes(bench, num_bytes):
-    value = make_value(num_bytes)
-    store = bench.open(direct_io="on")
-    buffer = aligned_buffer(num_bytes)
-    buffer[:] = value
-    head = bytes(8192)
-    store.put(make_key(1), [head, buffer])
-    store.put(make_key(2), [buffer, head])
-    for key, expected in ((make_key(1), head + value), (make_key(2), value + head)):
-        assert bench.path(key).read_bytes() == expected
-    assert store.stat().used_bytes == 2 * (num_bytes + 8192)
-
-
-@pytest.mark.skipif(not (O_DIRECT and RWF_NOWAIT), reason="not a Linux system")
+@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
 @pytest.mark.parametrize(
     ("options", "is_cold", "is_direct"),
     [({}, True, True), ({}, False, False), ({"direct_io": "off"}, True, False)],
 )
-def test_only_cold_records_are_read_past_the_page_cache(bench, options, is_cold, is_direct):
+def test_only_cold_records_are_read_past_the_page_cache(
+    bench, page_cache, options, is_cold, is_direct
+):
     store = bench.open(**options)
     store.put(make_key(), [make_value(1 << 20)])
     if is_cold:
-        make_cold(bench.path(make_key()))
+        page_cache.set()
     with store.open_read(make_key()) as source:
         # Longer than the record: what is beyond its end is neither cold nor warm.
         assert source.read_into(aligned_buffer(4 << 20), 0) == 1 << 20
         has_direct = source._direct_fd >= 0
-    assert has_direct is (is_direct and can_be_cold(bench.root / "other"))
-
-
-@pytest.mark.parametrize("head_bytes", [1, 100, 4096, 5000])
-def test_a_head_written_directly_leaves_what_ranks_wrote_behind_it(bench, head_bytes):
-    value = make_value(20_000)
-    store = bench.open(direct_io="on")
-    session = store.begin(make_key(), len(value))
-    assert store.write_at(session, head_bytes, [value[head_bytes:]])
-    assert store.commit(session, value[:head_bytes]) is PutResult.STORED
-    assert read_value(store, make_key()) == value
+    assert has_direct is (is_direct and takes_direct(bench.path(make_key())))

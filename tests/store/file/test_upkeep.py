@@ -1,9 +1,8 @@
-"""Index, recency, eviction, quarantine and correction: what a store does on its own."""
+"""What a store does on its own: follow the index, compare it, note uses, bound quarantine."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import sys
@@ -14,10 +13,9 @@ import pytest
 
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
-from kvferry.store.file.background import Background, Job
-from kvferry.store.file.index import KeyIndex
-from kvferry.store.file.layout import NUM_SHARDS
-from kvferry.store.file.ledger import Ledger, Owner, encode
+from kvferry.store.file import index as index_module
+from kvferry.store.file import store as store_module
+from kvferry.store.known_keys import KnownKeys
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.types import ChunkKey
 
@@ -27,32 +25,27 @@ def make_keys(num_keys):
     return [ChunkKey(rng.randbytes(32)) for _ in range(num_keys)]
 
 
-def test_the_index_takes_at_most_150_bytes_per_key():
-    index = KeyIndex()
+def test_known_keys_take_at_most_150_bytes_each():
+    known = KnownKeys()
     keys = make_keys(100_000)
     for key in keys:
-        index.add(key)
+        known.add(key)
     # A bytes object of 31 bytes is 64 bytes: nothing is lost to the allocator's 16-byte steps.
     one = -(-sys.getsizeof(keys[0][1:]) // 16) * 16
-    tables = sum(sys.getsizeof(shard) for shard in index._shards)
-    assert len(index) == len(keys)
+    tables = sum(sys.getsizeof(part) for part in known._sets)
+    assert len(known) == len(keys)
     assert one + tables / len(keys) <= 150
 
 
-def test_the_index_knows_better_than_a_listing_that_began_before(bench):
-    index = KeyIndex()
-    old, new, gone, banned = (ChunkKey(bytes([7 << 3]) + bytes([n] * 31)) for n in range(4))
-    index.add(gone)
-    index.start_listing(7)
-    index.add(new)
-    index.discard(gone)
-    index.ban(banned)
-    index.end_listing([old, gone, banned])
-    assert [index.contains(key) for key in (old, new, gone, banned)] == [True, True, False, False]
-    index.add(banned)
-    assert not index.contains(banned)
-    index.add(banned, stored=True)
-    assert index.contains(banned)
+def test_a_banned_key_is_not_learnt_again_until_it_is_stored():
+    known = KnownKeys()
+    known.add(make_key())
+    known.ban(make_key())
+    assert not known.contains(make_key())
+    known.add(make_key())
+    assert not known.contains(make_key())
+    known.stored(make_key())
+    assert known.contains(make_key())
 
 
 def test_opening_does_not_wait_for_the_index(bench):
@@ -83,24 +76,27 @@ def test_touched_records_are_written_back_in_batches_and_on_close(bench):
     keys = [make_key(number) for number in range(3)]
     for key in keys:
         store.put(key, [b"value"])
+    bench.wall.advance(50)
     store.touch(keys)
     store.close()
-    times = [bench.path(key).stat().st_mtime for key in keys]
-    assert times == sorted(times, reverse=True)
-    assert max(times) == pytest.approx(bench.wall(), abs=1)
+    used = {entry.key: entry.last_used for entry in bench.open().scan()}
+    assert [used[key] for key in keys] == sorted(used.values(), reverse=True)
+    assert max(used.values()) == pytest.approx(bench.wall(), abs=1)
 
 
-def test_a_large_store_evicts_old_records_first_from_a_sample(bench):
+def test_the_least_recently_used_of_many_go_first(bench):
     store = bench.open()
     keys = make_keys(3000)
-    for age, key in enumerate(keys):
+    for key in keys:
         store.put(key, [b"v"])
-        os.utime(bench.path(key), (1e9 + age, 1e9 + age))
-    small = bench.open(max_bytes=2990, rng=random.Random(3))
+        bench.wall.advance(1)
+    store.touch(keys[:5])
+    store.close()
+    small = bench.open(max_bytes=2990)
     assert small.put(make_key(1), [b"v"]) is PutResult.STORED
     evicted = [age for age, key in enumerate(keys) if not bench.path(key).exists()]
-    assert len(evicted) >= 11
-    assert max(evicted) < 1000
+    assert evicted == list(range(5, 5 + len(evicted)))
+    assert 11 <= len(evicted) <= 11 + index_module.EVICT_MORE
 
 
 def test_quarantine_goes_first_and_is_bounded(bench):
@@ -108,6 +104,7 @@ def test_quarantine_goes_first_and_is_bounded(bench):
     for number in range(70):
         store.put(make_key(number), [make_value(100)])
         store.discard(make_key(number), "bad_leaf")
+    store.maintain()
     kept = os.listdir(bench.root / "quarantine")
     assert len(kept) == 64
     assert all(".bad_leaf." in name for name in kept)
@@ -119,30 +116,28 @@ def test_quarantine_goes_first_and_is_bounded(bench):
     assert read_value(small, make_key(100)) == make_value(100)
 
 
-def test_counts_are_corrected_when_files_were_changed_from_outside(bench, caplog):
+def test_counts_are_corrected_when_files_were_taken_from_outside(bench):
     store = bench.open(max_bytes=10_000)
     for number in range(2):
         store.put(make_key(number), [make_value(4000)])
     bench.path(make_key(0)).unlink()
-    os.truncate(bench.path(make_key(1)), 1000)
     store.close()
     again = bench.open(max_bytes=10_000)
     again.maintain()
-    assert again.stat().used_bytes == 1000
-    assert "-7000" in caplog.text
+    assert again.stat().used_bytes == 4000
+    assert bench.counters["store_index_corrected"] == 1
+    assert [removal.reason for removal in again.removals(9)] == ["vanished"]
+    assert not again.contains(make_key(0))
 
 
-def test_a_store_that_only_seems_full_finds_out(bench):
+def test_a_store_that_only_seems_full_has_room(bench):
     store = bench.open(max_bytes=10_000)
-    store.maintain()
     for number in range(2):
         store.put(make_key(number), [make_value(5000)])
     for number in range(2):
         bench.path(make_key(number)).unlink()
-    assert store.put(make_key(2), [make_value(5000)]) is PutResult.NO_SPACE
-    bench.clock.advance(60)
-    store.maintain()
     assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    store.maintain()
     assert store.stat().used_bytes == 5000
 
 
@@ -155,123 +150,59 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
     bench.io.calls.clear()
     bench.clock.advance(60)
     store.maintain()
-    assert bench.io.calls["lstat"] < NUM_SHARDS
+    assert bench.io.calls["listdir"] <= 2  # what is being written, and quarantine
     assert not store.contains(keys[0])
-    assert not store.wait_indexed(60.0)
-    assert store.stat().num_records == len(store._volume.index) == 0
+    assert not store.wait_indexed(0.1)
+    assert len(store._known) == 0
     assert store.put(keys[0], [make_value(10)]) is PutResult.EXISTS
     assert read_value(store, keys[1]) == make_value(10)
     assert {entry.key for entry in store.scan()} == set(keys)
 
 
-def test_a_store_without_an_index_that_only_seems_full_finds_out(bench):
-    store = bench.open(max_bytes=10_000, index=False)
-    for number in range(2):
-        store.put(make_key(number), [make_value(5000)])
-    for number in range(2):
-        bench.path(make_key(number)).unlink()
-    store.maintain()
-    assert store.put(make_key(2), [make_value(5000)]) is PutResult.NO_SPACE
-    bench.clock.advance(60)
-    store.maintain()
-    assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
-
-
-def test_nothing_is_corrected_while_a_write_is_pending(bench):
+def test_a_write_under_way_is_counted_once(bench):
     store, other = bench.open(), bench.open()
     session = other.begin(make_key(), 5000)
     store.maintain()
-    assert bench.counters["store_corrected_bytes"] == 0
+    assert store.stat().used_bytes == 5000
     assert other.commit(session, bytes(10)) is PutResult.STORED
-    assert other.stat().used_bytes == 5000
+    store.maintain()
+    assert other.stat().used_bytes == store.stat().used_bytes == 5000
+    assert bench.counters["store_index_corrected"] == 0
 
 
-def test_the_thread_goes_on_after_a_job_failed(caplog):
-    done = threading.Event()
-    failures = []
+def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
+    with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
+        assert store.wait_indexed(10)
 
-    def fail() -> float:
-        raise OSError("disk on fire")
+        def break_down(*arguments):
+            raise RuntimeError("a bug")
 
-    def break_down() -> float:
-        raise RuntimeError("a bug")
+        def fail(*arguments):
+            raise OSError("disk on fire")
 
-    def work() -> float:
-        done.set()
-        return math.inf
-
-    jobs = [
-        Job("fail", fail, lambda name, error: failures.append((name, str(error)))),
-        Job("break", break_down, lambda name, error: None),
-        Job("work", work, lambda name, error: None),
-    ]
-    background = Background(jobs, lambda: None, time.monotonic)
-    background.start()
-    assert done.wait(10)
-    background.stop(10)
-    assert failures == [("fail", "disk on fire")]
-    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+        monkeypatch.setattr(store._upkeep, "_clean", break_down)
+        monkeypatch.setattr(store._upkeep, "_flush", fail)
+        other.put(make_key(), [b"value"])
+        until = time.monotonic() + 10
+        while not store.contains(make_key()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert store.contains(make_key())
+    assert "a bug" in caplog.text
+    assert logging.ERROR in [record.levelno for record in caplog.records]
 
 
-def test_close_does_not_wait_for_a_system_call_that_hangs(tmp_path, monkeypatch):
-    from kvferry.store.file import store as module
-    from kvferry.store.file.fileio import FileIO
-
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
+@pytest.mark.parametrize("has_session", [False, True])
+def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, has_session):
+    monkeypatch.setattr(store_module, "CLOSE_SECONDS", 0.05)
     release = threading.Event()
-    hanging = threading.Event()
-
-    class Hanging(FileIO):
-        def utime(self, path, nanoseconds):
-            hanging.set()
-            release.wait(30)
-
-    store = FileStore(tmp_path / "store", io=Hanging())
-    store.put(make_key(), [b"value"])
+    store = FileStore(tmp_path / "store")
+    assert store.wait_indexed(10)
+    session = store.begin(make_key(), 1000) if has_session else ""
+    monkeypatch.setattr(store._index, "release", lambda file: release.wait(30))
+    monkeypatch.setattr(store._index, "touch", lambda used: release.wait(30))
     store.touch([make_key()])
-    assert hanging.wait(20)
-    started = time.monotonic()
-    store.close()
-    assert time.monotonic() - started < 5
-    release.set()
-
-
-def test_close_does_not_wait_for_open_sessions_on_a_disk_that_hangs(tmp_path, monkeypatch):
-    from kvferry.store.file import store as module
-    from kvferry.store.file.fileio import FileIO
-
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
-    release = threading.Event()
-
-    class Hanging(FileIO):
-        is_hanging = False
-
-        def pwritev(self, fd, buffers, offset):
-            if self.is_hanging:
-                release.wait(30)
-            return super().pwritev(fd, buffers, offset)
-
-    io = Hanging()
-    store = FileStore(tmp_path / "store", io=io)
-    session = store.begin(make_key(), 1000)
-    io.is_hanging = True
     started = time.monotonic()
     store.close()
     assert time.monotonic() - started < 5
     assert store.commit(session, b"head") is PutResult.FAILED
     release.set()
-
-
-@pytest.mark.parametrize("is_absorbed", [False, True])
-def test_nothing_is_corrected_while_a_removal_of_a_dead_writer_waits(bench, is_absorbed):
-    store = bench.open()
-    store.put(make_key(), [make_value(5000)])
-    [writer] = (bench.root / "writers").iterdir()
-    dead = writer / "absorbed" / "0123456789abcdef" if is_absorbed else writer
-    batch = dead / "trash" / "1"
-    batch.mkdir(parents=True)
-    if is_absorbed:
-        (dead / "ledger").write_bytes(2 * encode(Ledger(owner=Owner(b"h" * 16, 1, 1))))
-    bench.path(make_key()).rename(batch / "record")
-    assert store._volume.quota.refresh().num_bytes == 5000
-    assert bench.open().repair().corrected_bytes is None

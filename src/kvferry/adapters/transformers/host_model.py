@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.weight_samples import differing_tensor
-from kvferry.connectors.registry import EngineSpec
+from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.engine.spec import engine_spec
@@ -87,6 +87,7 @@ class HostModel:
             spec.identity,
             config={**spec.identity.config, **_overrides(model, directory)},
             weights_version=weights_version,
+            name=getattr(model, "name_or_path", None) or str(directory),
         )
         self._layer_devices = self._probe(directory)
         self._fingerprint = self._look()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.adapters.transformers.config import StoredKVConfig
 from kvferry.adapters.transformers.rows import Image
+from kvferry.blocks.rows import RankRows
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
@@ -30,10 +30,10 @@ class RecordReads:
     """The leading chunks of a prompt, out of a store. One thread at a time."""
 
     def __init__(
-        self, store: Store, schema: RecordSchema, config: StoredKVConfig, observer: Observer
+        self, store: Store, rows: RankRows, config: StoredKVConfig, observer: Observer
     ) -> None:
         self._store = store
-        self._schema = schema
+        self._rows = rows
         self._config = config
         self._observer = observer
         self._pool = IOPool(config.io_threads, "kvferry-load")
@@ -85,18 +85,18 @@ class RecordReads:
     def _reader(
         self, key: ChunkKey, chunk: int
     ) -> Callable[[Job[Image | MissReason]], Image | MissReason]:
-        schema = self._schema
+        rows, schema = self._rows, self._rows.schema
 
         def run(job: Job[Image | MissReason]) -> Image | MissReason:
             if job.cancelled:
                 return MissReason.CANCELLED
-            image = Image(schema)
+            image = Image(rows)
             read = RecordRead(
                 key=key,
                 first_token=chunk * schema.chunk_tokens,
                 head=image.head,
                 buffer_for=image.part,
-                parts=image.parts,
+                parts=rows.parts_of(rows.all_groups),
             )
             reason = read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
             return image if reason is None else reason
@@ -112,10 +112,10 @@ class RecordWrites:
     """Chunks into a store. One thread at a time."""
 
     def __init__(
-        self, store: Store, schema: RecordSchema, config: StoredKVConfig, observer: Observer
+        self, store: Store, rows: RankRows, config: StoredKVConfig, observer: Observer
     ) -> None:
         self._store = store
-        self._schema = schema
+        self._rows = rows
         self._config = config
         self._observer = observer
         self._pool = IOPool(config.io_threads, "kvferry-save")
@@ -158,7 +158,7 @@ class RecordWrites:
     def _writer(
         self, key: ChunkKey, first_token: int, image: Image
     ) -> Callable[[Job[PutResult]], PutResult]:
-        schema = self._schema
+        schema = self._rows.schema
 
         def run(_job: Job[PutResult]) -> PutResult:
             digests = image.digests()

@@ -16,54 +16,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.recordio import pieces
+from kvferry.blocks.rows import RankRows
+from kvferry.record.schema import RowRange
 
 if TYPE_CHECKING:
     from kvferry.adapters.transformers.loaded_cache import LoadedCache
-    from kvferry.store.base import Source
 
 
 class Image:
-    """One record in memory of its own: `head | component 0 | ...`, as in the file."""
+    """One record in memory of its own: `head | group 0 | ...`, as in the file."""
 
-    def __init__(self, schema: RecordSchema) -> None:
-        self._schema = schema
+    def __init__(self, rows: RankRows) -> None:
+        self._rows = rows
         # Page-aligned, so that a cold file can be read past the page cache.
-        self.view = memoryview(mmap.mmap(-1, schema.record_bytes))
+        self.view = memoryview(mmap.mmap(-1, rows.slot_bytes))
 
     @property
     def head(self) -> memoryview:
-        return self.view[: self._schema.head_bytes]
-
-    def parts(self, record: Source) -> Sequence[RowRange]:
-        """All rows, in the pieces to read them in."""
-        every = [
-            RowRange(index, 0, component.num_rows)
-            for index, component in enumerate(self._schema.components)
-        ]
-        if record.is_cached():
-            return tuple(pieces(self._schema, every))
-        return tuple(pieces(self._schema, every, self._schema.record_bytes))
+        return self._rows.head_of(self.view)
 
     def part(self, rows: RowRange) -> memoryview:
-        start = self._schema.offset_of(rows)
-        return self.view[start : start + self._schema.num_bytes_of(rows)]
+        return self._rows.piece_of(self.view, rows)
 
     def digests(self) -> bytes:
         """The leaf table of what the image holds now."""
-        return b"".join(
-            leaf_digests(component, self._component(index))
-            for index, component in enumerate(self._schema.components)
-        )
+        return self._rows.digests(self.view, {})
 
     def tensor(self, group: int, dtype: str) -> torch.Tensor:
         """`[layers, heads, tokens, content]` of one group, over the same memory."""
-        shape = self._schema.components[group].shape
-        return torch.frombuffer(self._component(group), dtype=getattr(torch, dtype)).view(shape)
-
-    def _component(self, group: int) -> memoryview:
-        return self.part(RowRange(group, 0, self._schema.components[group].num_rows))
+        shape, memory = self._rows.group_rows(self.view, group)
+        return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)
 
 
 def first_kept(cache: Any) -> int:

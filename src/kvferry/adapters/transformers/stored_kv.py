@@ -17,13 +17,15 @@ from kvferry.adapters.transformers.config import StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
 from kvferry.adapters.transformers.record_io import RecordReads, RecordWrites
 from kvferry.adapters.transformers.rows import Image, fill, first_kept, gather
+from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config, parse_size, parse_store_url
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys, Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, SupportsProbe
+from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
 from kvferry.store.url import open_store
+from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -78,22 +80,26 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        self._schema = self._make_schema()
+        self._namespace = self._make_namespace()
+        self._schema = RecordSchema.for_groups(
+            namespace=self._namespace.digest,
+            chunk_tokens=self._config.chunk_tokens,
+            groups=self._model.groups,
+        )
         self._store = self._open(store) if isinstance(store, str) else store
         self._ready()
-        io = (self._store, self._schema, self._config, self._observer)
+        whole = tensor_parallel_shard(self._model.groups, 0, 1)
+        self._rows = RankRows(self._model.groups, whole, self._schema)
+        io = (self._store, self._rows, self._config, self._observer)
         self._reads = RecordReads(*io)
         self._writes = RecordWrites(*io)
         self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
         self._told_of_change = False
         self._closed = False
 
-    def _make_schema(self) -> RecordSchema:
+    def _make_namespace(self) -> Namespace:
         config, model = self._config, self._model
-        namespace = Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
-        return RecordSchema.for_groups(
-            namespace=namespace.digest, chunk_tokens=config.chunk_tokens, groups=model.groups
-        )
+        return Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
 
     def _open(self, url: str) -> Store:
         # Before it is opened: a store opened with such a quota would evict down to it.
@@ -107,6 +113,8 @@ class StoredKV:
         return open_store(url, observer=self._observer)
 
     def _ready(self) -> None:
+        if isinstance(self._store, SupportsNamespaces):
+            self._store.describe(self._namespace.digest, self._namespace.as_text())
         if isinstance(self._store, SupportsProbe):
             self._store.wait_indexed(READY_SECONDS)
 
@@ -201,7 +209,7 @@ class StoredKV:
     ) -> Iterator[tuple[ChunkKey, int, Image]]:
         size = self._config.chunk_tokens
         for chunk in chunks:
-            image = Image(self._schema)
+            image = Image(self._rows)
             gather(image, cache, self._model, chunk * size, size)
             yield keys[chunk], chunk * size, image
 

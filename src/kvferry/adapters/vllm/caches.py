@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connectors.registry import EngineSpec
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:

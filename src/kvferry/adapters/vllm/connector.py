@@ -15,10 +15,11 @@ from kvferry.adapters.vllm.metrics import IntervalCounters
 from kvferry.adapters.vllm.options import KIND, WHERE, connector_options
 from kvferry.adapters.vllm.spec import engine_spec
 from kvferry.adapters.vllm.startup import log_start, warn_not_cached
-from kvferry.connectors.registry import EngineSpec, default_options, open_parts
-from kvferry.connectors.v1_facade import HostTypes, OneRole
-from kvferry.contract.v1_messages import CarriedMeta, PlanMetadata
+from kvferry.connectors.registry import default_options, open_parts
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
+from kvferry.v1.base import CarriedMeta, PlanMetadata
+from kvferry.v1.facade import HostTypes, OneRole
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,6 @@ class FerryConnector(OneRole):
             *(KIND, spec, options, self._observer),
             where=WHERE,
             schedules=not is_worker,
-            engine=str(vllm_config.kv_transfer_config.engine_id),
         )
         self._translator = self._make_translator(spec)
         self._cache_hit_source = self._hit_source(self._parts.store.url)

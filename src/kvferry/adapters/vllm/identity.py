@@ -77,7 +77,12 @@ def model_identity(
         )
     config = _written_config(model, source)
     config.update(_deviations(vllm_config, source, load_config))
-    return ModelIdentity(weights=weights, config=config, weights_version=weights_version)
+    return ModelIdentity(
+        weights=weights,
+        config=config,
+        weights_version=weights_version,
+        name=str(model.model),
+    )
 
 
 def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvferry.contract.v1_messages import CarriedMeta
 from kvferry.observe import Observer
+from kvferry.v1.base import CarriedMeta
 
 PREFIX = "vllm:kvferry"
 """`LLM.get_metrics` shows only what begins with vllm:"""
@@ -22,11 +22,12 @@ METRICS = {
     "loaded_tokens": "Tokens copied from the store into KV blocks, per rank.",
     "saved_bytes": "Bytes stored, per rank.",
     "save_failed": "Chunks that could not be stored.",
-    "save_no_staging": "Chunks not stored at once for want of staging memory.",
+    "save_no_slot": "Saves put off because the host pool had no slot.",
     "load_failed_chunks": "Chunks that could not be brought after they were promised.",
-    "hits_recomputed": "Hits that were computed instead, being slower to load.",
-    "hits_without_staging": "Hits not taken for want of staging memory.",
-    "miss_deadline": "Hits given up or cut short because the store was too slow.",
+    "lookup_tokens": "Tokens of all admitted prompts.",
+    "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",
+    "miss_tokens_no_memory": "Tokens computed because the host pool had no slot.",
+    "miss_tokens_deadline": "Tokens computed because the store was too slow.",
     "records_corrupt": "Records found wrong; never served.",
     "store_quarantined": "Records taken out of the store because they were wrong.",
     "store_evicted_bytes": "Bytes evicted to keep the quota.",

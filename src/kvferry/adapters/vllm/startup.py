@@ -6,7 +6,8 @@ import logging
 import threading
 
 from kvferry.config import format_size
-from kvferry.connectors.registry import ConnectorParts, EngineSpec
+from kvferry.connectors.registry import ConnectorParts
+from kvferry.contract.spec import EngineSpec
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
 

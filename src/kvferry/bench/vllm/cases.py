@@ -52,7 +52,6 @@ def cases() -> Sequence[Case]:
             name="kvferry",
             connector=_kvferry,
             required=True,
-            note="brings what was used last into memory when it starts",
         ),
         Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
         Case(

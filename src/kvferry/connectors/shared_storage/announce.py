@@ -43,6 +43,7 @@ class Announcer:
         self._pending: dict[bytes, ChunkStored] = {}
         self._announced: deque[bytes] = deque()
         self._known: set[bytes] = set()
+        self._gone: list[ChunksRemoved] = []
 
     def planned(
         self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
@@ -72,7 +73,8 @@ class Announcer:
     def take(self) -> list[ChunkStored | ChunksRemoved]:
         """What is to be said now."""
         contains = self._store.contains
-        said: list[ChunkStored | ChunksRemoved] = []
+        said: list[ChunkStored | ChunksRemoved] = list(self._gone)
+        self._gone.clear()
         stored = [key for key in self._pending if contains(ChunkKey(key))]
         for key in stored:
             said.append(self._pending.pop(key))
@@ -90,10 +92,10 @@ class Announcer:
             said.append(ChunksRemoved(keys=tuple(gone)))
         return said
 
-    def forget_all(self) -> list[ChunksRemoved]:
+    def forget_all(self) -> None:
         """Another epoch: nothing that was announced can be read any more."""
-        keys = tuple(self._announced)
+        if self._announced:
+            self._gone.append(ChunksRemoved(keys=tuple(self._announced)))
         self._pending.clear()
         self._announced.clear()
         self._known.clear()
-        return [ChunksRemoved(keys=keys)] if keys else []

@@ -8,29 +8,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tables import Tables
 from kvferry.config import build_config, parse_size, parse_store_url
-from kvferry.connectors.registry import EngineSpec, RankWorker, Roles
-from kvferry.connectors.shared_storage.config import SharedStorageConfig
-from kvferry.connectors.shared_storage.rank_device import DeviceSetup
-from kvferry.connectors.shared_storage.rank_rows import RankRows
-from kvferry.connectors.shared_storage.reservations import Reservations, find, publish
+from kvferry.connectors.shared_storage.config import SharedStorageConfig, refuse_replaced
+from kvferry.connectors.shared_storage.context import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool
+from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
-from kvferry.connectors.shared_storage.sessions import SharedWrites
-from kvferry.connectors.shared_storage.tables import Tables
+from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.connectors.shared_storage.worker import SharedStorageWorker
+from kvferry.contract.spec import EngineSpec, RankWorker, Roles
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
-from kvferry.record.schema import RecordSchema
-from kvferry.store.base import (
-    Store,
-    SupportsProbe,
-    SupportsShardedWrite,
-    SupportsStamp,
-    SupportsWatch,
-)
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
 from kvferry.store.late import LateStore
-from kvferry.store.staging import Staging
 from kvferry.store.url import open_store
 
 logger = logging.getLogger(__name__)
@@ -46,7 +41,6 @@ class Parts:
         store: instead of the one the options name; then closed here as if it had been opened here.
         where: what the options belong to, the start of messages about them.
         schedules: whether the scheduler role will be asked for: only it looks keys up.
-        engine: a name that no other engine of this process has, for roles that are built apart.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
@@ -61,38 +55,47 @@ class Parts:
         store: Store | None = None,
         where: str = "shared_storage options",
         schedules: bool = True,
-        engine: str | None = None,
     ) -> None:
+        refuse_replaced(options, where)
+        config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
-        self.observer = observer
-        self.config = build_config(SharedStorageConfig, options, where=where)
-        identity = spec.identity
-        if self.config.weights_version is not None:
-            identity = replace(identity, weights_version=self.config.weights_version)
-        self._identity = identity
-        self._check_promise()
+        self._identity = spec.identity
+        if config.weights_version is not None:
+            self._identity = replace(spec.identity, weights_version=config.weights_version)
+        self.config = config
+        self._first_namespace = self._namespace(self._identity.weights_version)
         self.schema = RecordSchema.for_groups(
-            namespace=self._namespace(identity.weights_version),
-            chunk_tokens=self.config.chunk_tokens,
+            namespace=self._first_namespace.digest,
+            chunk_tokens=config.chunk_tokens,
             groups=spec.groups,
         )
+        self.num_slots = self._count_slots()
+        self.pool: HostPool | None = None
         if store is None:
             # Before it is opened: a store opened with such a quota would evict down to it.
-            max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
+            max_bytes = parse_store_url(config.store).options.get("max_bytes")
             self._check_quota(None if max_bytes is None else parse_size(max_bytes))
+        self.observer = observer
         self.store = store or self._open_store(index=schedules)
-        # A host may have two of us in one engine, and let its operator name engines.
-        name = engine or secrets.token_hex(16)
-        self._engine = f"{name} {self.config.store} {self.namespace.hex()}"
         try:
             self._check_quota(self.store.stat().max_bytes)
-            self._rows = RankRows(spec, self.schema)
-            self.staging = Staging(
-                self.config.staging_bytes, self._rows.slot_bytes, self._keep_bytes()
-            )
         except ConfigError:
             self.store.close()
             raise
+        self._context = Context(
+            spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
+        )
+
+    def _count_slots(self) -> int:
+        """Slots of the host pool: whole records, so that every rank has the same number."""
+        record_bytes = -(-self.schema.record_bytes // ALIGN) * ALIGN
+        num_slots = self.config.memory_bytes // record_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f"memory_bytes={self.config.memory_bytes} is smaller than one chunk of this model; "
+                f"set it to at least {record_bytes}"
+            )
+        return num_slots
 
     def _open_store(self, *, index: bool) -> Store:
         """The store, or its stand-in while it takes long to open.
@@ -102,13 +105,18 @@ class Parts:
         """
         url, spec = self.config.store, self.spec
         multi_process = spec.multi_process or spec.shard.world_size > 1
-        late = LateStore(
-            url,
-            lambda: open_store(
+
+        def opened() -> Store:
+            store = open_store(
                 url, observer=self.observer, multi_process=multi_process, index=index
-            ),
-            self.config.start_timeout_seconds,
-        )
+            )
+            known: object = store
+            # Once per engine is enough: by the process that schedules.
+            if index and spec.saves and isinstance(known, SupportsNamespaces):
+                known.describe(self._first_namespace.digest, self._first_namespace.as_text())
+            return store
+
+        late = LateStore(url, opened, self.config.start_timeout_seconds)
         return late.opened or late
 
     @property
@@ -121,7 +129,7 @@ class Parts:
 
     @property
     def block_multiple(self) -> int:
-        return Tables(self.spec).block_size
+        return self._context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
         return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
@@ -130,25 +138,6 @@ class Parts:
         """Close the store, after the role. Idempotent."""
         self.store.close()
 
-    def _check_promise(self) -> None:
-        if self.config.promise == "in_hand" and self.spec.carries_worker_meta:
-            return
-        if not Tables(self.spec).can_fail_by_block:
-            parts = self.spec.table_parts
-            windows = [part.window for part in parts if part.window is not None]
-            raise ConfigError(
-                f"promise='index' serves one block table without a window, not "
-                f"{len({part.table for part in parts})} with windows {windows}: use "
-                "promise='in_hand', on a host that carries messages from workers (vLLM 0.32)"
-            )
-
-    def _keep_bytes(self) -> int:
-        """What is promised from the index is read to the blocks; and without stamps nobody can tell
-        whether a record is still what was read."""
-        in_hand = self.config.promise == "in_hand" and self.spec.carries_worker_meta
-        is_used = in_hand and self.spec.loads and isinstance(self.store, SupportsStamp)
-        return self.config.keep_bytes if is_used else 0
-
     def _check_quota(self, limit: int | None) -> None:
         if limit is not None and limit < self.schema.record_bytes:
             raise ConfigError(
@@ -156,17 +145,17 @@ class Parts:
                 f"({self.schema.record_bytes} bytes); raise it or lower chunk_tokens"
             )
 
-    def _namespace(self, weights_version: str | None) -> bytes:
+    def _namespace(self, weights_version: str | None) -> Namespace:
         return Namespace.of(
             replace(self._identity, weights_version=weights_version),
             self.spec.groups,
             self.config.chunk_tokens,
             self.config.tenant,
-        ).digest
+        )
 
     def _next_epoch(self) -> bytes:
-        """Weights changed under us and nobody named them: nothing stored before is theirs."""
-        return self._namespace(f"epoch-{secrets.token_hex(16)}")
+        """The weights changed and have no version: nothing stored before is theirs."""
+        return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
         """Chunks that no window holds whole are stored only where one step computes them."""
@@ -178,45 +167,49 @@ class Parts:
                 *(self.config.chunk_tokens, min(windows), min(windows)),
             )
 
-    def scheduler(self) -> SharedStorageScheduler:
+    def scheduler(self, *, fills: bool = True) -> SharedStorageScheduler:
+        """The scheduler role; call once.
+
+        Args:
+            fills: whether an engine that starts brings into memory what was used last.
+
+        Raises:
+            ConfigError: a store that several ranks cannot write together.
+        """
         self._warn_of_windows()
+        world_size = self.spec.shard.world_size
+        pool = HostPool(self.num_slots, world_size, self._context.tables.all_groups)
+        self.pool = pool
         shared_writes = None
-        if self.spec.shard.world_size > 1:
+        if world_size > 1:
             if not isinstance(self.store, SupportsShardedWrite):
                 raise ConfigError(
-                    f"store {self.store.url} cannot be written by {self.spec.shard.world_size} "
-                    "ranks together; use a file:// store"
+                    f"store {self.store.url} cannot be written by {world_size} ranks together; use "
+                    "a file:// store"
                 )
-            shared_writes = SharedWrites(
-                self.store, self.schema, self.spec.shard.world_size, self.observer
+            shared_writes = SharedWrites(pool, self.store, self.schema, world_size, self.observer)
+        recent = None
+        if fills and self.spec.loads and self.spec.carries_worker_meta and self.num_slots > 1:
+            recent = RecentRecords(
+                self.store, self.schema, self.num_slots // 2, self._context.clock
             )
         return SharedStorageScheduler(
-            self.spec,
-            self.config,
+            self._context,
             self.schema.namespace,
-            self.store,
-            max(1, self.staging.num_slots - self.staging.num_slots // 4),
-            self.observer,
+            pool,
             new_namespace=self._next_epoch,
+            recent=recent,
             shared_writes=shared_writes,
-            in_memory=lambda: find(self._engine),
         )
-
-    def _reservations(self) -> Reservations | None:
-        if self.spec.shard.world_size > 1 or not self.staging.max_kept:
-            return None
-        if isinstance(self.store, SupportsWatch) and self.store.watch():
-            return Reservations(self.staging, self.store)
-        return None
 
     def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
-        reservations = self._reservations()
-        if reservations is not None:
-            publish(self._engine, reservations)
-        return SharedStorageWorker(
-            *(self._rows, self.config, self.store, self.staging, reservations, self.observer),
-            setup or DeviceSetup(),
-        )
+        """The worker role; call once.
+
+        Raises:
+            ConfigError: more memory than this machine lets a process reserve.
+        """
+        rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
+        return SharedStorageWorker(self._context, rows, self.num_slots, setup or DeviceSetup())
 
 
 def create(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> Roles:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvferry.errors import ConfigError
 
@@ -17,12 +17,9 @@ class SharedStorageConfig:
         chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
             value are not read.
         save_generated: also store chunks that end in confirmed generated tokens.
-        staging_bytes: bound of the memory that reads and writes pass through.
-        keep_bytes: how much of that goes on holding what was read, for the next hit; at most half.
-            When an engine starts, it is filled with what was used last. 0 keeps nothing.
-        promise: "in_hand" fetches and verifies a hit before it is promised; "index" promises what
-            the index knows and reports failed loads as block ids, for hosts that carry no messages
-            from workers to the scheduler.
+        memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
+            every store, through which all reads and writes pass. Where ranks hold the same kv
+            heads, each has its own copy.
         load_timeout_seconds: after this, what has not arrived is recomputed.
         start_timeout_seconds: how long an engine's start waits for the store to open; after that it
             serves without it until it has.
@@ -34,9 +31,7 @@ class SharedStorageConfig:
     store: str
     chunk_tokens: int = 128
     save_generated: bool = False
-    staging_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
-    keep_bytes: int = field(default=512 << 20, metadata={"unit": "bytes"})
-    promise: Literal["in_hand", "index"] = "in_hand"
+    memory_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
     # More than cores: a thread that is left waiting on a busy core does not hold up the others.
@@ -53,5 +48,22 @@ class SharedStorageConfig:
         for name in ("load_timeout_seconds", "start_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.promise not in ("in_hand", "index"):
-            raise ConfigError(f"promise must be 'in_hand' or 'index', not {self.promise!r}")
+
+
+REPLACED = {
+    "staging_bytes": "memory_bytes replaces it",
+    "keep_bytes": "memory_bytes replaces it",
+    "promise": "a hit is always held and verified before it is promised; leave it out",
+}
+"""Options of the first version, and what to do instead."""
+
+
+def refuse_replaced(options: Mapping[str, object], where: str) -> None:
+    """Refuse options of the first version.
+
+    Raises:
+        ConfigError: names the option that replaces it.
+    """
+    for name, instead in REPLACED.items():
+        if name in options:
+            raise ConfigError(f"{where}: option {name!r} is gone: {instead}")

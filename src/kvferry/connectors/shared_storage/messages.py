@@ -1,138 +1,138 @@
-"""What the two roles of the shared-storage connector tell each other, once per step."""
+"""What crosses between the roles of the shared-storage connector: plans down, reports up."""
 
 from __future__ import annotations
 
 import msgspec
 
+from kvferry.blocks.tables import BlockSlice
 from kvferry.contract.messages import Plan, WorkerMeta
 from kvferry.record.schema import RowRange
 
 
-class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a prompt: its key and the position of its first token."""
+class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a prompt and the slot of the host pool that it is in."""
 
+    slot: int
     key: bytes
     first_token: int
+    """Position of its first token in the prompt."""
 
 
-class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
-    """The part of one block table that an operation needs; no null block among it."""
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """Read some groups of a chunk from the store into its slot, and verify them."""
 
-    skipped: int
-    """Blocks of the request before `ids[0]`."""
-    ids: tuple[int, ...]
-
-
-class Prefetch(msgspec.Struct, frozen=True, array_like=True):
-    """Bring into staging, and verify, what a hit of tokens `[start, stop)` needs of these chunks.
-    Chunks are consecutive."""
-
-    ticket: int
-    chunks: tuple[ChunkRef, ...]
-    start: int
-    stop: int
+    chunk: SlotChunk
+    groups: tuple[int, ...]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Fill tokens `[start, stop)` of a request from `chunks`, which cover what is needed of them.
+    """Copy tokens `[start, stop)` of a request from slots into blocks.
 
-    `ticket` names the prefetch that holds the chunks in staging; None if nothing was prefetched
-    and the worker reads the store now. `blocks` has one slice per table: all that is to be filled.
+    `chunks` cover what the hit needs. `blocks` has one slice per table: all that is to be filled.
     """
 
     request_id: str
-    ticket: int | None
-    chunks: tuple[ChunkRef, ...]
+    chunks: tuple[SlotChunk, ...]
     start: int
     stop: int
     blocks: tuple[BlockSlice, ...]
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Take one whole chunk out of the blocks and store it.
+    """Copy one whole chunk from blocks into its slot and, if this rank holds all of a record, write
+    it to the store. `blocks` has one slice per table."""
 
-    `blocks` has one slice per table. `shared`: several ranks write one record together; the chunk
-    is taken out now, because its blocks may be gone in the next step, and written when a later plan
-    names the record (`Session`).
-    """
-
-    chunk: ChunkRef
+    chunk: SlotChunk
     blocks: tuple[BlockSlice, ...]
-    shared: bool = False
 
 
-class Session(msgspec.Struct, frozen=True, array_like=True):
-    """The record that the ranks write a chunk to which they took out; None: to none."""
+class Write(msgspec.Struct, frozen=True, array_like=True):
+    """Write this rank's rows of a saved chunk to the record that all ranks write together."""
 
-    key: bytes
-    name: str | None
+    slot: int
+    session: str
 
 
 class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
-    """Scheduler role to every worker role."""
+    """Scheduler role to every worker role. Within a step a worker begins the fetches, does the
+    loads before the forward, and the saves after it."""
 
-    prefetches: tuple[Prefetch, ...] = ()
+    pool: int = 0
+    """Which host pool the slots are of; random."""
+    fetches: tuple[Fetch, ...] = ()
+    cancels: tuple[int, ...] = ()
+    """Slots whose fetch is no longer wanted; its end is reported all the same."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
-    sessions: tuple[Session, ...] = ()
-    """For saves of earlier plans."""
-    releases: tuple[int, ...] = ()
-    """Tickets whose staging is no longer wanted."""
+    writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
-    """Per rank, in how many steps a load failed there, as far as the scheduler has heard; empty if
-    nowhere. A plan made before it heard of the last one may save what was computed on blocks never
-    filled."""
+    """Per rank, in how many steps a load failed there, as far as the scheduler role has heard;
+    empty if nowhere. A plan made before it heard of the last one may save what was computed on
+    blocks that were never filled."""
+    timed: int = 0
+    """Number of a step whose time shows the speed of prefill; 0 for others. Reported back, because
+    hosts whose steps overlap bring the output of another step first."""
     namespace: bytes | None = None
     """Set when the epoch changed: digest that records carry from now on."""
-    has_forward: bool = False
-    """Whether tokens are known to be computed in this step."""
 
 
 EMPTY_PLAN = SharedStoragePlan()
 
 
-class Prefetched(msgspec.Struct, frozen=True, array_like=True):
-    """News of a prefetch on one rank: the first `num_chunks` are in hand and verified."""
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A fetch, or the copy of a save, ended well: the slot holds what the plan said, verified."""
 
-    ticket: int
-    num_chunks: int
-    done: bool
-    """False: more may come; told so that a deadline can take what is there."""
+    slot: int
     seconds: float = 0.0
-    """If done: from the plan to the end of the last read, whatever the step around it took. 0 if it
-    was not all read from the store."""
-    broken: tuple[bytes, ...] = ()
-    """Keys that were found absent or wrong: not to be offered again."""
+    """Of a fetch: from the plan to the end of the read."""
+
+
+class Missed(msgspec.Struct, frozen=True, array_like=True):
+    """A fetch, or the copy of a save, ended badly: the slot does not hold it."""
+
+    slot: int
+    reason: str
+    """A `kvferry.record.check.MissReason` for a fetch; `PUT_OFF` or `REFUSED` for a save."""
+
+
+PUT_OFF = "put_off"
+"""The chunk may be saved in a later step."""
+
+REFUSED = "refused"
+"""The host's blocks do not hold what it says: no later try helps."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a save on one rank."""
+    """The write of a slot ended on one rank."""
 
-    key: bytes
-    stored: bool
-    """False: refused or failed; nothing of it is in the store because of this rank."""
-    retry: bool = False
-    """True: there was no staging memory; the blocks may be offered again."""
-    existed: bool = False
-    """True: somebody else had stored it before."""
+    slot: int
+    result: str
+    """A `kvferry.store.base.PutResult`; of a part of a record, STORED or FAILED."""
     ranges: tuple[RowRange, ...] = ()
     """Where several ranks write one record: the rows this one wrote ..."""
     leaf_digests: bytes = b""
     """... and their part of the leaf table, in the same order."""
+    seconds: float = 0.0
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has to say after a step."""
+    """What ended on one rank since its last report."""
 
     rank: int
-    prefetched: tuple[Prefetched, ...] = ()
+    pool: int = 0
+    """Which host pool the slots are of. Hosts that have two connectors may bring one the reports of
+    the other."""
+    held: tuple[Held, ...] = ()
+    missed: tuple[Missed, ...] = ()
     saved: tuple[Saved, ...] = ()
+    timed: int = 0
+    """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
     """Steps so far in which a load failed on this rank."""
     failed_requests: tuple[str, ...] = ()
     """Requests whose load failed after it was promised ..."""
-    broken: tuple[bytes, ...] = ()
-    """... and the keys that failed."""
+    failed_keys: tuple[bytes, ...] = ()
+    """... and the chunks that failed."""
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

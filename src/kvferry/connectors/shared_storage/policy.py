@@ -6,6 +6,9 @@ and no longer; a store that has become slower than the engine is asked only now 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 PROBE_EVERY = 16
 """Of the hits that measured rates speak against, one in this many is loaded all the same, so that
 a store that has recovered is noticed."""
@@ -26,15 +29,28 @@ MIN_LOST = 2
 up: what the rate of a small hit says about a large one is a guess, and one outlier is none."""
 
 
+MAX_STEP_SECONDS = 60.0
+"""The output of a step that took longer was lost."""
+
+PREFILL_TOKENS = 64
+"""A step with at least this many tokens shows the speed of prefill; a decode step does not."""
+
+
 class LoadPolicy:
     """Rates of loading and computing, and what follows for one hit.
 
     Args:
         load_timeout_seconds: upper bound of any wait.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, load_timeout_seconds: float) -> None:
+    def __init__(
+        self, load_timeout_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._timeout = load_timeout_seconds
+        self._clock = clock
+        self._num_timed = 0
+        self._timed: tuple[int, float, int] | None = None
         self._load_rate: float | None = None
         self._compute_rate: float | None = None
         self._refused = 0
@@ -57,6 +73,28 @@ class LoadPolicy:
             bound = num_tokens / seconds / 2
             if self._load_rate is None or bound < self._load_rate:
                 self._load_rate = _average(self._load_rate, bound)
+
+    def begin_step(self, num_tokens: int, *, loads: bool) -> int:
+        """A step computes `num_tokens`; one that also loads shows nothing of either speed.
+
+        Returns:
+            The number by which `end_step` knows it; 0 if it is not timed.
+        """
+        if num_tokens < PREFILL_TOKENS or loads:
+            return 0
+        now = self._clock()
+        if self._timed is not None and now - self._timed[1] < MAX_STEP_SECONDS:
+            return 0  # one at a time
+        self._num_timed += 1
+        self._timed = (self._num_timed, now, num_tokens)
+        return self._num_timed
+
+    def end_step(self, number: int) -> None:
+        """The output of a timed step came."""
+        if self._timed is not None and self._timed[0] == number:
+            _, started, num_tokens = self._timed
+            self._timed = None
+            self.saw_compute(num_tokens, self._clock() - started)
 
     def saw_compute(self, num_tokens: int, seconds: float) -> None:
         """A step computed `num_tokens` prompt tokens in `seconds`."""

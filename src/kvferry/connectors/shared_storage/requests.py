@@ -1,40 +1,94 @@
-"""What the scheduler role remembers: of each live request, and of chunks that could not be read."""
+"""What the scheduler role remembers: of each live request, and of chunks it could not read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
 
-BROKEN_SECONDS = 60.0
-"""How long a chunk that could not be read is not offered again, unless it is stored anew."""
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.host_pool import Slot
+    from kvferry.types import ChunkKey, RequestView
 
-MAX_BROKEN = 100_000
+UNREADABLE_SECONDS = 60.0
+"""How long a chunk that could not be read is not offered again, unless it is stored again. Not for
+ever, because another process may mend what this one cannot see."""
+
+MAX_UNREADABLE = 100_000
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One live request."""
+    """One live request.
+
+    Attributes:
+        keys: of its whole chunks.
+        pinned: slots of its hit: held for it, or awaited.
+        awaited: those of them whose fetch had not ended at the last look-up.
+        fetched: chunks that were not held at its first look-up.
+        promised: tokens `[start, stop)` of the last positive answer.
+        num_local: tokens that the engine had itself at the last look-up.
+        asked: when its fetch began; None if nothing was fetched for it.
+        deadline: until when its fetch may take.
+        miss: why the last answer was not longer; as it stands, the host asked for none.
+        gave_up: why nothing is fetched for it any more before it is admitted.
+        barred: a load failed on blocks it may share: nothing more of it is saved until it has new
+            ones.
+        next_save: chunks before this one are stored, on their way, or will not be saved by it.
+    """
 
     keys: ChunkKeys
-    ticket: int | None = None
-    """Its prefetch, from the plan that carries it to its load or release."""
+    pinned: list[Slot] = field(default_factory=list)
+    awaited: list[Slot] = field(default_factory=list)
+    fetched: set[ChunkKey] = field(default_factory=set)
     promised: tuple[int, int] | None = None
-    """Tokens `[start, stop)` of the last positive answer."""
-    gave_up: bool = False
-    """Its hit was refused or came too late; not tried again before it is admitted."""
-    queued_until: float | None = None
-    """While staging is taken by others, its hit waits until then."""
+    num_local: int = 0
+    asked: float | None = None
+    deadline: float = 0.0
+    miss: LookupMiss | None = LookupMiss.NOT_LOADING
+    gave_up: LookupMiss | None = None
     barred: bool = False
-    """A load failed on blocks it may share: nothing more of it is saved until it has new ones."""
     next_save: int = 0
-    """Chunks before this one are stored, on their way, or will not be saved by this request."""
 
 
-class BrokenKeys:
-    """Chunks whose load failed a short while ago. Not for ever: another process may have mended
-    what this one cannot see. Bounded; not thread-safe."""
+class Requests:
+    """All live requests of an engine. Runs in: scheduler thread; not thread-safe.
+
+    Args:
+        namespace: digest that roots the chunk keys.
+        new_namespace: makes that of another epoch.
+        chunk_tokens: tokens per chunk.
+    """
+
+    def __init__(
+        self, namespace: bytes, new_namespace: Callable[[], bytes], chunk_tokens: int
+    ) -> None:
+        self._namespace = namespace
+        self._new_namespace = new_namespace
+        self._chunk_tokens = chunk_tokens
+        self.by_id: dict[str, RequestState] = {}
+
+    def track(self, request: RequestView) -> RequestState:
+        """The state of a request, with the keys of all chunks that are whole by now."""
+        state = self.by_id.get(request.request_id)
+        if state is None:
+            keys = ChunkKeys(self._namespace, self._chunk_tokens, request.extra_keys)
+            state = self.by_id[request.request_id] = RequestState(keys)
+        state.keys.extend(request.all_token_ids)
+        return state
+
+    def begin_epoch(self) -> bytes:
+        """Forget all, and give keys of another namespace from now on; its digest."""
+        self._namespace = self._new_namespace()
+        self.by_id.clear()
+        return self._namespace
+
+
+class UnreadableKeys:
+    """Chunks that could not be read a short while ago. Bounded; not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -50,12 +104,12 @@ class BrokenKeys:
         return until is not None
 
     def add(self, keys: Iterable[bytes]) -> None:
-        if len(self._until) > MAX_BROKEN:
+        if len(self._until) > MAX_UNREADABLE:
             self._until.clear()
-        self._until.update(dict.fromkeys(keys, self._clock() + BROKEN_SECONDS))
+        self._until.update(dict.fromkeys(keys, self._clock() + UNREADABLE_SECONDS))
 
-    def mended(self, key: bytes) -> None:
-        """It was stored anew."""
+    def discard(self, key: bytes) -> None:
+        """It was stored again."""
         self._until.pop(key, None)
 
     def clear(self) -> None:

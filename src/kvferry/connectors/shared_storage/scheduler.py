@@ -1,363 +1,364 @@
 """The scheduler role of the shared-storage connector: decides what to load and save, in memory.
 
-Life of a hit: `lookup` finds leading chunks in the index → the next plan carries a prefetch and the
-answer is "ask again" → every rank reports what it holds verified → `lookup` promises it →
-`update_after_alloc` records the blocks → the plan carries the load. What is in memory already, in
-this process, is promised at once. With `promise="index"` every hit is, and failed chunks come back
-as block ids.
+Life of a hit: `lookup` finds leading chunks that are held or stored. What is held is pinned and
+promised at once; for the rest the next plan carries fetches and the answer is "ask again" →
+every rank reports what it holds verified → `lookup` promises it → `update_after_alloc` records the
+blocks → the plan carries the load, and its pins end.
 
 Tokens of a request: `[0, local)` the engine has, `[local, local + promised)` we load, the rest it
-computes; of what it computes, whole chunks that the store does not know are saved.
+computes; of what it computes, whole chunks that are neither held nor stored are saved.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvferry.connectors.shared_storage.accounts import Accounts
 from kvferry.connectors.shared_storage.announce import Announcer
-from kvferry.connectors.shared_storage.lookups import Lookups
+from kvferry.connectors.shared_storage.lookup import Lookup
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
     Load,
-    Prefetch,
+    Missed,
     RankReport,
+    Save,
     SharedStorageMeta,
     SharedStoragePlan,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
-from kvferry.connectors.shared_storage.requests import BrokenKeys, RequestState
-from kvferry.connectors.shared_storage.save_planner import SavePlanner
-from kvferry.connectors.shared_storage.tables import Tables
-from kvferry.connectors.shared_storage.tickets import Tickets
+from kvferry.connectors.shared_storage.requests import Requests, UnreadableKeys
+from kvferry.connectors.shared_storage.save_plan import SavePlan
 from kvferry.contract.messages import (
     FREE_NOW,
-    MISS,
     FinishResult,
+    LookupMiss,
     LookupResult,
     Plan,
     WorkerOutput,
 )
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
-from kvferry.keys import ChunkKeys
-from kvferry.store.base import SupportsProbe
+from kvferry.record.check import MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
-    from kvferry.connectors.registry import EngineSpec
-    from kvferry.connectors.shared_storage.config import SharedStorageConfig
-    from kvferry.connectors.shared_storage.reservations import Reservations
-    from kvferry.connectors.shared_storage.sessions import SharedWrites
-    from kvferry.observe import Observer
-    from kvferry.store.base import Store
+    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.connectors.shared_storage.recent import RecentRecords
+    from kvferry.connectors.shared_storage.requests import RequestState
+    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 
 logger = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 64
-"""A step with at least this many tokens says something about the speed of prefill; a decode step
-does not."""
+RECENT_CLOSE_SECONDS = 0.5
+"""How long `close` waits for a listing of the store that is under way."""
 
 
-SAVES_SECONDS = 5.0
-"""An idle host is kept stepping for saves under way, so that their end is heard of, but no longer
-than this after the last one: a store that stalls must not keep an engine busy."""
+@dataclass(slots=True)
+class _NextPlan:
+    """What the next plan carries beside the orders of the pool and the saves."""
+
+    loads: list[Load] = field(default_factory=list)
+    loading: dict[str, list[Slot]] = field(default_factory=dict)
+    """By request: slots pinned until the plan with its load is complete."""
+    namespace: bytes | None = None
+    failures_known: tuple[int, ...] = ()
 
 
 class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
     Args:
-        spec: the engine.
-        config: options.
+        context: of the connector.
         namespace: digest that roots the chunk keys.
-        store: for `contains`, `probe` and `touch`: memory only. Not closed here.
-        num_load_slots: chunks that every rank can hold in staging for loads.
-        observer: receives counts.
-        new_namespace: makes the digest of another epoch (see `reset`).
+        pool: owned from now on.
+        new_namespace: makes the digest of a new epoch.
+        recent: what to fetch before it is asked for; None: nothing.
         shared_writes: where several ranks write one record, else None.
-        in_memory: finds what the only rank keeps, if it is in this process.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        spec: EngineSpec,
-        config: SharedStorageConfig,
+        context: Context,
         namespace: bytes,
-        store: Store,
-        num_load_slots: int,
-        observer: Observer,
+        pool: HostPool,
         *,
         new_namespace: Callable[[], bytes],
+        recent: RecentRecords | None = None,
         shared_writes: SharedWrites | None = None,
-        in_memory: Callable[[], Reservations | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._namespace = namespace
-        self._new_namespace = new_namespace
-        self._announce_namespace = False
-        self._store = store
-        self._may_load, self._may_save = spec.loads, spec.saves
-        self._announcer = Announcer(store, config.chunk_tokens) if spec.publishes else None
-        self._events: list[Any] = []
-        self._probe = store.probe if isinstance(store, SupportsProbe) else None
-        self._note_stored = store.note_stored if isinstance(store, SupportsProbe) else None
-        self._observer = observer
-        self._shared_writes = shared_writes
-        self._clock = clock
-        self._chunk = config.chunk_tokens
-        self._tables = Tables(spec)
-        self._policy = LoadPolicy(config.load_timeout_seconds)
-        self._num_ranks = spec.shard.world_size
-        self._tickets = Tickets(self._num_ranks, num_load_slots, clock, in_memory)
-        self._requests: dict[str, RequestState] = {}
-        self._broken = BrokenKeys(clock)
-        self._lookups = Lookups(
-            store,
-            self._broken,
-            self._tickets,
-            self._policy,
-            observer,
-            chunk_tokens=config.chunk_tokens,
-            tables=self._tables,
-            in_hand=config.promise == "in_hand" and spec.carries_worker_meta,
-            clock=clock,
-        )
-        self._saves = SavePlanner(
-            store,
-            self._requests,
-            self._broken,
-            observer,
-            chunk_tokens=config.chunk_tokens,
-            tables=self._tables,
-            save_generated=config.save_generated,
-            shared_writes=shared_writes,
-        )
-        self._failures_known: tuple[int, ...] = ()
-        self._hears_workers = True
-        if not spec.carries_worker_meta:
-            self._hears_workers = False
-            self._saves.expect_no_reports()
-        self._loads: list[Load] = []
-        self._step_started: tuple[float, int] | None = None
-        self._await_saves_until = 0.0
+        config, spec = context.config, context.spec
+        self._context = context
+        self._pool = pool
+        self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
+        self._requests = Requests(namespace, new_namespace, config.chunk_tokens)
+        self._unreadable = UnreadableKeys(context.clock)
+        self._lookup = Lookup(context, pool, self._unreadable, self._policy)
+        self._saves = SavePlan(context, pool, self._requests, self._unreadable, shared_writes)
+        self._accounts = Accounts(context)
+        self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
+        self._recent = recent
+        self._next = _NextPlan()
+        self._hears_workers = spec.carries_worker_meta
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
-        """The host turned out to carry no messages from workers: promise what the index knows from
-        now on, as with `promise="index"`, or nothing where a host could not recover from a failed
-        load. What waits for a prefetch is a miss at its deadline."""
+        """The host turned out to carry no reports from workers to the scheduler: nothing is loaded
+        or saved from now on, because nothing says what the slots hold."""
+        if self._hears_workers:
+            logger.warning(
+                "this host carries no reports from workers to the scheduler: nothing is loaded or "
+                "saved; use KVFerryConnector on vLLM 0.11.1 or later"
+            )
         self._hears_workers = False
-        self._saves.expect_no_reports()
-        if not self._lookups.in_hand:
-            return
-        self._lookups.in_hand = False
-        if self._tables.can_fail_by_block:
-            logger.warning(
-                "this host carries no messages from workers to the scheduler: hits are promised "
-                "from the index from now on; set promise='index'"
-            )
-        else:
-            logger.warning(
-                "this host carries no messages from workers to the scheduler, and several block "
-                "tables or windows need them: nothing is loaded from now on"
-            )
+
+    @property
+    def _may_load(self) -> bool:
+        return self._hears_workers and self._context.spec.loads
 
     def on_new_request(self, request: RequestView) -> None:
-        if self._probe is not None and request.extra_keys.cacheable and self._may_load:
-            self._probe(self._track(request).keys.keys)
+        if self._may_load and request.extra_keys.cacheable:
+            self._lookup.probe(self._requests.track(request))
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        if not (request.extra_keys.cacheable and self._may_load):
-            return MISS
-        state = self._track(request)
-        return self._lookups.answer(state, len(request.all_token_ids), num_local_tokens)
+        if not request.extra_keys.cacheable:
+            return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
+        if self._recent is not None:
+            self._recent.let_host_sleep()
+        state = self._requests.track(request)
+        if not self._may_load:
+            state.num_local, state.miss = num_local_tokens, LookupMiss.NOT_LOADING
+            return LookupResult(0, False, state.miss)
+        return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
 
-    # -- allocation and plan --------------------------------------------------------------------
+    # -- allocation -----------------------------------------------------------------------------
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
         if not request.extra_keys.cacheable and num_external_tokens <= 0:
+            self._accounts.not_cacheable(request)
             return
-        state = self._track(request)
-        state.gave_up = False
-        state.queued_until = None
-        self._saves.admitted(request.request_id, state)
-        promised, state.promised = state.promised, None
-        if num_external_tokens > 0 and promised is None:
-            # The engine counts on tokens that nobody will bring: the guard reports them as failed.
-            raise ContractError(
-                f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
-            )
-        if promised is None or num_external_tokens <= 0:
-            self._observer.count("requests_missed")
-            self._lookups.release(state)
-            return
-        start = promised[0]
-        stop = min(promised[1], start + num_external_tokens)
-        chunks = self._lookups.chunks_of(state.keys.keys, start, stop)
-        blocks = self._tables.load_slices(block_ids, start, stop)
-        self._loads.append(Load(request.request_id, state.ticket, chunks, start, stop, blocks))
-        if state.ticket is not None:
-            # The load itself releases the staging on the workers.
-            self._tickets.close(state.ticket, told=True)
-            state.ticket = None
-        self._observer.count("hit_tokens", stop - start)
-        self._observer.count("hits")
+        state = self._requests.track(request)
+        # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
+        self._saves.forget(request.request_id)
+        stop = state.num_local
+        if num_external_tokens > 0:
+            promised = state.promised or (0, 0)
+            if num_external_tokens > promised[1] - promised[0]:
+                # The engine counts on tokens that no plan will bring: the guard fails them.
+                raise ContractError(
+                    f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
+                )
+            start, stop = promised[0], promised[0] + num_external_tokens
+            self._plan_load(request.request_id, state, block_ids, (start, stop))
+        self._saves.admit(request.request_id, state)
+        limit = self._lookup.limit(state, len(request.all_token_ids))
+        self._accounts.admitted(request, state, stop, limit)
+        self._lookup.release(state)
+        state.asked = state.gave_up = None
+        state.miss = LookupMiss.NOT_LOADING
+        state.fetched.clear()
+
+    def _plan_load(
+        self, request_id: str, state: RequestState, block_ids: BlockTable, hit: tuple[int, int]
+    ) -> None:
+        blocks = self._context.tables.load_slices(block_ids, *hit)
+        chunks = self._lookup.chunks(state, *hit)
+        self._next.loads.append(Load(request_id, chunks, *hit, blocks))
+        slots = self._next.loading.setdefault(request_id, [])
+        for slot in state.pinned:
+            self._pool.pin(slot)
+            slots.append(slot)
+
+    # -- plan -----------------------------------------------------------------------------------
 
     def empty_plan(self) -> Plan:
         return EMPTY_PLAN
 
     def build_plan(self, step: StepView) -> Plan:
-        if self._loads and step.preempted_request_ids:
+        upcoming = self._next
+        if upcoming.loads and step.preempted_request_ids:
             # A host that preempts everything can admit a request again in the same step: a load of
             # a scheduled request was planned after the preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_loads(request_id)
-        # First: a file that is created at once must not be named in the plan that asks the ranks to
-        # take its chunk out. They write before the forward and take out after it.
-        sessions = self._saves.sessions()
-        saves = self._saves.plan(step) if self._may_save else ()
-        if saves and self._announcer is not None:
-            self._announcer.planned(saves, step, self._requests)
-        if saves:
-            self._await_saves_until = self._clock() + SAVES_SECONDS
-        self._note_step(step)
-        prefetches, releases = self._tickets.drain()
-        news = saves or sessions or prefetches or releases
-        if not (news or self._loads or self._announce_namespace):
+        try:
+            saves = self._plan_saves(step)
+        except Exception:
+            # The guard fails the loads of this plan: no later one may bring them.
+            for request_id in tuple(upcoming.loading):
+                self._forget_loads(request_id)
+            raise
+        writes = self._saves.writes()
+        if self._recent is not None:
+            self._fetch_recent(self._recent)
+        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
+        timed = self._policy.begin_step(num_tokens, loads=bool(upcoming.loads))
+        orders = timed or saves or writes or self._pool.has_orders or upcoming.namespace is not None
+        if not (orders or upcoming.loads):
             return EMPTY_PLAN
-        loads, self._loads = tuple(self._loads), []
-        namespace = self._namespace if self._announce_namespace else None
-        self._announce_namespace = False
-        return SharedStoragePlan(
-            prefetches=tuple(Prefetch(t.number, t.chunks, *t.hit) for t in prefetches),
-            loads=loads,
-            saves=tuple(saves),
-            sessions=tuple(sessions),
-            releases=tuple(releases),
-            failures_known=self._failures_known,
-            namespace=namespace,
-            has_forward=any(item.num_scheduled_tokens for item in step.scheduled),
+        fetches, cancels = self._pool.take_orders()
+        plan = SharedStoragePlan(
+            pool=self._pool.pool_id,
+            fetches=fetches,
+            cancels=cancels,
+            loads=tuple(upcoming.loads),
+            saves=saves,
+            writes=writes,
+            failures_known=upcoming.failures_known,
+            timed=timed,
+            namespace=upcoming.namespace,
         )
+        self._next = _NextPlan(failures_known=upcoming.failures_known)
+        for slots in upcoming.loading.values():
+            self._unpin(slots)
+        return plan
+
+    def _fetch_recent(self, recent: RecentRecords) -> None:
+        """Fetch what was used last, a little at a time, so that hits do not wait for it."""
+        if self._pool.is_filling:
+            return
+        records = recent.take() if self._pool.has_free else []
+        for record in records:
+            if self._pool.find(record.key) is None and record.key not in self._unreadable:
+                groups = self._context.tables.all_groups
+                self._pool.fetch(record.key, record.first_token, groups)
+        if not records and (recent.is_done or not self._pool.has_free):
+            self._end_recent()
+
+    def _plan_saves(self, step: StepView) -> tuple[Save, ...]:
+        if not (self._hears_workers and self._context.spec.saves):
+            return ()
+        saves = self._saves.plan(step)
+        if saves and self._announcer is not None:
+            self._announcer.planned(saves, step, self._requests.by_id)
+        return saves
+
+    def _unpin(self, slots: Sequence[Slot]) -> None:
+        for slot in reversed(slots):
+            self._pool.unpin(slot)
 
     @property
     def is_idle(self) -> bool:
         """See `kvferry.contract.abilities.SupportsIdle`."""
-        if self._loads or self._announce_namespace or self._step_started is not None:
+        if self._next.loads or self._next.namespace is not None:
             return False
-        if self._tickets.has_news or self._tickets.any_open:
+        if self._pool.has_orders or self._pool.is_filling or self._pool.is_writing:
             return False
-        if self._shared_writes is not None and not self._hears_workers:
+        if self._recent is not None:
             return False
-        return not (self._saves.under_way or (self._may_save and self._saves.has_unsaved))
+        return not (self._context.spec.saves and self._saves.has_unsaved)
 
-    def _note_step(self, step: StepView) -> None:
-        self._step_started = None
-        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
-        if num_tokens >= PREFILL_TOKENS and not self._loads:
-            self._step_started = (self._clock(), num_tokens)
+    def has_pending_work(self) -> bool:
+        return (
+            self._pool.has_orders
+            or self._saves.keeps_host_awake
+            or (self._recent is not None and self._recent.keeps_host_awake)
+        )
 
-    # -- outputs --------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
 
     def update_output(self, output: WorkerOutput) -> None:
-        if self._step_started is not None:
-            started, num_tokens = self._step_started
-            self._policy.saw_compute(num_tokens, self._clock() - started)
-            self._step_started = None
-        meta = output.meta
-        if isinstance(meta, SharedStorageMeta):
-            for report in meta.reports:
-                self._learn(report)
-        elif not self._hears_workers and output.invalid_block_ids and self._num_ranks == 1:
-            # All that such a host tells of a failed load. Of several ranks it does not tell which
-            # failed how often: there, saving ends with the first failed load.
-            self._failures_known = (sum(self._failures_known) + 1,)
-            self._saves.bar_others(())
+        if isinstance(output.meta, SharedStorageMeta):
+            for report in output.meta.reports:
+                if report.pool == self._pool.pool_id:
+                    self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
-        for news in report.prefetched:
-            self._broken.add(news.broken)
-            ticket = self._tickets.report(report.rank, news)
-            if ticket is not None and ticket.complete:
-                self._policy.saw_load(ticket.tokens_in_hand, ticket.seconds)
-        if report.broken:
-            self._broken.add(report.broken)
-            self._saves.offer_again(report.broken)
+        if report.timed:
+            self._policy.end_step(report.timed)
+        for held in report.held:
+            slot = self._pool.filled(held.slot, held.seconds)
+            if slot is not None and not slot.is_save and not slot.failed:
+                self._accounts.fetched(slot)
+        for missed in report.missed:
+            self._learn_missed(missed)
+        for saved in report.saved:
+            slot = self._pool.written(saved.slot)
+            if slot is None:
+                continue
+            is_stored = self._saves.learn_saved(report.rank, slot, saved)
+            self._accounts.saved(slot, saved, is_stored=is_stored)
+            if not is_stored and self._announcer is not None:
+                self._announcer.failed(slot.key)
+        if report.failed_keys:
+            self._unreadable.add(report.failed_keys)
+            for key in report.failed_keys:
+                self._pool.drop(ChunkKey(key))
+            self._saves.offer_again(report.failed_keys)
             self._saves.bar_others(report.failed_requests)
         if report.failures:
-            known = self._failures_known or (0,) * self._num_ranks
+            known = self._next.failures_known or (0,) * self._context.spec.shard.world_size
             at = report.rank
-            self._failures_known = (*known[:at], report.failures, *known[at + 1 :])
-        for saved in report.saved:
-            if saved.stored and self._note_stored is not None and self._shared_writes is None:
-                self._note_stored(ChunkKey(saved.key))
-            if not saved.stored and self._announcer is not None:
-                self._announcer.failed(saved.key)
-            self._saves.learn(report.rank, saved)
+            self._next.failures_known = (*known[:at], report.failures, *known[at + 1 :])
+
+    def _learn_missed(self, missed: Missed) -> None:
+        slot = self._pool.assigned(missed.slot)
+        if slot is None or not slot.filling:
+            return
+        self._pool.filled(missed.slot, missed=True)
+        if slot.is_save:
+            self._saves.learn_missed(slot, missed)
+        else:
+            self._accounts.fetched(slot, missed.reason)
+            if missed.reason != MissReason.CANCELLED:
+                self._unreadable.add((slot.key,))
 
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
-        state = self._requests.pop(request.request_id, None)
+        state = self._requests.by_id.pop(request.request_id, None)
         self._saves.forget(request.request_id)
-        if state is not None:
-            self._lookups.release(state)
-            # The root of a prefix was stored first and would be evicted first; now it goes last.
-            self._store.touch(state.keys.keys)
         self._forget_loads(request.request_id)
+        if state is not None:
+            self._lookup.end(state)
         return FREE_NOW
 
     def take_events(self) -> Iterable[Any]:
-        if self._announcer is None:
-            return ()
-        events, self._events = self._events + self._announcer.take(), []
-        return events
-
-    def has_pending_work(self) -> bool:
-        return self._tickets.has_news or (
-            self._saves.under_way and self._clock() < self._await_saves_until
-        )
+        return () if self._announcer is None else self._announcer.take()
 
     def reset(self) -> bool:
-        """Another epoch: what is stored stays, for others, and is not read by this engine again.
-        Saves under way carry the old namespace, so they cannot come back."""
-        self._namespace = self._new_namespace()
-        self._announce_namespace = True
-        if self._shared_writes is not None:
-            self._shared_writes.switch_namespace(self._namespace)
-        for request_id, state in self._requests.items():
-            self._lookups.release(state)
+        """Another epoch: what is stored stays, for others, and is not read by this engine again;
+        the pool holds nothing any more. Saves under way carry the old namespace, so they cannot
+        come back."""
+        for request_id, state in self._requests.by_id.items():
+            self._lookup.release(state)
             self._forget_loads(request_id)
+        self._end_recent()
+        self._pool.clear()
+        namespace = self._next.namespace = self._requests.begin_epoch()
+        self._saves.switch_namespace(namespace)
         if self._announcer is not None:
-            self._events += self._announcer.forget_all()
-        self._requests.clear()
-        self._saves.clear()
-        self._broken.clear()
+            self._announcer.forget_all()
+        self._unreadable.clear()
         return True
 
     def close(self) -> None:
-        if self._shared_writes is not None:
-            self._shared_writes.close()
+        self._end_recent(RECENT_CLOSE_SECONDS)
+        self._saves.close()
 
-    def _track(self, request: RequestView) -> RequestState:
-        state = self._requests.get(request.request_id)
-        if state is None:
-            state = RequestState(ChunkKeys(self._namespace, self._chunk, request.extra_keys))
-            self._requests[request.request_id] = state
-        state.keys.extend(request.all_token_ids)
-        return state
+    def _end_recent(self, timeout: float = 0.0) -> None:
+        if self._recent is not None:
+            self._recent.close(timeout)
+            self._recent = None
+
+    def check_integrity(self) -> None:
+        """Account for every slot of the host pool. For tests.
+
+        Raises:
+            AssertionError: a slot is lost, or in a wrong state.
+        """
+        self._pool.check_integrity()
 
     def _forget_loads(self, request_id: str) -> None:
         """Drop loads that no plan has carried yet: their blocks are no longer the request's."""
-        for load in [load for load in self._loads if load.request_id == request_id]:
-            self._loads.remove(load)
-            if load.ticket is not None:
-                self._tickets.release(load.ticket)
+        slots = self._next.loading.pop(request_id, None)
+        if slots is not None:
+            self._next.loads = [one for one in self._next.loads if one.request_id != request_id]
+            self._unpin(slots)

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.registry import EngineSpec
 from kvferry.connectors.shared_storage.build import Parts
-from kvferry.connectors.v1_facade import RolesAsV1
-from kvferry.contract.v1 import (
+from kvferry.contract.spec import EngineSpec
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity, effective_config, weights_digest
+from kvferry.observe import Counters, Observer
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup
+from kvferry.v1.base import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
     SupportsHMA,
     V1Config,
 )
-from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity, effective_config, weights_digest
-from kvferry.observe import Counters, Observer
-from kvferry.topology import tensor_parallel_shard
-from kvferry.types import KVGroup
+from kvferry.v1.facade import RolesAsV1
 
 OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
 """Keys of `kv_connector_extra_config` read here; all others are `SharedStorageConfig` fields."""
@@ -98,9 +98,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     `kv_layout` (axes of the host's layer tensors, see `kvferry.layout.ops.LAYOUTS`; default
     "2BNHD"). `shared_storage_path` is read as `store=file://<path>`.
 
-    Hosts that do not carry worker metadata to the scheduler (vLLM before 0.32) need
-    `promise="index"`; without it, that mode is entered when the first output of such a host shows
-    what it is.
+    Hosts must carry worker metadata to the scheduler; where the first output shows that one does
+    not, nothing is loaded or saved.
 
     Raises:
         ConfigError: an unknown option, a store or model directory that cannot be used, or a host
@@ -204,7 +203,9 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
         block_size=vllm_config.cache_config.block_size,
     )
     return EngineSpec(
-        identity=ModelIdentity(weights=weights_digest(Path(model.model)), config=config),
+        identity=ModelIdentity(
+            weights=weights_digest(Path(model.model)), config=config, name=str(model.model)
+        ),
         groups=(group,),
         shard=tensor_parallel_shard((group,), rank, world),
         layer_names=None,

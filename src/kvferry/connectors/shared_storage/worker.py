@@ -1,121 +1,97 @@
 """The worker role of the shared-storage connector: does what the plan says, in the plan's order.
 
-Two ways in. In hand: a `Prefetch` reads and verifies chunks into staging on I/O threads; a later
-`Load` is a copy from our own memory, on a CPU with a core to spare beside the forward, layer by
-layer. From the index: a `Load` without a ticket reads piece by piece through small scratch buffers
-and copies each verified piece into the blocks, until the load's deadline. One way out: `save`
-copies the chunk out of the blocks at once, so that blocks are never held, and I/O threads hash and
-write it.
+In: a `Fetch` reads and verifies a chunk into its slot on I/O threads; a later `Load` is a copy from
+our own memory into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its
+slot at once, so that blocks are never held, and I/O threads hash and write it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.connectors.shared_storage.fetches import Fetches
-from kvferry.connectors.shared_storage.kept import PREPARED_BYTES, KeptRecords
-from kvferry.connectors.shared_storage.loads import Loads
-from kvferry.connectors.shared_storage.messages import EMPTY_PLAN, Saved, SharedStoragePlan
-from kvferry.connectors.shared_storage.rank_device import DeviceSetup, RankDevice
-from kvferry.connectors.shared_storage.report import Report
-from kvferry.connectors.shared_storage.saves import Saves
+from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup
+from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.messages import (
+    EMPTY_PLAN,
+    PUT_OFF,
+    REFUSED,
+    Fetch,
+    Load,
+    Missed,
+    Save,
+    Saved,
+    SharedStoragePlan,
+    SlotChunk,
+    Write,
+)
+from kvferry.connectors.shared_storage.slot_io import Copied, Report, SlotIO
+from kvferry.connectors.shared_storage.slot_memory import SlotMemory
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
-from kvferry.errors import ContractError
-from kvferry.store.io_pool import IOPool
+from kvferry.errors import ContractError, LayoutError, TransferError
+from kvferry.record.check import MissReason
+from kvferry.store.base import PutResult
 from kvferry.types import NULL_BLOCK
 
 if TYPE_CHECKING:
     import torch
 
-    from kvferry.connectors.shared_storage.config import SharedStorageConfig
-    from kvferry.connectors.shared_storage.rank_rows import RankRows
-    from kvferry.connectors.shared_storage.reservations import Reservations
-    from kvferry.observe import Observer
-    from kvferry.store.base import Store
-    from kvferry.store.staging import Staging
+    from kvferry.connectors.shared_storage.context import Context
 
 logger = logging.getLogger(__name__)
 
-SAVES_CLOSE_SECONDS = 10.0
-"""How long `close` lets writes that are under way finish before it leaves them behind."""
-
-LOADS_CLOSE_SECONDS = 0.5
-"""Nobody wants what is still being read: time for threads to notice, not for a stalled read."""
-
 DEVICE_CLOSE_SECONDS = 2.0
 """How long copies under way are waited for, before their memory may go."""
+
+SPREAD_BYTES = 1 << 20
+"""Copies of fewer bytes are over before another thread has woken up."""
+
+
+class _Loaded(NamedTuple):
+    """A chunk of a load, and its copy."""
+
+    load: Load
+    chunk: SlotChunk
+    copy: ChunkCopy
 
 
 class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
     Args:
-        rows: what this rank moves.
-        config: options.
-        store: shared with the scheduler role where both live in one process; not closed here.
-        staging: slots of `RankRows.slot_bytes` each.
-        reservations: what the scheduler role took of it; None if it cannot.
-        observer: receives counts.
+        context: of the connector.
+        rows: which bytes of a record this rank holds.
+        num_slots: slots of the host pool, as many on every rank.
         setup: how the device of the engine's tensors is used.
+
+    Raises:
+        ConfigError: the slots are more than this machine lets a process reserve.
     """
 
     def __init__(
-        self,
-        rows: RankRows,
-        config: SharedStorageConfig,
-        store: Store,
-        staging: Staging,
-        reservations: Reservations | None,
-        observer: Observer,
-        setup: DeviceSetup,
+        self, context: Context, rows: RankRows, num_slots: int, setup: DeviceSetup
     ) -> None:
-        self._rank = rows.rank
-        self._staging = staging
         self._rows = rows
-        self._device = RankDevice(rows, staging, setup)
+        self._observer = context.observer
+        self._writes_alone = context.spec.shard.world_size == 1
+        self._memory = SlotMemory(num_slots, rows.slot_bytes)
+        self._io = SlotIO(
+            rows, self._memory, context.store, context.config.io_threads, context.observer
+        )
+        self._copies = BlockCopies(context.spec, rows, setup)
+        self._report = Report()
         self._plan = EMPTY_PLAN
         self._saved = False
-        self._load_failed = False  # in this step
-        self._report = Report()
-        self._load_pool = IOPool(config.io_threads, "kvferry-load")
-        self._kept = KeptRecords(rows, store, staging, self._uses_hits, observer)
-        self._reservations = reservations
-        self._fetches = Fetches(
-            *(rows, store, staging, self._kept, reservations),
-            *(self._load_pool, self._report, observer),
-        )
-        self._loads = Loads(
-            rows,
-            self._device,
-            store,
-            staging,
-            self._fetches,
-            self._load_pool,
-            timeout_seconds=config.load_timeout_seconds,
-            report=self._report,
-            observer=observer,
-        )
-        self._saves = Saves(
-            rows,
-            self._device,
-            store,
-            staging,
-            num_threads=-(-config.io_threads // 2),
-            report=self._report,
-            observer=observer,
-        )
-
-    def _uses_hits(self) -> bool:
-        return self._fetches.under_way or self._loads.in_forward
+        self._fetches: deque[Fetch] = deque()
+        self._writes: deque[Write] = deque()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._device.register(kv_caches)
-        self._loads.register()
-        self._staging.prepare(PREPARED_BYTES)
-        self._kept.start()
+        self._copies.register(kv_caches, self._memory.view)
+        self._memory.make_ready()
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
@@ -123,9 +99,9 @@ class SharedStorageWorker(WorkerRole):
         planned = {block for load in plan.loads for part in load.blocks for block in part.ids}
         return frozenset(planned - {NULL_BLOCK})
 
+    # -- step -----------------------------------------------------------------------------------
+
     def begin_step(self, plan: Plan) -> None:
-        self._loads.begin_step()
-        self._load_failed = False
         if plan is EMPTY_PLAN:
             return
         if not isinstance(plan, SharedStoragePlan):
@@ -133,103 +109,162 @@ class SharedStorageWorker(WorkerRole):
                 f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
             )
         self._plan = plan
+        if plan.pool:  # an empty plan that crossed a process names none
+            self._report.pool = plan.pool
+        self._report.timed = plan.timed
         self._saved = False
         if plan.namespace is not None:
             self._rows.switch_namespace(plan.namespace)
-        for ticket in plan.releases:
-            self._fetches.release(ticket)
-        for prefetch in plan.prefetches:
-            self._fetches.begin(prefetch)
-        for session in plan.sessions:
-            self._saves.write(session)
+        self._fetches, self._writes = deque(plan.fetches), deque(plan.writes)
+        for slot in plan.cancels:
+            self._io.cancel(slot)
+        while self._fetches:
+            self._io.fetch(self._fetches[0])
+            self._fetches.popleft()
+        while self._writes:
+            self._io.write(self._writes[0].slot, self._writes[0].session)
+            self._writes.popleft()
 
     def start_load(self) -> None:
         if not self._plan.loads:
             return
         # Counted before, taken back after: an error in between must stop this step's saves too.
-        self._load_failed = True
         self._report.failures += 1
-        failed = len(self._report.broken)
-        unread = [load for load in self._plan.loads if load.ticket is None]
-        staged = [load for load in self._plan.loads if load.ticket is not None]
-        if unread:
-            self._loads.from_store(unread)
-        if staged:
-            self._loads.from_staging(staged, beside_forward=self._plan.has_forward)
-        if len(self._report.broken) == failed:
-            self._load_failed = False
+        num_failed = len(self._report.failed_keys)
+        self._load(self._plan.loads)
+        if len(self._report.failed_keys) == num_failed:
             self._report.failures -= 1
-
-    @property
-    def needs_layers(self) -> bool:
-        """See `kvferry.contract.abilities.SupportsLayerChoice`."""
-        return self._loads.needs_layers
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """See `kvferry.contract.abilities.SupportsLayerwise`."""
-        self._loads.wait_for_layer(layer_name)
-
-    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
-        """Nothing: `save` takes whole chunks."""
 
     def save(self) -> None:
         self._saved = True
-        self._end_forward()
         known = self._plan.failures_known
-        failures_known = known[self._rank] if known else 0
+        failures_known = known[self._rows.rank] if known else 0
         if failures_known >= self._report.failures:
-            self._saves.start(self._plan.saves)
-            return
-        # A load failed and this plan was made without knowing it: what the step computed may rest
-        # on blocks never filled. Offered again once the host recomputed.
-        for save in self._plan.saves:
-            self._report.saved.append(Saved(save.chunk.key, stored=False, retry=True))
-
-    def _end_forward(self) -> None:
-        failed = len(self._report.broken)
-        self._loads.end_forward()
-        if len(self._report.broken) > failed and not self._load_failed:
-            self._load_failed = True
-            self._report.failures += 1
-
-    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        self._end_forward()
-        self._fetches.collect()
-        self._saves.collect()
-        return self._report.take(self._rank) if self._report.any() else EMPTY_OUTPUT
+            self._save(self._plan.saves)
+        else:
+            # A load failed and this plan was made without knowing it: what the step computed may
+            # rest on blocks that were never filled. Offered again once the host computed it again.
+            self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
         """See `kvferry.contract.abilities.SupportsWait`."""
-        self._fetches.wait(seconds)
+        self._io.wait(seconds)
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        self._io.collect(self._report)
+        return self._report.take(self._rows.rank) if self._report.any() else EMPTY_OUTPUT
 
     @property
     def is_idle(self) -> bool:
         """See `kvferry.contract.abilities.SupportsIdle`."""
-        return not (self._fetches.under_way or self._saves.under_way or self._report.any())
+        return not (self._io.under_way or self._report.any())
 
     def end_step(self) -> None:
-        self._loads.abandon()
-        for load in self._plan.loads:
-            if load.ticket is not None:  # of a load that an error kept from being begun
-                self._fetches.release(load.ticket)
         if not self._saved:
             # The forward failed. The scheduler role must not take these for under way.
-            self._report.saved += [
-                Saved(save.chunk.key, stored=False, retry=True) for save in self._plan.saves
-            ]
+            self._put_off(self._plan.saves)
+        # The step failed at its beginning: these were not begun, and their slots are waited for.
+        for fetch in self._fetches:
+            self._report.missed.append(Missed(fetch.chunk.slot, MissReason.IO_ERROR))
+        for write in self._writes:
+            self._report.saved.append(Saved(write.slot, PutResult.FAILED))
+        self._fetches.clear()
+        self._writes.clear()
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
-        self._loads.abandon()
-        if self._reservations is not None:
-            self._reservations.close()
-        self._fetches.close()
-        self._kept.close(0.0)  # told now, waited for below: what it reads nobody wants either
-        loaded = self._load_pool.close(LOADS_CLOSE_SECONDS)
-        loaded &= self._kept.close(LOADS_CLOSE_SECONDS)
-        saved = self._saves.close(SAVES_CLOSE_SECONDS)
-        copied = self._device.close(DEVICE_CLOSE_SECONDS)
-        if not copied:
-            logger.warning("the device did not end its copies in time; staging stays pinned")
-        if not (saved and loaded):
-            logger.warning("a store operation did not end in time; left behind at close")
+        self._io.close()
+        if not self._copies.close(DEVICE_CLOSE_SECONDS):
+            logger.warning("the device did not end its copies in time; slots stay pinned")
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _load(self, loads: Sequence[Load]) -> None:
+        """Copy hits from slots into the blocks. On a device, what the engine submits from here on
+        comes after the copies."""
+        started = time.perf_counter()
+        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
+        try:
+            self._copy_in([loaded for load in loads for loaded in self._copies_of(load)])
+        finally:
+            # Also if one failed: the engine computes its blocks again, after what was on its way.
+            self._copies.hold()
+            if self._copies.overlaps:
+                done = self._copies.done()
+                for load in loads:
+                    for chunk in load.chunks:
+                        self._io.read_until(chunk.slot, done)
+        self._observer.observe("load_copy", time.perf_counter() - started)
+
+    def _copies_of(self, load: Load) -> Iterator[_Loaded]:
+        """From where to where, for the chunks that are held and fit; the others have failed."""
+        for chunk in load.chunks:
+            held = self._io.groups_held(chunk)
+            try:
+                if not held:
+                    raise LayoutError(f"slot {chunk.slot} does not hold the chunk it was to hold")
+                hit = (load.start, load.stop)
+                runs = self._copies.load_runs(load.blocks, hit, chunk.first_token, held)
+            except LayoutError as error:
+                self._fail(load, chunk, error)
+            else:
+                slot = self._memory.slot(chunk.slot)
+                yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))
+
+    def _copy_in(self, loaded: Sequence[_Loaded]) -> None:
+        before = self._copies.mark()
+
+        def copy(one: _Loaded) -> None:
+            self._copies.scatter(one.copy, after=before)
+
+        alone = self._copies.overlaps or len(loaded) * self._memory.slot_bytes < SPREAD_BYTES
+        errors = self._io.read_pool.spread(loaded, copy, alone=alone)
+        for one, error in zip(loaded, errors, strict=True):
+            if error is not None:
+                self._fail(one.load, one.chunk, error)
+
+    def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
+        logger.error("load of %s failed: %s", load.request_id, error)
+        self._observer.count("load_failed_chunks")
+        self._report.failed_requests.add(load.request_id)
+        self._report.failed_keys.append(chunk.key)
+        hit = (load.start, load.stop)
+        self._report.invalid |= self._copies.block_ids(load.blocks, hit, chunk.first_token)
+
+    # -- saves ----------------------------------------------------------------------------------
+
+    def _save(self, saves: Sequence[Save]) -> None:
+        """Copy chunks out of the blocks; the writes happen behind. Never blocks on I/O."""
+        left = iter(saves)
+        waiting: deque[Save] = deque()
+        copied: list[Copied] = []
+        try:
+            for gathered in self._copies.gather(self._copies_out(left, waiting)):
+                save = waiting.popleft()
+                copied.append(Copied(save.chunk, gathered, self._rows.schema))
+        except TransferError as error:
+            logger.warning("saves put off: %s", error)
+            self._observer.count("save_no_device_memory")
+        finally:
+            # What was not copied, by whatever error, may still be on its way to its slot.
+            for save in waiting:
+                self._io.read_until(save.chunk.slot, self._copies.done())
+            self._put_off([*waiting, *left])
+            # Only now: hashing and writing take memory bandwidth from the copies.
+            for one in copied:
+                self._io.copied(one, write=self._writes_alone)
+
+    def _copies_out(self, left: Iterator[Save], waiting: deque[Save]) -> Iterator[ChunkCopy]:
+        """The copies of those chunks whose blocks are right, which also go to `waiting`."""
+        for save in left:
+            try:
+                runs = self._copies.chunk_runs(save.blocks, save.chunk.first_token)
+            except LayoutError as error:
+                logger.error("save refused: %s", error)
+                self._report.missed.append(Missed(save.chunk.slot, REFUSED))
+                continue
+            waiting.append(save)
+            yield ChunkCopy(self._memory.slot(save.chunk.slot), runs, save.chunk.first_token)
+
+    def _put_off(self, saves: Sequence[Save]) -> None:
+        self._report.missed += [Missed(save.chunk.slot, PUT_OFF) for save in saves]

@@ -1,7 +1,7 @@
-"""The system calls of the directory store, behind one object that tests can make fail.
+"""The bytes of one file: reading it, writing it.
 
-Nothing here decides anything. What the medium refuses comes out as `OSError`; the callers
-translate.
+Direct I/O with `auto` is one rule: a record that is not in the page cache is read past it, and
+everything else goes through it.
 """
 
 from __future__ import annotations
@@ -9,72 +9,30 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
+import random
 from collections.abc import Sequence
-from contextlib import suppress
+from typing import Literal
 
-from kvferry.store.base import Buffer
+from kvferry.errors import StoreError
+from kvferry.store.base import Buffer, Source
+
+DirectIO = Literal["auto", "off"]
 
 BLOCK_BYTES = 4096
 """Alignment that O_DIRECT is content with on every common file system."""
 
-IOV_MAX = 1024
-"""Buffers per vectored call: what POSIX systems allow. More are split."""
+_MIN_DIRECT_BYTES = 64 * 1024
+"""Below, a look at the page cache costs more than it can save."""
 
-NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_IOV_MAX = 1024
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
 
 
-class FileIO:
-    """One method per system call, nothing added. Subclass it to inject faults.
-
-    Thread-safe. Directories are private to the user, files too, whatever the umask says.
-    """
-
-    def open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | NO_FOLLOW, 0o600)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        if flags:
-            return os.preadv(fd, buffers, offset, flags)
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def truncate_path(self, path: str) -> None:
-        os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | NO_FOLLOW))
-
-    def lstat(self, path: str) -> os.stat_result:
-        return os.lstat(path)
-
-    def listdir(self, path: str) -> list[str]:
-        return os.listdir(path)
-
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path, 0o700)
-
-    def rmdir(self, path: str) -> None:
-        os.rmdir(path)
-
-    def link(self, source: str, target: str) -> None:
-        os.link(source, target, follow_symlinks=False)
-
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def utime(self, path: str, nanoseconds: int) -> None:
-        os.utime(path, ns=(nanoseconds, nanoseconds), follow_symlinks=False)
+def open_at(name: str, flags: int, directory: int) -> int:
+    """Open a file in a directory, through no link; one that is made is private to the user."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
 
 
 def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -83,98 +41,126 @@ def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:
     return [view.cast("B") for view in views if view.nbytes]
 
 
-def write_all(io: FileIO, fd: int, views: Sequence[memoryview], offset: int) -> None:
+def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
     """Write all of `views` one after the other from `offset` on, however short single calls are.
 
     Raises:
         OSError: the medium refused; what was written so far is unspecified.
     """
-    position = 0
-    rest: memoryview | None = None
-    while position < len(views):
-        batch = list(views[position : position + IOV_MAX])
-        if rest is not None:
-            batch[0] = rest
-        written = io.pwritev(fd, batch, offset)
+    waiting = list(views)
+    while waiting:
+        written = os.pwritev(fd, waiting[:_IOV_MAX], offset)
         if written <= 0:
             raise OSError(errno.EIO, "a write made no progress")
         offset += written
-        rest = None
-        for view in batch:
-            if written < view.nbytes:
-                rest = view[written:]
-                break
-            written -= view.nbytes
-            position += 1
+        while waiting and written >= waiting[0].nbytes:
+            written -= waiting.pop(0).nbytes
+        if written:
+            waiting[0] = waiting[0][written:]
 
 
-def read_up_to(io: FileIO, path: str, size: int) -> bytes:
-    """The first `size` bytes of a regular file, fewer if it is shorter.
+class FileSource(Source):
+    """One open record. Keeps its bytes even if the record is removed meanwhile. Not thread-safe.
 
-    Raises:
-        OSError: it is absent, not a regular file, or unreadable.
+    Whether it is in the page cache, one random page tells, read with RWF_NOWAIT, which fails if the
+    disk would be needed. It is one page, because even a failing attempt makes the kernel start
+    reading ahead what was asked for, and a random one, because it is in the cache from then on.
+
+    Args:
+        fd: the file, which is closed with this.
+        size: of the file, in bytes.
+        direct: whether reads may go past the page cache.
     """
-    fd = io.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        buffer = memoryview(bytearray(size))
+
+    def __init__(self, fd: int, size: int, *, direct: bool) -> None:
+        self.size = size
+        self._fd = fd
+        self._direct_fd = -1
+        self._direct = direct and _O_DIRECT != 0 and _RWF_NOWAIT != 0 and size >= _MIN_DIRECT_BYTES
+        self._cached: bool | None = None  # not looked yet
+
+    def is_cached(self) -> bool:
+        if self._direct and self._cached is None:
+            page = random.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
+            try:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+                self._cached = self._read_cached(memoryview(bytearray(BLOCK_BYTES)), page) > 0
+            except OSError:
+                self._cached = False  # a medium that fails: the read itself will say so
+        return not self._direct or bool(self._cached)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        if self._fd < 0:
+            raise StoreError("this record is closed")
+        target = buffer.cast("B")
         done = 0
-        while done < size:
-            count = io.preadv(fd, [buffer[done:]], done)
-            if count == 0:
-                break
-            done += count
-        return bytes(buffer[:done])
-    finally:
-        io.close(fd)
+        try:
+            while done < target.nbytes:
+                count = self._read_some(target[done:], offset + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            raise StoreError(f"a stored record cannot be read: {error.strerror}") from error
+        return done
 
+    def close(self) -> None:
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
 
-def ensure_directory(io: FileIO, path: str) -> None:
-    """Make one directory if it is not there; its parent must be."""
-    try:
-        io.mkdir(path)
-    except FileExistsError:
-        if not stat.S_ISDIR(io.lstat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "something else is in the way", path) from None
+    def __del__(self) -> None:
+        self.close()
 
+    def _read_some(self, target: memoryview, offset: int) -> int:
+        inside = min(target.nbytes, self.size - offset)
+        whole = inside - inside % BLOCK_BYTES
+        if (
+            self._direct
+            and whole >= _MIN_DIRECT_BYTES
+            and _is_aligned(offset)
+            and _is_aligned(address_of(target))
+        ):
+            if self.is_cached() and self._direct:
+                count = self._read_cached(target, offset)
+                self._cached = count >= inside  # if not, the rest comes past the cache
+                if count:
+                    return count
+            count = self._read_direct(target[:whole], offset)
+            if count:
+                return count
+        return os.preadv(self._fd, [target], offset)
 
-def list_directory(io: FileIO, path: str) -> list[str]:
-    """Names in a directory that kvferry made; empty if there is none, or anything else instead. A
-    link is not followed: what it leads to is not ours to change.
+    def _read_cached(self, target: memoryview, offset: int) -> int:
+        """What the page cache holds from `offset` on; 0 if that is nothing."""
+        try:
+            return os.preadv(self._fd, [target], offset, _RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            # Warm and cold look alike here, and a warm direct read is the worse mistake.
+            self._direct = False
+            return 0
 
-    Raises:
-        OSError: the medium failed.
-    """
-    try:
-        return io.listdir(path) if stat.S_ISDIR(io.lstat(path).st_mode) else []
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def remove_tree(io: FileIO, path: str) -> None:
-    """Delete a directory and all in it, or what stands in its place; no link is followed, and what
-    is gone already is fine.
-
-    Raises:
-        OSError: something in it cannot be deleted.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISDIR(io.lstat(path).st_mode):
-            io.unlink(path)
-            return
-        for name in io.listdir(path):
-            remove_tree(io, f"{path}/{name}")
-        io.rmdir(path)
-
-
-def exists(io: FileIO, path: str) -> bool:
-    """Whether a name is taken. Errors other than absence are raised."""
-    try:
-        io.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
+    def _read_direct(self, target: memoryview, offset: int) -> int:
+        """Past the page cache; 0 at the end, and if that is not possible (any more)."""
+        if not self._direct:
+            return 0
+        try:
+            if self._direct_fd < 0:
+                # Through /proc: the very same file, whatever its name means by now.
+                self._direct_fd = os.open(
+                    f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT
+                )
+            return os.preadv(self._direct_fd, [target], offset)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED and error.errno != errno.ENOENT:
+                raise
+            self._direct = False
+            return 0
 
 
 def address_of(buffer: memoryview) -> int:
@@ -182,5 +168,5 @@ def address_of(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def is_aligned(value: int) -> bool:
+def _is_aligned(value: int) -> bool:
     return value % BLOCK_BYTES == 0

@@ -2,34 +2,91 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import logging
-import random
-import stat
+import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Entry, PutResult, Source, Stamp, Store, StoreStat
-from kvferry.store.file import maintenance
-from kvferry.store.file.faults import READ_ONLY
-from kvferry.store.file.fileio import FileIO, as_views
-from kvferry.store.file.layout import open_root, shard_of
-from kvferry.store.file.maintenance import GcReport, Progress, RepairReport, VerifyReport
-from kvferry.store.file.reading import NotARecord, ReadAbilities, open_record, stamp_of
-from kvferry.store.file.sharded import ShardedWrites
-from kvferry.store.file.volume import Volume
-from kvferry.store.file.watch import RecordWatch
-from kvferry.store.file.writing import DirectIO, PendingWrite
+from kvferry.record.check import namespace_of
+from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
+from kvferry.store.checking import Progress, VerifyReport, verify
+from kvferry.store.faults import Faults
+from kvferry.store.file.directory import (
+    NUM_SHARDS,
+    NotARecord,
+    file_system,
+    open_root,
+    record_name,
+    why_untrusted,
+)
+from kvferry.store.file.fileio import (
+    DirectIO,
+    FileSource,
+    as_views,
+    write_all,
+)
+from kvferry.store.file.index import Index, IndexUnavailable
+from kvferry.store.file.upkeep import Upkeep
+from kvferry.store.known_keys import KnownKeys, NoKeys
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+ROOM_SECONDS = 2.0
+"""How long a put waits for others to finish whose reservations fill the quota."""
+
+_BATCH = 256
+INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
+
+_OF_ONE_MACHINE = frozenset(
+    [
+        "apfs",
+        "bcachefs",
+        "btrfs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "jfs",
+        "overlay",
+        "ramfs",
+        "reiserfs",
+        "tmpfs",
+        "ufs",
+        "xfs",
+        "zfs",
+    ]
+)
+
+
+class GcReport(NamedTuple):
+    """What `gc` removed, and what is stored now."""
+
+    removed_records: int
+    removed_bytes: int
+    used_bytes: int
+
+
+class _Writing(NamedTuple):
+    """A value with its room, hidden until it is placed."""
+
+    key: ChunkKey
+    num_bytes: int
+    file: str
+    fd: int
 
 
 class FileStore(Store):
@@ -38,14 +95,13 @@ class FileStore(Store):
     Guarantees, for every process that is killed at any instant:
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
-    - The bytes counted are exact, and never less than what is on disk, so the quota holds. What
-    dead
-      processes had reserved comes back by itself.
+    - The bytes counted are never less than what is on disk, so the quota holds. What dead processes
+      had reserved comes back by itself.
     - No operation raises for a full, read-only, failing or vanished directory, except
       `Source.read_into` and `open_read` for a record that is there and cannot be read.
 
-    Has more public methods than most classes here: the store contract and its four optional
-    abilities in one place, each a few lines over the part that does the work.
+    Has more public methods than most classes here: the store contract and its optional abilities in
+    one place, each a few lines over the part that does the work.
     """
 
     multi_process = True
@@ -60,13 +116,12 @@ class FileStore(Store):
         observer: Observer = NO_OBSERVER,
         direct_io: DirectIO = "auto",
         index: bool = True,
+        index_file: Path | None = None,
         background: bool = True,
-        io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
     ) -> None:
-        """Open a store; returns before the index is filled.
+        """Open a store; returns before all that it holds is known.
 
         Args:
             root: the directory; made a store if it is absent or empty and `create` is set.
@@ -74,249 +129,471 @@ class FileStore(Store):
             create: make the store if it is not there.
             read_only: never write. A directory that cannot be written is opened so with a warning.
             observer: receives counts named `store_...`.
-            direct_io: "off" never passes by the page cache; "auto" does for cold reads, and for
-                writes while the disk keeps up with them; "on" for all writes. See
-                `reading` and `ways`.
-            index: know what is stored, for `contains`, at the price of listing every directory once
-                and then of taking what the system tells, or a look at each, once a second.
-                Without, `contains` finds nothing, and `stat` counts no records.
+            direct_io: "auto" reads what is not in the page cache past it; "off" does not. All else
+                goes through the page cache.
+            index: know what is stored, for `contains`. Without, `contains` finds nothing.
+            index_file: the database, if not in the directory itself. A directory on a network mount
+                has one in this user's cache directory, for each machine its own.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
-            io: system calls, for tests.
             clock: monotonic seconds.
             wall: seconds since the epoch.
-            rng: draws shards for eviction and pages to look at.
 
         Raises:
             ConfigError: `root` cannot be used.
         """
-        io = FileIO() if io is None else io
-        layout = open_root(root, io, create=create and not read_only)
-        self.url = str(StoreUrl(scheme="file", path=layout.root))
-        rng = random.Random() if rng is None else rng
-        self._abilities = ReadAbilities(rng=rng)
-        self._abilities.direct &= direct_io != "off"
+        self._directory = open_root(root, create=create and not read_only, read_only=read_only)
+        self.url = str(StoreUrl(scheme="file", path=self._directory.root))
+        self._max_bytes = max_bytes
+        self._observer = observer
+        self._direct_io = direct_io
         self._closed = False
-        self._watch: RecordWatch | None = None
-        self._has_index = index
+        self._clock = clock
         self._wall = wall
-        self._volume = Volume(
-            io,
-            layout,
-            max_bytes=max_bytes,
-            create=create,
-            direct_io=direct_io,
-            index=index,
+        self._faults = Faults(self.url, observer, clock)
+        self._known = KnownKeys() if index else NoKeys()
+        self._sessions: dict[str, _Writing] = {}
+        self._closing = threading.Lock()
+        self._line = threading.Lock()
+        untrusted = why_untrusted(self._directory.root)
+        if untrusted is not None:
+            logger.warning("store %s %s: whoever that is can change it", self.url, untrusted)
+        self.is_read_only = read_only or not self._can_write()
+        machines_share = index_file is not None or not _is_of_one_machine(self._directory.root)
+        self._index, compares = self._open_index(index_file, machines_share, wall)
+        self._upkeep = Upkeep(
+            self._directory,
+            self._index,
+            self._known,
+            machines_share=machines_share,
+            changes=not self.is_read_only,
+            compares=compares and index,
+            max_bytes=None if self.is_read_only else max_bytes,
+            failed=self._faults.failed,
             observer=observer,
             clock=clock,
             wall=wall,
-            rng=rng,
         )
-        self._sessions = ShardedWrites(io, layout, self._volume.writing, self._volume.faults)
-        if not read_only:
-            self._join()
-        try:
-            self._volume.quota.refresh()
-        except OSError as error:
-            self._volume.faults.failed("open", error)
         if background:
-            self._volume.upkeep.background.start()
+            self._upkeep.start()
 
-    def _join(self) -> None:
+    def _can_write(self) -> bool:
+        """Whether the directory can be written; says so if not."""
         try:
-            self._volume.membership.join()
+            with self._directory.opened("records", make=True):
+                pass
+            with self._directory.opened("writing", make=True):
+                return True
         except OSError as error:
-            if error.errno not in READ_ONLY:
-                self._volume.faults.failed("open", error)
-                return
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                self._faults.failed("open", error)
+                return True
             logger.warning(
                 "store %s cannot be written (%s): opened read-only, nothing will be stored",
                 self.url,
                 error.strerror,
             )
+            return False
 
-    @property
-    def is_read_only(self) -> bool:
-        """Whether this store cannot write: asked for, not permitted, or closed."""
-        return self._volume.membership.current is None
+    def _open_index(
+        self, file: Path | None, machines_share: bool, wall: Callable[[], float]
+    ) -> tuple[Index, bool]:
+        """The index, and whether it has to be compared with the directory here."""
+        if file is not None:
+            path = str(file)
+        elif machines_share:
+            path = _private_index(self._directory.root)
+        else:
+            path = f"{self._directory.root}/{INDEX_NAME}"
+        by = f"{os.getpid()}@{socket.gethostname()}"
+        index = Index(path, read_only=self.is_read_only, by=by, wall=wall)
+        try:
+            index.open()
+            if not self.is_read_only:
+                if not index.totals.is_complete and self._directory.is_empty():
+                    index.complete()
+                return index, True
+            if index.totals.is_complete:
+                return index, False
+        except OSError as error:
+            if not self.is_read_only:
+                self._faults.failed("open", error)
+                if not machines_share or isinstance(error, IndexUnavailable):
+                    return index, True  # opened later
+        # Nobody keeps an index here, or it cannot be opened: one of our own, in memory.
+        if not self._directory.is_empty():
+            logger.warning(
+                "store %s has no index that can be used: listing the directory; when records were "
+                "used, and which went, is not known",
+                self.url,
+            )
+        index = Index(None, read_only=False, by=by, wall=wall)
+        index.open()
+        return index, True
 
     def contains(self, key: ChunkKey) -> bool:
-        return self._volume.index.contains(key)
+        return self._known.contains(key)
 
     def open_read(self, key: ChunkKey) -> Source | None:
-        volume = self._volume
         if self._closed:
             return None
         try:
-            moment = self._follow(key)  # before: what happens from here on counts
-            source = open_record(
-                volume.io, volume.layout.record(key), self._abilities, self._wall()
-            )
+            opened = self._directory.open_record(key)
         except NotARecord:
-            volume.set_aside(key, "not_a_file")
+            self.discard(key, "not_a_file")
             return None
         except OSError as error:
-            volume.faults.failed("read", error)
+            self._faults.failed("read", error)
             raise StoreError(
                 f"record {key.hex()} of {self.url} cannot be opened: {error.strerror}"
             ) from error
-        if source is None:
-            volume.index.discard(key)
-        elif source.stamp is not None:
-            source.stamp = source.stamp._replace(moment=moment)
-        return source
-
-    def stamp(self, key: ChunkKey) -> Stamp | None:
-        """What tells whether a record is still what was read; see `SupportsStamp`.
-
-        Raises:
-            StoreError: the medium failed.
-        """
-        if self._closed:
+        if opened is None:
+            self._known.discard(key)
             return None
-        try:
-            moment = self._follow(key)
-            status = self._volume.io.lstat(self._volume.layout.record(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            self._volume.faults.failed("read", error)
-            raise StoreError(
-                f"record {key.hex()} of {self.url} cannot be looked at: {error.strerror}"
-            ) from error
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        return stamp_of(status, self._wall())._replace(moment=moment)
-
-    def watch(self) -> bool:
-        """Listen to changes; see `SupportsWatch`."""
-        if self._watch is None and not self._closed:
-            try:
-                self._watch = RecordWatch()
-            except OSError as error:
-                logger.info("changes to %s are not told of: %s", self.url, error.strerror)
-        return self._watch is not None
-
-    def is_unchanged(self, key: ChunkKey, since: Stamp) -> bool:
-        """Whether a record is known to be what it was; see `SupportsWatch`."""
-        if self._watch is None or since.moment is None:
-            return False
-        return self._watch.is_unchanged(key, since.moment)
-
-    def _follow(self, key: ChunkKey) -> int | None:
-        if self._watch is None:
-            return None
-        return self._watch.follow(self._volume.layout.shard(shard_of(key)))
+        return FileSource(*opened, direct=self._direct_io != "off")
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
         views = as_views(buffers)
-        pending = self._volume.reserve(key, sum(view.nbytes for view in views))
-        if isinstance(pending, PutResult):
-            return pending
-        return self._volume.commit(pending, views)
+        writing = self._begin(key, sum(view.nbytes for view in views))
+        return writing if isinstance(writing, PutResult) else self._finish(writing, views)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        self._volume.set_aside(key, reason)
+        if not self._writes():
+            self._known.ban(key)
+            return
+        try:
+            moved = self._directory.quarantine(key, reason)
+        except FileNotFoundError:
+            self._known.discard(key)
+            return
+        except OSError as error:
+            self._known.ban(key)  # the same broken hit is not offered twice
+            self._faults.failed("quarantine", error)
+            return
+        self._known.discard(key)
+        self._observer.count("store_quarantined")
+        self._forget([key], "quarantined", reason)
+        if moved is not None:
+            logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
+            with suppress(OSError):
+                self._index.quarantined(moved[0], moved[1].num_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
-        try:
-            return self._volume.remove([key]).num_records > 0
-        except OSError as error:
-            self._volume.faults.failed("delete", error)
+        if not self._writes():
             return False
+        try:
+            removed = self._directory.remove(key)
+        except OSError as error:
+            self._faults.failed("delete", error)
+            return False
+        self._known.discard(key)
+        if removed:
+            self._forget([key], "deleted", "")
+        return removed
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        if not self.is_read_only:
-            self._volume.upkeep.recency.note(keys)
+        if self._writes():
+            self._upkeep.note(keys)
 
     def stat(self) -> StoreStat:
-        quota = self._volume.quota
+        totals = self._index.totals
         return StoreStat(
             url=self.url,
-            num_records=len(self._volume.index),
-            used_bytes=self._volume.used_bytes(),
-            max_bytes=quota.max_bytes,
-            index_complete=self._volume.upkeep.refresh.is_complete,
+            num_records=totals.num_records,
+            used_bytes=totals.num_bytes,
+            max_bytes=self._max_bytes,
+            index_complete=self._upkeep.is_complete,
         )
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._watch is not None:
-            self._watch.close()
-        # Given back by the background thread, as all else: a disk that hangs must not hold us.
-        abandoned = self._sessions.take_all()
-        self._volume.upkeep.background.stop(CLOSE_SECONDS, partial(self._abort_all, abandoned))
-        self._volume.index.clear()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        sessions, self._sessions = self._sessions, {}
+        if self._index.is_ours:  # else a forked child, whose locks may be held by nobody
+            self._upkeep.stop(CLOSE_SECONDS, partial(self._abort_all, list(sessions.values())))
+        self._known.clear()
 
-    def _abort_all(self, abandoned: Sequence[PendingWrite]) -> None:
-        for pending in abandoned:
-            self._volume.writing.abort(pending)
-        self._volume.rest(always=True)
-
-    def scan(self) -> Iterator[Entry]:
-        """Every record at some moment during the call; see `SupportsScan`.
+    def scan(
+        self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
+    ) -> Iterator[Entry]:
+        """Every record at some moment during the call, from the index; see `SupportsScan`. With an
+        order, the `limit` that were used last, or are the largest; -1 for all.
 
         Raises:
-            StoreError: the medium failed.
+            StoreError: the index cannot be read.
         """
-        return iter(()) if self._closed else maintenance.scan(self._volume)
+        if self._closed:
+            return
+        try:
+            yield from self._index.entries(order, limit)
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be listed: {error}") from error
+
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        """Records and bytes by namespace; see `SupportsNamespaces`."""
+        try:
+            return {} if self._closed else self._index.by_namespace()
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be listed: {error}") from error
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        """What a namespace is; see `SupportsNamespaces`."""
+        name = f"{namespace.hex()}.json"
+        try:
+            said = self._directory.read_text(name, "namespaces")
+            if description not in (None, said) and self._writes():
+                self._directory.write_text(name, description, "namespaces")
+        except OSError as error:
+            self._faults.failed("describe", error)
+            return None
+        return description or said
+
+    def removals(self, count: int) -> list[Removal]:
+        """What went last, up to `count` of it, newest first.
+
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        try:
+            return [] if self._closed else self._index.removals(count)
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be asked: {error}") from error
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background whether these are here; see `SupportsProbe`."""
-        self._volume.upkeep.refresh.request(keys)
-        self._volume.upkeep.background.wake()
+        if not self._closed and self._index.is_ours and self._known.learns:
+            self._upkeep.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
-        """Put a key into the index; see `SupportsProbe`."""
-        self._volume.index.add(key)
+        """Put a key into what is known; see `SupportsProbe`."""
+        if not self._closed:
+            self._known.add(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        """Wait for the first fill of the index; see `SupportsProbe`."""
-        return self._has_index and self._volume.upkeep.refresh.wait_complete(timeout)
+        """Wait until all that is stored is known; see `SupportsProbe`."""
+        return self._known.learns and self._upkeep.wait_complete(timeout)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """Begin a record that several processes write; see `SupportsShardedWrite`."""
-        pending = self._volume.reserve(key, num_bytes)
-        if isinstance(pending, PutResult):
-            return pending
+        writing = self._begin(key, num_bytes)
+        if isinstance(writing, PutResult):
+            return writing
         try:
-            return self._sessions.begin(pending)
+            os.ftruncate(writing.fd, num_bytes)
         except OSError as error:
-            self._volume.writing.abort(pending)
-            return self._volume.write_failed(error)
+            self._abort(writing)
+            return self._faults.write_failed(error)
+        self._sessions[writing.file] = writing
+        return writing.file
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
         """Write a range of a record that any process has begun; see `SupportsShardedWrite`."""
-        return self._sessions.write_at(session, offset, buffers)
+        views = as_views(buffers)
+        try:
+            fd = None if self._closed or offset < 0 else self._directory.open_writing(session)
+            if fd is None:
+                return False
+            try:
+                if offset + sum(view.nbytes for view in views) > os.fstat(fd).st_size:
+                    return False
+                write_all(fd, views, offset)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._faults.write_failed(error)
+            return False
+        return True
 
     def commit(self, session: str, head: Buffer) -> PutResult:
         """Make a record visible; see `SupportsShardedWrite`."""
-        pending = self._sessions.take(session)
-        if pending is None:
-            return PutResult.FAILED
-        return self._volume.commit(pending, as_views([head]))
+        writing = self._sessions.pop(session, None) if self._writes() else None
+        return PutResult.FAILED if writing is None else self._finish(writing, as_views([head]))
 
     def abort(self, session: str) -> None:
         """Give a record up; see `SupportsShardedWrite`."""
-        pending = self._sessions.take(session)
-        if pending is not None:
-            self._volume.writing.abort(pending)
+        writing = self._sessions.pop(session, None) if self._writes() else None
+        if writing is not None:
+            self._abort(writing)
 
     def maintain(self) -> None:
-        """Do all upkeep that is due now, in this thread: for stores opened without background."""
-        # Twice, because some jobs wait for what others do in the first round.
-        for _ in range(2):
-            self._volume.upkeep.background.run_until_idle()
+        """Do all upkeep now, in this thread: for stores opened without background."""
+        if not self._closed and self._index.is_ours:
+            self._upkeep.run_until_idle()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Check every record and quarantine the bad ones; see `maintenance.verify`."""
-        return maintenance.verify(self._volume, progress)
-
-    def repair(self, progress: Progress | None = None) -> RepairReport:
-        """Verify, recover and correct the counts; see `maintenance.repair`."""
-        return maintenance.repair(self._volume, progress)
+        """Check every file and discard the bad ones; see `checking.verify`."""
+        return verify(self, self._listed(), progress)
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove old and surplus records; see `maintenance.gc`."""
-        return maintenance.gc(self._volume, max_bytes, older_than_seconds, self._wall())
+        """Remove what was not used for some time, then the least recently used until the rest fits.
+
+        Args:
+            max_bytes: keep at most so many bytes; None: as many as the quota allows.
+            older_than_seconds: remove records and quarantined files not used for so long.
+
+        Raises:
+            StoreError: the store is read-only, or the medium failed.
+        """
+        if not self._writes():
+            raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
+        index, directory = self._index, self._directory
+        try:
+            self._upkeep.flush()
+            self._upkeep.clean()
+            start = index.totals
+            if older_than_seconds is not None:
+                before = self._wall() - older_than_seconds
+                while keys := index.least_recent(before, _BATCH):
+                    gone = index.forget(
+                        keys, "deleted", "gc", lambda key: directory.remove(key) or True
+                    )
+                    self._unlearn(gone)
+                for name, found in directory.list_quarantine().items():
+                    if found.modified < before:
+                        directory.remove_quarantined(name)
+            max_bytes = self._max_bytes if max_bytes is None else max_bytes
+            if max_bytes is not None:
+                self._unlearn(
+                    index.shrink(max_bytes, directory.remove, directory.remove_quarantined)
+                )
+            self._upkeep.clean()
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
+        end = index.totals
+        return GcReport(
+            removed_records=start.num_records - end.num_records,
+            removed_bytes=start.num_bytes - end.num_bytes,
+            used_bytes=end.num_bytes,
+        )
+
+    def _unlearn(self, gone: Iterable[tuple[ChunkKey, int]]) -> None:
+        for key, _ in gone:
+            self._known.discard(key)
+
+    def _listed(self) -> Iterator[ChunkKey]:
+        """What the directory has, whatever the index says."""
+        for shard in range(NUM_SHARDS):
+            try:
+                yield from self._directory.list_shard(shard)
+            except OSError as error:
+                raise StoreError(f"{self.url} cannot be listed: {error.strerror}") from error
+
+    def _writes(self) -> bool:
+        return not self._closed and not self.is_read_only and self._index.is_ours
+
+    def _begin(self, key: ChunkKey, num_bytes: int) -> _Writing | PutResult:
+        """Make room and a hidden file for a value, or say why not."""
+        record_name(key)  # a key of another length is the caller's mistake
+        if not self._writes():
+            return PutResult.FAILED
+        resting = self._faults.resting()
+        if resting is not None:
+            return resting
+        try:
+            if self._directory.find(key) is not None:
+                self._known.add(key)
+                return PutResult.EXISTS
+            if self._max_bytes is not None and num_bytes > self._max_bytes:
+                return PutResult.NO_SPACE
+            if self._max_bytes is not None and not self._index.totals.is_complete:
+                self._observer.count("store_put_skipped")  # nobody knows yet what is there
+                return PutResult.FAILED
+            file, fd = self._directory.begin()
+        except OSError as error:
+            return self._faults.write_failed(error)
+        writing = _Writing(key, num_bytes, file, fd)
+        try:
+            if self._reserve(writing):
+                return writing
+            self._observer.count("store_put_no_space")
+            refused = PutResult.NO_SPACE
+        except OSError as error:
+            refused = self._faults.write_failed(error)
+        self._directory.drop(file)
+        os.close(fd)
+        return refused
+
+    def _reserve(self, writing: _Writing) -> bool:
+        """Whether there is room, made by eviction if there must be.
+
+        Raises:
+            OSError: the index cannot be changed.
+        """
+        until = self._clock() + ROOM_SECONDS
+        if self._ask_for_room(writing):
+            return True
+        with self._line:  # one asks again and again, the others let the index be
+            if self._ask_for_room(writing):
+                return True
+            self._upkeep.clean()
+            while (has_room := self._ask_for_room(writing)) is None and self._clock() < until:
+                time.sleep(0.005)  # others are about to store what fills the quota
+        return bool(has_room)
+
+    def _ask_for_room(self, writing: _Writing) -> bool | None:
+        has_room, evicted = self._index.reserve(
+            writing.key,
+            writing.num_bytes,
+            writing.file,
+            self._max_bytes,
+            self._directory.remove,
+            self._directory.remove_quarantined,
+        )
+        self._unlearn(evicted)
+        if evicted:
+            self._observer.count("store_evicted_records", len(evicted))
+            self._observer.count("store_evicted_bytes", sum(size for _, size in evicted))
+        return has_room
+
+    def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
+        """Write, and give the value its name."""
+        key = writing.key
+        try:
+            write_all(writing.fd, views, 0)
+            won = self._directory.place(writing.file, key)
+        except OSError as error:
+            self._abort(writing)
+            return self._faults.write_failed(error)
+        self._faults.write_succeeded()
+        if not won:
+            self._abort(writing)
+            self._known.add(key)
+            return PutResult.EXISTS
+        namespace = namespace_of(bytes(views[0][:512])) if views else None
+        try:
+            self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
+        except OSError as error:
+            self._faults.failed("index", error)  # stays reserved until somebody cleans
+        self._directory.drop(writing.file)
+        os.close(writing.fd)
+        self._known.stored(key)
+        self._observer.count("store_put_records")
+        self._observer.count("store_put_bytes", writing.num_bytes)
+        return PutResult.STORED
+
+    def _abort(self, writing: _Writing) -> None:
+        """Give everything back. Never raises: what stays is found later."""
+        with suppress(OSError):
+            self._index.release(writing.file)
+        self._directory.drop(writing.file)
+        os.close(writing.fd)
+
+    def _abort_all(self, sessions: Sequence[_Writing]) -> None:
+        for writing in sessions:
+            self._abort(writing)
+
+    def _forget(self, keys: Sequence[ChunkKey], reason: str, detail: str) -> None:
+        with suppress(OSError):  # found when the index is next compared with the directory
+            self._index.forget(keys, reason, detail, lambda key: self._directory.find(key) is None)
+
+
+def _is_of_one_machine(root: str) -> bool:
+    kind = file_system(root)
+    return kind is None or kind in _OF_ONE_MACHINE
+
+
+def _private_index(root: str) -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    return f"{cache}/kvferry/index/{name}.sqlite3"

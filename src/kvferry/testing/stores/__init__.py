@@ -12,12 +12,11 @@
 
     TestMyStoreMachine = store_machine(TestMyStore()).TestCase
 
-`ScanTests`, `ProbeTests`, `StampTests`, `WatchTests` and `ShardedWriteTests` are for the optional
-abilities; a store that has an ability and does not run its tests fails
-`test_every_ability_is_tested`. Asserts read better after
-`pytest.register_assert_rewrite("kvferry.testing.stores")` in a `conftest.py`."""
+`ScanTests`, `ProbeTests` and `ShardedWriteTests` are for the optional abilities; a store that has
+an ability and does not run its tests fails `test_every_ability_is_tested`. Asserts read better
+after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a `conftest.py`."""
 
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests, StampTests, WatchTests
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     awkward_sizes,
@@ -39,12 +38,10 @@ __all__ = [
     "RaceTests",
     "ScanTests",
     "ShardedWriteTests",
-    "StampTests",
     "StoreHooks",
     "StoreMachine",
     "StoreTests",
     "ValueTests",
-    "WatchTests",
     "awkward_sizes",
     "make_key",
     "make_value",

@@ -1,4 +1,4 @@
-"""Optional abilities that only look: scan, probe, stamp and watch."""
+"""Optional abilities that only look: scan and probe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 
 from kvferry.store.base import (
     Entry,
-    Stamp,
     Store,
     SupportsProbe,
     SupportsScan,
-    SupportsStamp,
-    SupportsWatch,
 )
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, wait_until
 
@@ -110,142 +107,3 @@ class ProbeTests(StoreHooks):
             assert time.monotonic() - started < 5
             store.put(make_key(0), [b"value"])
             assert store.contains(make_key(0))
-
-
-def _stamp(store: Store) -> Stamp | None:
-    assert isinstance(store, SupportsStamp)
-    return store.stamp(make_key())
-
-
-def _tells(before: Stamp, now: Stamp | None) -> bool:
-    """Whether whoever read a value at `before` learns that it may be another one by `now`."""
-    if now is None or now.value != before.value or before.changes is None:
-        return True
-    return now.changes != before.changes
-
-
-class StampTests(StoreHooks):
-    """For stores with `SupportsStamp`."""
-
-    def test_a_source_bears_the_stamp_of_its_value(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            assert _stamp(store) is None
-            store.put(make_key(), [make_value()])
-            source = store.open_read(make_key())
-            assert source is not None
-            with source:
-                now = _stamp(store)
-                assert source.stamp is not None
-                assert now is not None
-                assert source.stamp.value == now.value
-
-    def test_a_stamp_tells_what_was_written_behind_the_api(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            assert before is not None
-            self.poke(store, make_key(), make_value(number=1))
-            now = _stamp(store)
-            assert now is not None
-            assert _tells(before, now)
-            assert now.written or now.value != before.value
-            self.poke(store, make_key(), make_value(5000))
-            longer = _stamp(store)
-            assert longer is not None
-            assert longer.value != before.value
-
-    def test_a_stamp_that_has_settled_tells_what_is_written_later(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-
-            def settled() -> bool:
-                stamp = _stamp(store)
-                return stamp is not None and stamp.changes is not None
-
-            wait_until(settled, "a stamp settles", self.patience_seconds)
-            before = _stamp(store)
-            assert before is not None
-            assert _stamp(store) == before
-            self.poke(store, make_key(), make_value(number=1))
-            assert _tells(before, _stamp(store))
-
-    def test_a_stamp_tells_that_a_value_went_and_came_back(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            assert before is not None
-            store.delete(make_key())
-            assert _stamp(store) is None
-            store.put(make_key(), [make_value(number=1)])
-            assert _tells(before, _stamp(store))
-
-    def test_a_noted_use_is_no_write(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            store.touch([make_key()])
-            self.settle(store)
-            now = _stamp(store)
-            assert before is not None
-            assert now is not None
-            assert now.value == before.value
-            assert not now.written or now.changes == before.changes
-
-
-class WatchTests(StoreHooks):
-    """For stores with `SupportsWatch`, on a system that tells of changes."""
-
-    def _watching(self, tmp_path: Path) -> Store:
-        store = self.make_store(tmp_path)
-        assert isinstance(store, SupportsWatch)
-        assert store.watch()
-        assert store.watch()
-        return store
-
-    @staticmethod
-    def _is_unchanged(store: Store, since: Stamp | None) -> bool:
-        assert isinstance(store, SupportsWatch)
-        assert since is not None
-        return store.is_unchanged(make_key(), since)
-
-    def test_what_nobody_touched_is_unchanged(self, tmp_path: Path) -> None:
-        with self._watching(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            assert self._is_unchanged(store, before)
-            for number in range(1, 20):
-                store.put(make_key(number), [make_value(number=number)])
-            source = store.open_read(make_key())
-            assert source is not None
-            with source:
-                assert self._is_unchanged(store, source.stamp)
-            assert self._is_unchanged(store, before)
-
-    def test_a_change_is_known_at_once(self, tmp_path: Path) -> None:
-        with self._watching(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            self.poke(store, make_key(), make_value(number=1))
-            assert not self._is_unchanged(store, before)
-            assert not self._is_unchanged(store, before)
-            assert self._is_unchanged(store, _stamp(store))
-
-    def test_a_removal_is_known_at_once(self, tmp_path: Path) -> None:
-        with self._watching(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            store.delete(make_key())
-            assert not self._is_unchanged(store, before)
-
-    def test_a_noted_use_is_no_change(self, tmp_path: Path) -> None:
-        with self._watching(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            before = _stamp(store)
-            store.touch([make_key()])
-            self.settle(store)
-            assert self._is_unchanged(store, before)
-
-    def test_without_watching_nothing_is_known(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [make_value()])
-            assert not self._is_unchanged(store, _stamp(store))

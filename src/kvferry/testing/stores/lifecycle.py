@@ -8,14 +8,11 @@ from pathlib import Path
 
 from kvferry.store.base import (
     PutResult,
-    Stamp,
     SupportsProbe,
     SupportsScan,
     SupportsShardedWrite,
-    SupportsStamp,
-    SupportsWatch,
 )
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests, StampTests, WatchTests
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     make_key,
@@ -34,8 +31,6 @@ class LifecycleTests(StoreHooks):
             abilities = {
                 ScanTests: isinstance(store, SupportsScan),
                 ProbeTests: isinstance(store, SupportsProbe),
-                StampTests: isinstance(store, SupportsStamp),
-                WatchTests: isinstance(store, SupportsWatch),
                 ShardedWriteTests: isinstance(store, SupportsShardedWrite),
             }
         for tests, is_able in abilities.items():
@@ -94,11 +89,6 @@ class LifecycleTests(StoreHooks):
         if isinstance(store, SupportsProbe):
             store.probe([make_key()])
             assert store.wait_indexed(0.0) in (True, False)
-        if isinstance(store, SupportsStamp):
-            assert store.stamp(make_key()) is None
-        if isinstance(store, SupportsWatch):
-            assert not store.is_unchanged(make_key(), Stamp((), None, written=False, moment=0))
-            assert not store.watch()
         if isinstance(store, SupportsShardedWrite):
             assert store.begin(make_key(2), 4096) is PutResult.FAILED
             assert store.write_at("gone", 0, [b"x"]) is False

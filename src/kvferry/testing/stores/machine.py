@@ -111,6 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         value = self.model.pop(make_key(number), None)
         if value is not None:
             self.hooks.poke(self.opened, make_key(number), None)
+            self.hooks.settle(self.opened)
             self.vanished_bytes += self.hooks.charge(len(value))
 
     @rule(touched=st.lists(numbers, max_size=8))

@@ -1,0 +1,284 @@
+"""One rank's copies between blocks and slots, ordered with what the engine submits.
+
+    engine's stream   ─ forward ─●───────────(waits)─ next forward
+                        produced ╎          ╎ gathered
+    side stream                  └─ gather ─┴─ hash ─ copy to slot ─●
+                                                            copied ╎
+    I/O thread                                                     └─ write
+
+Loads go the other way: slot to the device, scatter, and the engine's stream waits. The engine's
+thread only submits. Every token's place is checked before anything is submitted. Without a device
+everything has happened when a call returns, and nothing passes through memory of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from kvferry.blocks.paged import PagedTables, Runs
+from kvferry.blocks.rows import GroupDigests, RankRows
+from kvferry.errors import LayoutError, TransferError
+from kvferry.layout.ops import MakeCopies
+from kvferry.layout.streams import Mark, SideStream, pinned
+from kvferry.record.schema import LEAF_BYTES
+
+if TYPE_CHECKING:
+    from kvferry.blocks.tables import BlockSlice
+    from kvferry.contract.spec import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+REACHED = Mark()
+
+
+class CopyStream(Protocol):
+    """What is needed of `SideStream`."""
+
+    @property
+    def overlaps(self) -> bool: ...
+    def mark(self) -> Mark: ...
+    def hold(self, mark: Mark) -> None: ...
+    def end(self) -> Mark: ...
+    def run(self, work: Callable[[], object], *, after: Mark) -> Mark: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSetup:
+    """How a device is used.
+
+    Attributes:
+        stream: makes the side stream.
+        copies: runs the copies; None for the fastest.
+        pin: locks the pages of slots.
+        num_bytes: of device memory that one step's saves use without holding up the engine's
+            stream until they are in their slots.
+    """
+
+    stream: Callable[[torch.device], CopyStream] = SideStream
+    copies: MakeCopies | None = None
+    pin: Callable[[memoryview, torch.device], AbstractContextManager[None]] = pinned
+    num_bytes: int = 256 << 20
+
+
+class ChunkCopy(NamedTuple):
+    """A chunk between its slot and its blocks."""
+
+    slot: memoryview
+    runs: Runs
+    first_token: int
+
+
+class Gathered(NamedTuple):
+    """A chunk on its way from its blocks to its slot."""
+
+    mark: Mark
+    """Reached when it is there."""
+    digests: GroupDigests
+    """Complete then."""
+
+
+class BlockCopies:
+    """Runs in: worker. Thread-safe after `register`.
+
+    Args:
+        spec: the engine, and what this rank holds of it.
+        rows: where a chunk's rows lie in a slot.
+        setup: how the device is used.
+    """
+
+    def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
+        self._paged = PagedTables(spec)
+        self._rows = rows
+        self._setup = setup
+        self._stream: CopyStream = SideStream("cpu")
+        self._pins = ExitStack()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
+        """Bind the engine's tensors, and pin the memory of all slots for their device.
+
+        Raises:
+            LayoutError: see `PagedTables.register`.
+        """
+        self._paged.register(kv_caches, self._setup.copies)
+        self._stream = self._setup.stream(self._paged.device)
+        if not self._stream.overlaps:
+            return
+        try:
+            self._pins.enter_context(self._setup.pin(slots, self._paged.device))
+        except TransferError as error:
+            logger.warning("copies to and from the device will be slow: %s", error)
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def load_runs(
+        self,
+        blocks: Sequence[BlockSlice],
+        hit: tuple[int, int],
+        first_token: int,
+        held: frozenset[int],
+    ) -> Runs:
+        """Where those tokens of a chunk go that a load wants.
+
+        Args:
+            blocks: of the load, one slice per table.
+            hit: tokens `[start, stop)` that the load fills.
+            first_token: of the chunk.
+            held: groups that the chunk's slot holds.
+
+        Raises:
+            LayoutError: a block id outside the cache, a null block, a table too short, or a table
+                that needs a group which the slot lacks.
+        """
+        runs = self._paged.load_runs(blocks, hit, self._span(first_token))
+        wanted = self._paged.groups_in(runs)
+        if not wanted <= held:
+            raise LayoutError(
+                f"a hit that ends at {hit[1]} needs KV groups {sorted(wanted - held)} of the chunk "
+                f"at {first_token}, which were not fetched"
+            )
+        return runs
+
+    def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
+        """Where all tokens of a chunk lie; errors as for `load_runs`."""
+        return self._paged.chunk_runs(blocks, self._span(first_token))
+
+    def block_ids(
+        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int
+    ) -> set[int]:
+        """Ids of the blocks, of all tables, that a load fills with tokens of one chunk."""
+        start, stop = self._span(first_token)
+        return self._paged.block_ids(blocks, max(hit[0], start), min(hit[1], stop))
+
+    def _span(self, first_token: int) -> tuple[int, int]:
+        return first_token, first_token + self._rows.schema.chunk_tokens
+
+    # -- order ----------------------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies go on after the call that asks for them."""
+        return self._stream.overlaps
+
+    def mark(self) -> Mark:
+        """All that the caller's current stream was given so far."""
+        return self._stream.mark()
+
+    def done(self) -> Mark:
+        """All copies submitted so far, of every thread."""
+        return self._stream.end()
+
+    def hold(self) -> None:
+        """Let the caller's current stream wait for all copies submitted so far."""
+        self._stream.hold(self.done())
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
+        """Copy tokens of a chunk from its slot into the blocks; the slot is read until `done`.
+
+        Args:
+            chunk: from where to where.
+            after: the blocks are not written before this.
+
+        Raises:
+            TransferError: no device memory; part of the blocks may be written until `done`.
+        """
+        if self._stream.overlaps:
+            self._run(partial(self._scatter_on_device, chunk), after)
+            return
+        for group in self._paged.groups_in(chunk.runs):
+            shape, rows = self._rows.group_rows(chunk.slot, group)
+            self._paged.scatter(group, shape, rows, chunk.runs, chunk.first_token)
+
+    def gather(self, chunks: Iterator[ChunkCopy]) -> Iterator[Gathered]:
+        """Copy whole chunks out of the blocks, which the engine's stream may overwrite once all are
+        yielded.
+
+        Raises:
+            TransferError: no device memory; the slots of chunks that were not yielded may be
+                written until `done`.
+        """
+        if not self._stream.overlaps:
+            for chunk in chunks:
+                for group in self._paged.groups_in(chunk.runs):
+                    shape, rows = self._rows.group_rows(chunk.slot, group)
+                    self._paged.gather(group, shape, rows, chunk.runs, chunk.first_token)
+                yield Gathered(REACHED, {})
+            return
+        produced = self._stream.mark()
+        per_wave = max(1, self._setup.num_bytes // self._rows.slot_bytes)
+        while wave := list(islice(chunks, per_wave)):
+            yield from self._gather_wave(wave, produced)
+
+    def _gather_wave(self, wave: Sequence[ChunkCopy], produced: Mark) -> Iterator[Gathered]:
+        """All gathers first: the engine's stream waits for no more than these."""
+        gathered: list[dict[int, torch.Tensor]] = []
+
+        def gather() -> None:
+            gathered.extend(self._gather_on_device(chunk) for chunk in wave)
+
+        self._stream.hold(self._run(gather, produced))
+        for index, chunk in enumerate(wave):
+            digests: dict[int, Callable[[], bytes]] = {}
+            copy = partial(self._to_slot, gathered, index, chunk.slot, digests)
+            yield Gathered(self._run(copy, REACHED), digests)
+
+    # These only submit to the current stream.
+
+    def _scatter_on_device(self, chunk: ChunkCopy) -> None:
+        for group in self._paged.groups_in(chunk.runs):
+            shape, memory = self._rows.group_rows(chunk.slot, group)
+            rows = self._paged.new_rows(group, shape)
+            rows.view(-1).view(torch.uint8).copy_(_bytes_in(memory), non_blocking=True)
+            self._paged.scatter(group, shape, rows, chunk.runs, chunk.first_token)
+
+    def _gather_on_device(self, chunk: ChunkCopy) -> dict[int, torch.Tensor]:
+        """The rows of a chunk in new memory of the device, by group."""
+        gathered = {}
+        for group in self._paged.groups_in(chunk.runs):
+            shape = self._rows.group_shape(group)
+            rows = gathered[group] = self._paged.new_rows(group, shape)
+            self._paged.gather(group, shape, rows, chunk.runs, chunk.first_token)
+        return gathered
+
+    def _to_slot(
+        self,
+        gathered: list[dict[int, torch.Tensor]],
+        index: int,
+        slot: memoryview,
+        digests: dict[int, Callable[[], bytes]],
+    ) -> None:
+        # Dropped here: memory goes back to this stream, whose next work comes after the copy.
+        by_group, gathered[index] = gathered[index], {}
+        for group, rows in by_group.items():
+            later = self._paged.digests_later(group, rows, LEAF_BYTES)
+            if later is not None and self._rows.writes_group(group):
+                digests[group] = later
+            _, target = self._rows.group_rows(slot, group)
+            _bytes_in(target).copy_(rows.view(-1).view(torch.uint8), non_blocking=True)
+
+    def _run(self, work: Callable[[], object], after: Mark) -> Mark:
+        try:
+            return self._stream.run(work, after=after)
+        except torch.cuda.OutOfMemoryError as error:
+            raise TransferError("the device has no memory left for a chunk on its way") from error
+
+    def close(self, timeout: float) -> bool:
+        """Let copies under way end, then unpin the slots. False if they did not in time; the slots
+        then stay pinned. Idempotent."""
+        if self._stream.overlaps and not self.done().wait(timeout):
+            return False
+        self._pins.close()
+        return True
+
+
+def _bytes_in(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)

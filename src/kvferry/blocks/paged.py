@@ -1,0 +1,234 @@
+"""The engine's tensors bound to its block tables: where tokens lie, and gather and scatter.
+
+A group's layers may stand in several tables, and a table may hold layers of several groups, so rows
+of a group go to their blocks part by part (`TablePart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvferry.blocks.tables import BlockSlice, Table, Tables
+from kvferry.errors import LayoutError
+from kvferry.layout.ops import BlockRun, MakeCopies, PagedKV, as_rows
+from kvferry.types import NULL_BLOCK, GroupShard
+
+if TYPE_CHECKING:
+    from kvferry.contract.spec import EngineSpec
+
+Runs = Mapping[int, Sequence[BlockRun]]
+"""Where tokens lie, by table; tables that hold none of them are absent."""
+
+Rows = memoryview | torch.Tensor
+"""All rows of a group that this rank holds: bytes of the host, or a tensor of `new_rows`."""
+
+_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Part(NamedTuple):
+    """A `TablePart` with its tensors."""
+
+    table: int
+    spans: tuple[tuple[slice, int], ...]
+    """See `layer_spans`."""
+    paged: PagedKV
+
+
+def layer_spans(layers: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """Split layers into runs of consecutive ones, whose rows are contiguous.
+
+    Yields:
+        The layers of a run as a slice, and the index in `layers` of its first one.
+    """
+    first = 0
+    while first < len(layers):
+        stop = first + 1
+        while stop < len(layers) and layers[stop] == layers[stop - 1] + 1:
+            stop += 1
+        yield slice(layers[first], layers[stop - 1] + 1), first
+        first = stop
+
+
+class PagedTables:
+    """The paged KV of one rank. Runs in: worker. Thread-safe after `register`.
+
+    Args:
+        spec: the engine and what this rank holds of it.
+
+    Attributes:
+        device: of the engine's tensors.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._tables = Tables(spec)
+        self._of_group: tuple[tuple[_Part, ...], ...] = ()
+        self._of_table: dict[int, tuple[PagedKV, ...]] = {}
+        self.device = torch.device("cpu")
+
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], copies: MakeCopies | None = None
+    ) -> None:
+        """Bind the engine's tensors.
+
+        Args:
+            kv_caches: layer name to tensor.
+            copies: see `PagedKV`.
+
+        Raises:
+            LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
+                one device.
+        """
+        of_group: list[list[_Part]] = [[] for _ in self._spec.groups]
+        of_table: dict[int, list[PagedKV]] = {}
+        for part in self._spec.table_parts:
+            if not part.layers:
+                continue
+            names = part.layer_names if part.layer_names is not None else tuple(kv_caches)
+            missing = [name for name in names if name not in kv_caches]
+            if missing:
+                raise LayoutError(f"no KV tensor for layer {missing[0]!r}")
+            paged = PagedKV(
+                [kv_caches[name] for name in names],
+                replace(self._spec.groups[part.group], block_size=part.block_size),
+                GroupShard(
+                    layers=(0, len(part.layers)), heads=self._spec.shard.groups[part.group].heads
+                ),
+                self._spec.kv_layout,
+                null_block=NULL_BLOCK,
+                copies=copies,
+            )
+            spans = tuple(layer_spans(part.layers))
+            of_group[part.group].append(_Part(part.table, spans, paged))
+            of_table.setdefault(part.table, []).append(paged)
+        devices = {paged.device for several in of_table.values() for paged in several}
+        if len(devices) > 1:
+            raise LayoutError(f"KV groups on {len(devices)} devices: {sorted(map(str, devices))}")
+        self.device = next(iter(devices), self.device)
+        self._of_group = tuple(tuple(parts) for parts in of_group)
+        self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
+
+    def load_runs(
+        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], chunk: tuple[int, int]
+    ) -> Runs:
+        """Where those tokens of a chunk go that a load wants.
+
+        Args:
+            blocks: of the load, one slice per table.
+            hit: tokens `[start, stop)` that the load fills.
+            chunk: tokens `[start, stop)` of the chunk.
+
+        Raises:
+            LayoutError: a block id outside the cache, a null block, or a table too short.
+        """
+        return self._runs(
+            blocks,
+            lambda table: max(chunk[0], table.fill_start(*hit)),
+            min(hit[1], chunk[1]),
+        )
+
+    def chunk_runs(self, blocks: Sequence[BlockSlice], chunk: tuple[int, int]) -> Runs:
+        """Where all tokens of a chunk lie. Arguments and errors as for `load_runs`."""
+        return self._runs(blocks, lambda _table: chunk[0], chunk[1])
+
+    def _runs(
+        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
+    ) -> Runs:
+        result = {}
+        for table in self._tables.tables:
+            first = first_of(table)
+            bound = self._of_table.get(table.index, ())
+            if first >= stop or not bound:
+                continue
+            used = _blocks_between(table, blocks, first, stop)
+            for paged in bound:
+                paged.check_blocks(used)
+            result[table.index] = list(bound[0].runs(used, first, stop))
+        return result
+
+    def block_ids(self, blocks: Sequence[BlockSlice], start: int, stop: int) -> set[int]:
+        """Ids of the blocks of all tables that hold some of `[start, stop)`, as far as known."""
+        found: set[int] = set()
+        for table in self._tables.tables:
+            if table.index < len(blocks):
+                part, size = blocks[table.index], table.block_size
+                low = max(0, start // size - part.skipped)
+                high = max(0, -(-stop // size) - part.skipped)
+                found.update(part.ids[low:high])
+        return found - {NULL_BLOCK}
+
+    def groups_in(self, runs: Runs) -> frozenset[int]:
+        """The groups of which some layer stands in these tables."""
+        return frozenset(
+            group
+            for group, parts in enumerate(self._of_group)
+            if any(part.table in runs for part in parts)
+        )
+
+    def new_rows(self, group: int, shape: tuple[int, int, int, int]) -> torch.Tensor:
+        """Memory on the device of the KV for rows of a group, in the current stream."""
+        kind = _INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
+        return torch.empty(shape, dtype=kind, device=self.device)
+
+    def digests_later(
+        self, group: int, rows: torch.Tensor, leaf_bytes: int
+    ) -> Callable[[], bytes] | None:
+        """See `PagedKV.digests_later`; `rows` are of `new_rows`."""
+        return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
+
+    def scatter(
+        self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
+    ) -> None:
+        """Copy all rows of a group into the blocks.
+
+        Args:
+            group: index of the group.
+            shape: of the rows, `[num_layers, num_kv_heads, chunk_tokens, content_size]`.
+            rows: read.
+            runs: where the wanted tokens go.
+            first_token: of the rows.
+        """
+        for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
+            paged.scatter(part, layer, 0, table_runs, first_token)
+
+    def gather(
+        self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
+    ) -> None:
+        """Copy blocks into all rows of a group; arguments as for `scatter`."""
+        for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
+            paged.gather(part, layer, 0, table_runs, first_token)
+
+    def _targets(
+        self, group: int, shape: tuple[int, int, int, int], memory: Rows, runs: Runs
+    ) -> Iterator[tuple[PagedKV, Any, int, Sequence[BlockRun]]]:
+        rows: Any = None
+        for part in self._of_group[group]:
+            if part.table not in runs:
+                continue
+            if rows is None:
+                rows = as_rows(memory, part.paged, self._spec.groups[group].dtype, shape)
+            for span, layer in part.spans:
+                yield part.paged, rows[span], layer, runs[part.table]
+
+
+def _blocks_between(
+    table: Table, blocks: Sequence[BlockSlice], start: int, stop: int
+) -> tuple[int, ...]:
+    if table.index >= len(blocks):
+        raise LayoutError(f"{len(blocks)} block tables, table {table.index} takes part")
+    part, size = blocks[table.index], table.block_size
+    low, high = start // size - part.skipped, -(-stop // size) - part.skipped
+    if low < 0 or high > len(part.ids):
+        raise LayoutError(
+            f"tokens {start} to {stop} lie in blocks {low + part.skipped} to "
+            f"{high + part.skipped}; table {table.index} has {part.skipped} to "
+            f"{part.skipped + len(part.ids)}"
+        )
+    used = part.ids[low:high]
+    if NULL_BLOCK in used:
+        raise LayoutError(f"tokens {start} to {stop} have a null block in table {table.index}")
+    return used

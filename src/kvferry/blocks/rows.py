@@ -1,0 +1,159 @@
+"""Which bytes of a record one rank holds, and where they lie in a slot of host memory.
+
+A slot of a rank that holds everything is the image of the record file:
+
+    | head | rows of group 0 | rows of group 1 | ...
+
+For a rank that holds some layers and heads, the slot has the same head and only its rows, packed in
+the order of the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.errors import LayoutError
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.recordio import parts_of
+
+if TYPE_CHECKING:
+    from kvferry.store.base import Source
+    from kvferry.types import KVGroup, RankShard
+
+GroupDigests = Mapping[int, Callable[[], bytes]]
+"""By group, a function that returns the leaf digests of all its rows."""
+
+
+class GroupRows(NamedTuple):
+    """All rows of one group in a slot."""
+
+    shape: tuple[int, int, int, int]
+    """`[num_layers, num_kv_heads, chunk_tokens, content_size]` of this rank."""
+    memory: memoryview
+
+
+class RankRows:
+    """Geometry of one rank's slots, computed once. Thread-safe.
+
+    Args:
+        groups: KV groups of the whole model.
+        shard: what this rank holds of them.
+        schema: of the records.
+
+    Attributes:
+        schema: of the records that are read and written from now on.
+        slot_bytes: bytes of a slot that are used.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], shard: RankShard, schema: RecordSchema) -> None:
+        self._shard = shard
+        self.schema = schema
+        self._group_spans: list[tuple[int, int]] = []
+        ranges: list[RowRange] = []
+        offset = schema.head_bytes
+        for index, (group, held) in enumerate(zip(groups, shard.groups, strict=True)):
+            start = offset
+            for rows in _rows_of(index, held.layers, held.heads, group.num_kv_heads):
+                ranges.append(rows)
+                offset += schema.num_bytes_of(rows)
+            self._group_spans.append((start, offset))
+        self.slot_bytes = offset
+        self._ranges = tuple(ranges)
+        self._parts: dict[frozenset[int], Callable[[Source], Sequence[RowRange]]] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._shard.rank
+
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Read and write records of another namespace from now on; sizes stay as they are."""
+        self.schema = self.schema.with_namespace(namespace)
+
+    @property
+    def all_groups(self) -> frozenset[int]:
+        return frozenset(range(len(self._shard.groups)))
+
+    def parts_of(self, groups: frozenset[int]) -> Callable[[Source], Sequence[RowRange]]:
+        """What this rank reads of some groups, for `RecordRead.parts`."""
+        found = self._parts.get(groups)
+        if found is None:
+            wanted = [rows for rows in self._ranges if rows.component in groups]
+            found = self._parts[groups] = parts_of(self.schema, wanted)
+        return found
+
+    def head_of(self, slot: memoryview) -> memoryview:
+        """The head part of a slot."""
+        return slot[: self.schema.head_bytes]
+
+    def piece_of(self, slot: memoryview, piece: RowRange) -> memoryview:
+        """Where rows of one of this rank's ranges lie in a slot."""
+        start = self.schema.head_bytes
+        for rows in self._ranges:
+            if rows.component == piece.component and rows.start <= piece.start < rows.stop:
+                start += self.schema.num_bytes_of(rows._replace(stop=piece.start))
+                return slot[start : start + self.schema.num_bytes_of(piece)]
+            start += self.schema.num_bytes_of(rows)
+        raise LayoutError(f"{piece} is not held by rank {self.rank}")
+
+    def image_of(self, slot: memoryview) -> memoryview:
+        """The head and rows of a slot, without the padding at its end."""
+        return slot[: self.slot_bytes]
+
+    def group_rows(self, slot: memoryview, group: int) -> GroupRows:
+        """All rows of a group in a slot."""
+        shape = self.group_shape(group)
+        start, stop = self._group_spans[group]
+        return GroupRows(shape, slot[start:stop])
+
+    def group_shape(self, group: int) -> tuple[int, int, int, int]:
+        """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""
+        held = self._shard.groups[group]
+        layers, heads = (stop - start for start, stop in (held.layers, held.heads))
+        _, _, num_tokens, content_size = self.schema.components[group].shape
+        return layers, heads, num_tokens, content_size
+
+    def writes_group(self, group: int) -> bool:
+        """False where another rank replicates these heads and writes them."""
+        return self._shard.groups[group].writes
+
+    @property
+    def written(self) -> tuple[RowRange, ...]:
+        """The ranges that this rank writes: all but those that another rank replicates and
+        writes."""
+        return tuple(rows for rows in self._ranges if self.writes_group(rows.component))
+
+    def file_ranges(self, slot: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Offset in the record file and bytes of each of the `written` ranges."""
+        start = self.schema.head_bytes
+        for rows in self._ranges:
+            stop = start + self.schema.num_bytes_of(rows)
+            if self.writes_group(rows.component):
+                yield self.schema.offset_of(rows), slot[start:stop]
+            start = stop
+
+    def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
+        """Leaf digests of the `written` ranges, in their order.
+
+        Args:
+            slot: holds the chunk; its rows are hashed here unless a device hashed them.
+            known: what a device has hashed.
+        """
+        parts = []
+        spans = zip(self.schema.components, self._group_spans, strict=True)
+        for group, (component, (start, stop)) in enumerate(spans):
+            if self.writes_group(group):
+                found = known.get(group)
+                rows = slot[start:stop]
+                parts.append(leaf_digests(component, rows) if found is None else found())
+        return b"".join(parts)
+
+
+def _rows_of(
+    component: int, layers: tuple[int, int], heads: tuple[int, int], num_heads: int
+) -> Iterator[RowRange]:
+    if heads == (0, num_heads):
+        yield RowRange(component, layers[0] * num_heads, layers[1] * num_heads)
+        return
+    for layer in range(*layers):
+        yield RowRange(component, layer * num_heads + heads[0], layer * num_heads + heads[1])

@@ -1,0 +1,137 @@
+"""Which blocks, groups and chunks a hit or a save needs, in each block table of the host.
+
+The next token to compute after a hit `[.., stop)` attends, in a group with window w, to
+`[stop - w + 1, stop)` and itself. A table with that window holds the null block before it:
+
+    tokens   0 .............. start ............................... stop
+    table    [ null ........................ ][ block ][ block ]...|
+                                              ^ fill_start: rounded down to a whole block
+
+A load fills every block that is not the null block completely, including tokens before the window,
+because the host may offer the block to another request. So everything that a table holds is right
+and can be saved. Pure arithmetic over an `EngineSpec`, the same in both roles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.errors import ContractError
+from kvferry.types import NULL_BLOCK, BlockTable
+
+if TYPE_CHECKING:
+    from kvferry.contract.spec import EngineSpec
+
+
+class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
+    """The part of one block table that a load or save needs; no null block among it."""
+
+    skipped: int
+    """Blocks of the request before `ids[0]`."""
+    ids: tuple[int, ...]
+
+
+UNUSED = BlockSlice(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One block table that takes part."""
+
+    index: int
+    block_size: int
+    window: int | None
+
+    def fill_start(self, start: int, stop: int) -> int:
+        """First token that this table needs of a hit of `[start, stop)`; `stop` if it needs none.
+        `stop` is a whole number of blocks."""
+        if self.window is None:
+            return start
+        return max(start, (stop - self.window + 1) // self.block_size * self.block_size)
+
+
+class Tables:
+    """The block tables of one engine."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        parts = spec.table_parts
+        by_index = {part.table: Table(part.table, part.block_size, part.window) for part in parts}
+        self.tables = tuple(by_index[index] for index in sorted(by_index))
+        # A host that says nothing of tables has one per group: more of them, and we know nothing.
+        self._num_tables = None if spec.tables is not None else len(spec.groups)
+        self._of_group = tuple(
+            tuple(by_index[index] for index in {p.table for p in parts if p.group == group})
+            for group in range(len(spec.groups))
+        )
+        self.all_groups = frozenset(range(len(spec.groups)))
+        self.block_size = math.lcm(*(table.block_size for table in self.tables))
+        """What the length of a hit is a multiple of."""
+        self.has_windows = any(table.window is not None for table in self.tables)
+        self.can_fail_by_block = len(self.tables) == 1 and not self.has_windows
+        """Whether a host can compute again from a failed block: with several tables an id does not
+        say in which, and with a window what comes before the block is gone."""
+
+    def group_start(self, group: int, start: int, stop: int) -> int:
+        """First token that some table needs of a group in a hit of `[start, stop)`."""
+        return min((t.fill_start(start, stop) for t in self._of_group[group]), default=stop)
+
+    def first_needed(self, start: int, stop: int) -> int:
+        """First token that a hit of `[start, stop)` needs of anything."""
+        if not self.has_windows:
+            return start
+        return min(table.fill_start(start, stop) for table in self.tables)
+
+    def groups_of(self, chunk_stop: int, start: int, stop: int) -> frozenset[int]:
+        """The groups that a hit of `[start, stop)` needs of a chunk that ends at `chunk_stop`."""
+        if not self.has_windows:
+            return self.all_groups
+        return frozenset(
+            group for group in self.all_groups if self.group_start(group, start, stop) < chunk_stop
+        )
+
+    def load_slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
+        """The blocks that a load of `[start, stop)` fills, one slice per table of the host.
+
+        Raises:
+            ContractError: the host has other tables than it said.
+        """
+        slices = self._unused(block_ids)
+        for table in self.tables:
+            first = table.fill_start(start, stop)
+            slices[table.index] = _slice(table, block_ids, first, max(first, stop))
+        return tuple(slices)
+
+    def chunk_slices(
+        self, block_ids: BlockTable, start: int, stop: int
+    ) -> tuple[BlockSlice, ...] | None:
+        """The blocks that hold all of `[start, stop)`; None if some table has dropped one.
+
+        Raises:
+            ContractError: the host has other tables than it said.
+        """
+        slices = self._unused(block_ids)
+        for table in self.tables:
+            part = _slice(table, block_ids, start, stop)
+            if NULL_BLOCK in part.ids:
+                return None
+            slices[table.index] = part
+        return tuple(slices)
+
+    def _unused(self, block_ids: BlockTable) -> list[BlockSlice]:
+        num_tables = len(block_ids)
+        if num_tables <= self.tables[-1].index or num_tables != (self._num_tables or num_tables):
+            raise ContractError(
+                f"the request has {num_tables} block tables; {len(self.tables)} take part, the "
+                f"last one is number {self.tables[-1].index}"
+            )
+        return [UNUSED] * len(block_ids)
+
+
+def _slice(table: Table, block_ids: BlockTable, start: int, stop: int) -> BlockSlice:
+    size = table.block_size
+    first = start // size
+    return BlockSlice(first, tuple(block_ids[table.index][first : -(-stop // size)]))

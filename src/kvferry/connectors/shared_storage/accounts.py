@@ -1,0 +1,122 @@
+"""Every token of an admitted prompt in one account: held by the engine, hit by tier, or missed by
+reason. And an event for each thing that ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.observe import Event
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.host_pool import Slot
+    from kvferry.connectors.shared_storage.messages import Saved
+    from kvferry.connectors.shared_storage.requests import RequestState
+    from kvferry.types import RequestView
+
+MEMORY = "memory"
+"""The tier of what the host pool held when it was asked for."""
+
+
+class Accounts:
+    """Runs in: scheduler thread. Tells the observer; keeps nothing.
+
+    `lookup_tokens = local_hit_tokens + hit_tokens_<tier> + miss_tokens_<reason>`, summed over all
+    tiers and reasons; `hit_tokens` is the sum over the tiers.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._observer = context.observer
+        self._chunk = context.config.chunk_tokens
+        self._tier = context.tier
+
+    def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
+        """A request was admitted.
+
+        Args:
+            request: the request.
+            state: as its last look-up left it.
+            stop: where its hit ends, local hit included.
+            limit: where the longest hit would end that its whole chunks and blocks allow.
+        """
+        num_tokens = len(request.all_token_ids)
+        local = min(state.num_local, num_tokens)
+        self._observer.count("lookup_tokens", num_tokens)
+        self._observer.count("local_hit_tokens", local)
+        if stop > local:
+            self._observer.count("hits")
+            self._observer.count("hit_tokens", stop - local)
+            for tier, tokens in self._by_tier(state, local, stop).items():
+                self._observer.count(f"hit_tokens_{tier}", tokens)
+                self._tell("hit", request, tokens, tier=tier)
+        else:
+            self._observer.count("requests_missed")
+        limit = min(max(stop, limit), num_tokens)
+        if limit > stop:
+            self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop)
+        if num_tokens > limit:
+            self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
+
+    def not_cacheable(self, request: RequestView) -> None:
+        """A request was admitted that must not be cached."""
+        self._observer.count("lookup_tokens", len(request.all_token_ids))
+        self._missed(request, LookupMiss.NOT_CACHEABLE, len(request.all_token_ids))
+
+    def _by_tier(self, state: RequestState, start: int, stop: int) -> Counter[str]:
+        tiers: Counter[str] = Counter()
+        for index in range(start // self._chunk, -(-stop // self._chunk)):
+            tier = self._tier if state.keys.keys[index] in state.fetched else MEMORY
+            first = index * self._chunk
+            tiers[tier] += min(stop, first + self._chunk) - max(start, first)
+        return tiers
+
+    def _missed(self, request: RequestView, reason: LookupMiss, num_tokens: int) -> None:
+        self._observer.count(f"miss_tokens_{reason}", num_tokens)
+        self._tell("miss", request, num_tokens, reason=reason)
+
+    def _tell(
+        self,
+        name: str,
+        request: RequestView,
+        num_tokens: int,
+        *,
+        tier: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self._observer.event(
+            Event(
+                name=name,
+                request=request.request_id,
+                tier=tier,
+                reason=reason,
+                num_tokens=num_tokens,
+            )
+        )
+
+    def fetched(self, slot: Slot, reason: str | None = None) -> None:
+        """A fetch ended: well, or missed for a reason."""
+        self._observer.event(
+            Event(
+                name="fetch" if reason is None else "fetch_missed",
+                key=slot.key,
+                tier=self._tier,
+                reason=reason,
+                num_tokens=self._chunk,
+                seconds=slot.seconds,
+            )
+        )
+
+    def saved(self, slot: Slot, saved: Saved, *, is_stored: bool) -> None:
+        """A write of a rank ended."""
+        self._observer.event(
+            Event(
+                name="save" if is_stored else "save_failed",
+                key=slot.key,
+                tier=self._tier,
+                reason=saved.result,
+                num_tokens=self._chunk,
+                seconds=saved.seconds,
+            )
+        )

@@ -1,0 +1,356 @@
+"""The host pool: which chunk each slot of host memory holds, on all ranks alike.
+
+A second block pool. Host memory for KV is divided into slots of one chunk each, as many on every
+rank; a rank's slot holds its part of the chunk. This table is the only owner of all slots:
+
+    fresh/free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
+        ▲                          │ a rank missed it            ▲ │
+        └──────────────────────────┘                       unpin │ │ pin
+                                                                 └─▼
+                                                               pinned
+
+Invariants:
+- A slot is assigned again only when no rank reads into it or writes from it any more, so that late
+  bytes meet only memory that is theirs. Workers report the end of every operation.
+- A pinned slot keeps its chunk. A request pins what it waits for and what it was promised.
+- Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
+  unpinned when that plan is complete, and so assigned in a later plan at the earliest.
+- What is held was verified when it came, and is immutable under its key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
+from kvferry.types import ChunkKey
+
+NO_GROUPS: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A slot assigned to a chunk; a new object for each assignment.
+
+    Attributes:
+        index: the place, on every rank.
+        key: the chunk. A slot that was given up is no longer found under it.
+        first_token: position of the chunk in the prompt.
+        held: groups that every rank holds verified.
+        filling: groups that the ranks read or copy into it now.
+        is_save: what fills it is the copy of a save, not a fetch.
+        pins: requests that wait for it, were promised it, or load it.
+        num_filling: ranks that have not reported the end of the read or copy.
+        num_writing: ranks that have not reported the end of the write to the store.
+        failed: a rank missed what is being filled.
+        seconds: how long the slowest rank's fetch took.
+    """
+
+    index: int
+    key: ChunkKey
+    first_token: int
+    held: frozenset[int] = NO_GROUPS
+    filling: frozenset[int] = NO_GROUPS
+    is_save: bool = False
+    pins: int = 0
+    num_filling: int = 0
+    num_writing: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some rank may still read into it or write from it."""
+        return self.num_filling > 0 or self.num_writing > 0
+
+
+class HostPool:
+    """All slots of an engine. Runs in: scheduler thread; memory only; not thread-safe.
+
+    Args:
+        num_slots: slots on every rank.
+        num_ranks: ranks that each report the end of an operation.
+        all_groups: KV groups of the model; what a save fills.
+
+    Attributes:
+        pool_id: tells this pool's slots from those of any other, in plans and reports.
+    """
+
+    def __init__(self, num_slots: int, num_ranks: int, all_groups: frozenset[int]) -> None:
+        self.pool_id = secrets.randbits(63)
+        self.num_slots = num_slots
+        self._num_ranks = num_ranks
+        self._all_groups = all_groups
+        self._free: list[int] = []
+        self._num_fresh = num_slots
+        self._slots: dict[int, Slot] = {}
+        self._by_key: dict[ChunkKey, Slot] = {}
+        self._idle: OrderedDict[ChunkKey, Slot] = OrderedDict()
+        self._num_filling = 0
+        self._num_writing = 0
+        self._fetches: dict[int, Fetch] = {}
+        self._cancels: list[int] = []
+
+    # -- look-up --------------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey) -> Slot | None:
+        """The slot that is assigned to a chunk, filled or not."""
+        return self._by_key.get(key)
+
+    def holds(self, key: ChunkKey, groups: frozenset[int]) -> bool:
+        """Whether every rank holds these groups of a chunk, verified."""
+        slot = self._by_key.get(key)
+        return slot is not None and groups <= slot.held
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that are pinned or busy: no request but theirs can have them now."""
+        return self.num_slots - self._num_fresh - len(self._free) - len(self._idle)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether some slot holds nothing."""
+        return bool(self._free or self._num_fresh)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the end of some fetch or copy is still to be reported."""
+        return self._num_filling > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether some slot is still being written to the store."""
+        return self._num_writing > 0
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next plan must go out although nothing is scheduled."""
+        return bool(self._fetches or self._cancels)
+
+    # -- assignment -----------------------------------------------------------------------------
+
+    def fetch(self, key: ChunkKey, first_token: int, groups: frozenset[int]) -> Slot | None:
+        """Have every rank read some groups of a chunk. One fetch serves all who want the chunk.
+
+        Returns:
+            The slot, which the caller pins; None if every slot is pinned or busy.
+        """
+        slot = self._by_key.get(key)
+        if slot is None:
+            slot = self._assign(key, first_token)
+            if slot is None:
+                return None
+        if slot.filling or groups <= slot.held:
+            return slot  # under way; what it does not bring can be fetched when it has ended
+        self._fill(slot, groups - slot.held)
+        chunk = SlotChunk(slot.index, key, first_token)
+        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        return slot
+
+    def save(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """Have every rank copy a whole chunk into a slot and write it to the store.
+
+        Returns:
+            The slot; None if there is none now: every slot is pinned or busy, or half of them are
+            being written, since a store that writes slowly must not keep prompts from being
+            read.
+        """
+        if self._num_writing >= max(1, self.num_slots // 2):
+            return None
+        old = self._by_key.get(key)
+        if old is not None:  # with some groups only
+            if old.pins or old.is_busy:
+                return None
+            self._give_up(old)
+        slot = self._assign(key, first_token)
+        if slot is None:
+            return None
+        slot.is_save = True
+        slot.num_writing = self._num_ranks
+        self._num_writing += 1
+        self._fill(slot, self._all_groups)
+        return slot
+
+    def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """A slot for a chunk: one never used, a free one, or the one that was idle longest."""
+        if self._free:
+            index = self._free.pop()
+        elif self._num_fresh:
+            index = self.num_slots - self._num_fresh
+            self._num_fresh -= 1
+        elif self._idle:
+            evicted_key, evicted = self._idle.popitem(last=False)
+            del self._by_key[evicted_key]
+            index = evicted.index
+        else:
+            return None
+        slot = self._slots[index] = self._by_key[key] = Slot(index, key, first_token)
+        return slot
+
+    def _fill(self, slot: Slot, groups: frozenset[int]) -> None:
+        self._idle.pop(slot.key, None)
+        slot.filling = groups
+        slot.num_filling = self._num_ranks
+        slot.failed = False
+        self._num_filling += 1
+
+    def pin(self, slot: Slot) -> None:
+        """Keep a chunk where it is until `unpin`."""
+        slot.pins += 1
+        self._idle.pop(slot.key, None)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that a prefix was used: its root is evicted last."""
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key)
+
+    def unpin(self, slot: Slot) -> None:
+        """End one pin. A fetch that no request waits for any more is cancelled."""
+        slot.pins -= 1
+        if slot.pins == 0 and slot.filling and not slot.held and not slot.is_save:
+            self._cancel(slot)
+        self._settle(slot)
+
+    def _cancel(self, slot: Slot) -> None:
+        self._forget(slot)
+        if self._fetches.pop(slot.index, None) is None:
+            self._cancels.append(slot.index)
+        else:  # no plan has carried it: the ranks never hear of it
+            slot.filling, slot.num_filling = NO_GROUPS, 0
+            self._num_filling -= 1
+
+    def take_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
+        """What the next plan orders: fetches, and slots whose fetch is cancelled."""
+        orders = tuple(self._fetches.values()), tuple(self._cancels)
+        self._fetches.clear()
+        self._cancels.clear()
+        return orders
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def filled(self, index: int, seconds: float = 0.0, *, missed: bool = False) -> Slot | None:
+        """A rank reports the end of a fetch, or of the copy of a save.
+
+        Returns:
+            The slot once all ranks have reported; None before.
+        """
+        slot = self.assigned(index)
+        if slot is None or slot.num_filling == 0:
+            return None
+        slot.num_filling -= 1
+        slot.failed |= missed
+        slot.seconds = max(slot.seconds, seconds)
+        if slot.num_filling:
+            return None
+        self._num_filling -= 1
+        if not slot.failed:
+            slot.held |= slot.filling
+        elif not slot.held:
+            self._forget(slot)
+        slot.filling = NO_GROUPS
+        if slot.failed and slot.num_writing:
+            self.end_writes(slot)
+        else:
+            self._settle(slot)
+        return slot
+
+    def written(self, index: int) -> Slot | None:
+        """A rank reports the end of a write. The slot, or None if no write was expected of it."""
+        slot = self.assigned(index)
+        if slot is None or slot.num_writing == 0:
+            return None
+        slot.num_writing -= 1
+        if slot.num_writing == 0:
+            self._num_writing -= 1
+            self._settle(slot)
+        return slot
+
+    def end_writes(self, slot: Slot) -> None:
+        """No rank will write this slot, or write it any more."""
+        if slot.num_writing:
+            slot.num_writing = 0
+            self._num_writing -= 1
+        self._settle(slot)
+
+    def assigned(self, index: int) -> Slot | None:
+        """What a place holds, found by its key or not."""
+        return self._slots.get(index)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Hold nothing any more. Operations under way end as they are; pins must have ended."""
+        for slot in list(self._by_key.values()):
+            self._give_up(slot)
+
+    def drop(self, key: ChunkKey) -> None:
+        """A load of a chunk failed: hold it no more, unless another request counts on it."""
+        slot = self._by_key.get(key)
+        if slot is not None and not slot.pins and not slot.is_busy:
+            self._give_up(slot)
+
+    def _give_up(self, slot: Slot) -> None:
+        self._forget(slot)
+        if slot.filling and slot.index in self._fetches:
+            self._cancel(slot)
+        self._settle(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        """Remove a slot from the index."""
+        if self._by_key.get(slot.key) is slot:
+            del self._by_key[slot.key]
+            self._idle.pop(slot.key, None)
+
+    def _settle(self, slot: Slot) -> None:
+        """Make a slot idle or free that no request and no rank uses any more."""
+        if slot.pins or slot.is_busy or self._slots.get(slot.index) is not slot:
+            return
+        if self._by_key.get(slot.key) is slot:
+            self._idle[slot.key] = slot
+            self._idle.move_to_end(slot.key)
+        else:
+            del self._slots[slot.index]
+            self._free.append(slot.index)
+
+    def check_integrity(self) -> None:
+        """Account for every slot. For tests and fault reports.
+
+        Raises:
+            AssertionError: one is lost, is in two places, or is in a wrong state.
+        """
+        assigned = self._slots
+        fresh = range(self.num_slots - self._num_fresh, self.num_slots)
+        places = [*self._free, *fresh, *assigned]
+        _check(sorted(places) == list(range(self.num_slots)), f"slots in two places: {places}")
+        for index, slot in assigned.items():
+            is_idle = not (slot.pins or slot.is_busy)
+            _check(slot.pins >= 0 and slot.index == index, f"{slot}")
+            _check(bool(slot.filling) == (slot.num_filling > 0), f"{slot} fills nothing")
+            _check((self._idle.get(slot.key) is slot) == is_idle, f"{slot} is idle: {is_idle}")
+            if self._by_key.get(slot.key) is slot:
+                _check(bool(slot.held or slot.filling), f"{slot} holds nothing")
+        found = [slot for slot in self._by_key.values() if assigned.get(slot.index) is not slot]
+        _check(not found, f"keys of slots that have another chunk: {found}")
+        _check(self._num_filling == _count(assigned, lambda s: s.num_filling > 0), "busy")
+        _check(self._num_writing == _count(assigned, lambda s: s.num_writing > 0), "writing")
+
+    def __repr__(self) -> str:
+        assigned = self._slots
+        return (
+            f"<HostPool {self.num_slots} slots: {self.num_slots - len(assigned)} free, "
+            f"{len(self._idle)} idle, {_count(assigned, lambda s: s.pins > 0)} pinned, "
+            f"{self._num_filling} filling, {self._num_writing} writing>"
+        )
+
+
+def _count(slots: dict[int, Slot], is_so: Callable[[Slot], bool]) -> int:
+    return sum(is_so(slot) for slot in slots.values())
+
+
+def _check(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise AssertionError(otherwise)

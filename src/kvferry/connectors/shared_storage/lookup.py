@@ -1,0 +1,250 @@
+"""How much of a prompt can be brought: from what is known to what is held to a promise.
+
+A hit of tokens `[start, stop)` is worth nothing without what the next token attends to, so what is
+needed depends on where it ends: all chunks of groups with full attention, the last ones of groups
+with a window (`kvferry.blocks.tables`). A look-up takes the longest hit of which everything is held
+or stored. If all of it is held, it is promised now. Else the missing chunks are fetched and the
+answer is "ask again" until all of them have ended, or until the deadline; then the longest hit of
+which everything is held is promised. A shorter hit may need other windows: within the deadline,
+these are fetched too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import SlotChunk
+from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.errors import ContractError
+from kvferry.store.base import SupportsProbe
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.connectors.shared_storage.policy import LoadPolicy
+    from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
+    from kvferry.types import ChunkKey
+
+
+class Lookup:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        context: of the connector.
+        pool: what is held.
+        unreadable: chunks not to offer although the store may seem to have them.
+        policy: whether loading is worth it, and for how long.
+    """
+
+    def __init__(
+        self, context: Context, pool: HostPool, unreadable: UnreadableKeys, policy: LoadPolicy
+    ) -> None:
+        self._chunk = context.config.chunk_tokens
+        self._store = context.store
+        self._tables = context.tables
+        self._clock = context.clock
+        self._pool = pool
+        self._unreadable = unreadable
+        self._policy = policy
+
+    def probe(self, state: RequestState) -> None:
+        """Ask a store that may not know of all its records whether it has these."""
+        if isinstance(self._store, SupportsProbe):
+            self._store.probe(state.keys.keys)
+
+    def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
+        """Answer for a request of `num_tokens` of which the engine has the first ones itself."""
+        state.num_local = num_local
+        if state.promised is not None and state.promised[0] == num_local:
+            return self._promise(state, *state.promised)
+        state.promised = None
+        while state.awaited and not state.awaited[-1].filling:
+            state.awaited.pop()
+        if state.awaited and self._clock() < state.deadline:
+            return ASK_AGAIN
+        known, state.miss = self._known_until(state.keys.keys, num_local // self._chunk)
+        stop = self._usable(known, num_tokens)
+        may_fetch = self._may_fetch(state)
+        while stop > num_local:
+            numbers = self._numbers(num_local, stop)
+            if len(numbers) > self._pool.num_slots:
+                state.miss = LookupMiss.NO_MEMORY
+                fits = self._usable(numbers[self._pool.num_slots], num_tokens)
+                stop = min(fits, stop - self._tables.block_size)
+                continue
+            lacking = self._lacking(state, num_local, stop)
+            if lacking is None:
+                return self._hold_and_promise(state, num_local, stop)
+            if may_fetch and self._fetch(state, num_local, stop):
+                return ASK_AGAIN
+            may_fetch = may_fetch and state.gave_up is None  # a shorter hit may have the slots
+            state.miss = self._why_not_held(state, lacking, may_fetch=may_fetch)
+            shorter = self._usable(lacking, num_tokens)
+            stop = min(shorter, stop - self._tables.block_size)
+        self.release(state)
+        return LookupResult(0, False, state.miss)
+
+    def limit(self, state: RequestState, num_tokens: int) -> int:
+        """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""
+        return self._usable(len(state.keys.keys), num_tokens)
+
+    def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
+        """The chunks of a promised hit, or of a part of it, with their slots."""
+        chunks = []
+        for number in self._numbers(start, stop):
+            key = state.keys.keys[number]
+            slot = self._pool.find(key)
+            if slot is None:
+                raise ContractError(f"chunk {number} of a promised hit is not held")
+            chunks.append(SlotChunk(slot.index, key, number * self._chunk))
+        return tuple(chunks)
+
+    def release(self, state: RequestState) -> None:
+        """End the pins of a request. Roots of prefixes are unpinned last, and so evicted last."""
+        pinned, state.pinned = state.pinned, []
+        state.awaited = []
+        state.promised = None
+        for slot in reversed(pinned):
+            self._pool.unpin(slot)
+
+    def end(self, state: RequestState) -> None:
+        """A request ended. The root of its prefix was stored first and would be evicted first; now
+        it goes last."""
+        self.release(state)
+        self._store.touch(state.keys.keys)
+        self._pool.touch(state.keys.keys)
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _known_until(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
+        """The first chunk from `first` on that is neither held nor known to be stored, and why."""
+        contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
+        everything = self._tables.all_groups
+        for index in range(first, len(keys)):
+            key = keys[index]
+            slot = find(key)
+            if slot is not None and (slot.is_save or everything <= slot.held):
+                continue  # whatever the store has under its key
+            if key in unreadable:
+                return index, LookupMiss.UNREADABLE
+            if slot is None and not contains(key):
+                return index, LookupMiss.ABSENT
+        return max(first, len(keys)), None
+
+    def _usable(self, num_chunks: int, num_tokens: int) -> int:
+        """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
+        block = self._tables.block_size
+        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
+
+    def _numbers(self, start: int, stop: int) -> range:
+        """Places of the chunks that a hit of `[start, stop)` needs: not the last known chunk if
+        rounding to whole blocks makes it useless, not the first ones if they are out of every
+        window. None at all if every window is of one token."""
+        first = self._tables.first_needed(start, stop) // self._chunk
+        return range(first, max(first, -(-stop // self._chunk)))
+
+    def _groups(self, number: int, start: int, stop: int) -> frozenset[int]:
+        """The groups of one chunk that a hit of `[start, stop)` needs."""
+        return self._tables.groups_of((number + 1) * self._chunk, start, stop)
+
+    def _lacking(self, state: RequestState, start: int, stop: int) -> int | None:
+        """The start of the last run of chunks that a hit needs and that are not held; None if all
+        are held. Hits that end behind it need some of the run too, so the next shorter hit to look
+        at ends before it, and all of them together are looked at in linear time."""
+        lacking = None
+        keys, holds = state.keys.keys, self._pool.holds
+        for number in reversed(self._numbers(start, stop)):
+            if not holds(keys[number], self._groups(number, start, stop)):
+                lacking = number
+            elif lacking is not None:
+                break
+        return lacking
+
+    def _may_fetch(self, state: RequestState) -> bool:
+        """Whether the time for fetches is not over."""
+        if state.gave_up is not None:
+            return False
+        if state.asked is None or self._clock() < state.deadline:
+            return True
+        if state.awaited:
+            tokens = len(state.fetched) * self._chunk
+            self._policy.saw_slow_load(tokens, self._clock() - state.asked)
+        return False
+
+    def _why_not_held(self, state: RequestState, lacking: int, *, may_fetch: bool) -> LookupMiss:
+        """Why a known chunk is neither held nor fetched."""
+        if state.gave_up is not None:
+            return state.gave_up
+        is_full = self._pool.num_taken == self._pool.num_slots
+        has_slot = self._pool.find(state.keys.keys[lacking]) is not None
+        reason = LookupMiss.NO_MEMORY if is_full and not has_slot else LookupMiss.DEADLINE
+        if not may_fetch:
+            state.gave_up = reason
+        return reason
+
+    def _fetch(self, state: RequestState, start: int, stop: int) -> bool:
+        """Fetch what is not held. Whether the request is to ask again.
+
+        Pins what is held first, so that no slot of the hit itself is taken for another part of it.
+        """
+        num_tokens = stop - start
+        numbers, keys = self._numbers(start, stop), state.keys.keys
+        now = self._clock()
+        if state.asked is None:
+            if not self._policy.worth_loading(num_tokens):
+                state.gave_up = LookupMiss.SLOWER
+                return False
+            state.asked, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
+        before, state.pinned = state.pinned, []
+        state.awaited = []
+        for number in numbers:
+            slot = self._pool.find(keys[number])
+            if slot is not None:
+                self._pin(state, slot)
+        for slot in reversed(before):
+            self._pool.unpin(slot)
+        for number in numbers:
+            key, groups = keys[number], self._groups(number, start, stop)
+            if self._pool.holds(key, groups):
+                continue
+            known = self._pool.find(key)
+            slot = self._pool.fetch(key, number * self._chunk, groups)
+            if slot is None:
+                break
+            if known is None:
+                self._pin(state, slot)
+            if not slot.is_save:
+                state.fetched.add(key)
+            state.awaited.append(slot)
+        # Something will come, or others will be through with their slots.
+        return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
+
+    def _pin(self, state: RequestState, slot: Slot) -> None:
+        self._pool.pin(slot)
+        state.pinned.append(slot)
+
+    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
+        """Pin exactly what a hit needs."""
+        before, state.pinned = state.pinned, []
+        state.awaited = []
+        seconds = 0.0
+        num_fetched = 0
+        for number in self._numbers(start, stop):
+            key = state.keys.keys[number]
+            slot = self._pool.find(key)
+            if slot is None:
+                continue  # held by the caller's check
+            self._pin(state, slot)
+            if key in state.fetched:
+                num_fetched += 1
+                seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
+        for slot in reversed(before):
+            self._pool.unpin(slot)
+        if num_fetched:
+            self._policy.saw_load(num_fetched * self._chunk, seconds)
+        return self._promise(state, start, stop)
+
+    def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
+        state.promised = (start, stop)
+        return LookupResult(stop - start, False, state.miss)

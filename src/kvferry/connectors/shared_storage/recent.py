@@ -1,0 +1,129 @@
+"""The records that were used last, for an engine that starts: its first hits are then in memory."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.errors import StoreError
+from kvferry.record.check import MissReason, parse_head
+from kvferry.store.base import SupportsScan
+from kvferry.store.io_pool import IOPool, Job
+
+if TYPE_CHECKING:
+    from kvferry.record.schema import RecordSchema
+    from kvferry.store.base import Entry, Store
+    from kvferry.types import ChunkKey
+
+FILL_SECONDS = 10.0
+"""How long the store is listed and read. A host is kept stepping meanwhile."""
+
+AT_ONCE = 4
+"""Records that are fetched together: a hit that comes meanwhile waits for no more than these."""
+
+
+class RecentRecord(NamedTuple):
+    """A record of this engine's namespace."""
+
+    key: ChunkKey
+    first_token: int
+
+
+class RecentRecords:
+    """Lists them once, on a thread of its own; then hands them out, the most recent first.
+
+    Args:
+        store: listed if it can be.
+        schema: of this engine's records.
+        count: how many at most.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        schema: RecordSchema,
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._schema = schema
+        self._count = count
+        self._clock = clock
+        self._until = clock() + FILL_SECONDS
+        self._left: list[RecentRecord] | None = None
+        self._is_engine_in_use = False
+        self._thread = IOPool(1, "kvferry-recent")
+        self._job: Job[list[RecentRecord]] = self._thread.submit(lambda _job: self._find())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all were handed out, or the time is over."""
+        return (self._left is not None and not self._left) or self._clock() > self._until
+
+    @property
+    def keeps_host_awake(self) -> bool:
+        """Whether a host without requests should step for the fetches."""
+        return not self._is_engine_in_use and self._clock() <= self._until
+
+    def let_host_sleep(self) -> None:
+        """A request came: fetch what is left in steps that happen anyway, so that an engine which
+        does one thing and ends does not wait for it."""
+        self._is_engine_in_use = True
+
+    def take(self) -> list[RecentRecord]:
+        """The next ones. Never blocks."""
+        if self._left is None:
+            if not self._job.poll():
+                return []
+            self._left = self._job.result or []
+        taken, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
+        return taken
+
+    def close(self, timeout: float) -> None:
+        """Hand out nothing more, and wait up to `timeout` seconds for the thread; one whose listing
+        hangs stays behind as a daemon. Idempotent."""
+        self._left = []
+        self._thread.close(timeout)
+
+    def _find(self) -> list[RecentRecord]:
+        """Runs in: I/O thread."""
+        # Of a store that does not say whose records are whose, not all of our size are ours.
+        entries = heapq.nlargest(4 * self._count, self._entries(), key=lambda one: one.last_used)
+        found: list[RecentRecord] = []
+        for entry in entries:
+            if len(found) == self._count or self.is_done:
+                break
+            first_token = self._first_token(entry.key)
+            if first_token is not None:
+                found.append(RecentRecord(entry.key, first_token))
+        return found
+
+    def _entries(self) -> Iterator[Entry]:
+        if not isinstance(self._store, SupportsScan):
+            return
+        with suppress(StoreError):
+            for entry in self._store.scan():
+                if self.is_done:
+                    return
+                if entry.num_bytes == self._schema.record_bytes and entry.namespace in (
+                    b"",
+                    self._schema.namespace,
+                ):
+                    yield entry
+
+    def _first_token(self, key: ChunkKey) -> int | None:
+        """Where the chunk of a record begins; None if it is not of this namespace."""
+        head = memoryview(bytearray(self._schema.header_bytes))
+        with suppress(StoreError):
+            source = self._store.open_read(key)
+            if source is None:
+                return None
+            with source:
+                info = parse_head(head[: source.read_into(head, 0)], source.size)
+            if not isinstance(info, MissReason) and info.schema.namespace == self._schema.namespace:
+                return info.first_token
+        return None

@@ -1,0 +1,207 @@
+"""Which chunks to save in a step: whole, computed, confirmed, and neither held nor stored yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import (
+    PUT_OFF,
+    Missed,
+    Save,
+    Saved,
+    SlotChunk,
+    Write,
+)
+from kvferry.errors import ContractError
+from kvferry.store.base import PutResult, SupportsProbe
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.connectors.shared_storage.requests import (
+        Requests,
+        RequestState,
+        UnreadableKeys,
+    )
+    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
+    from kvferry.types import ChunkKey, ScheduledRequest, StepView
+
+logger = logging.getLogger(__name__)
+
+SAVES_SECONDS = 5.0
+"""An idle host is kept stepping for saves under way, so that their end is heard of, but no longer
+than this after the last one: a store that stalls must not keep an engine busy."""
+
+
+class SavePlan:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        context: of the connector.
+        pool: assigns the slots.
+        requests: all live requests.
+        unreadable: chunks to store again although the store may seem to have them.
+        shared_writes: where several ranks write one record, else None.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        pool: HostPool,
+        requests: Requests,
+        unreadable: UnreadableKeys,
+        shared_writes: SharedWrites | None,
+    ) -> None:
+        self._context = context
+        self._store = context.store
+        self._pool = pool
+        self._requests = requests
+        self._unreadable = unreadable
+        self._shared_writes = shared_writes
+        self._unsaved: dict[str, RequestState] = {}
+        self._await_until = 0.0
+
+    def admit(self, request_id: str, state: RequestState) -> None:
+        """A request got blocks: look at its chunks from the first on."""
+        state.next_save = 0
+        state.barred = False
+        self._unsaved[request_id] = state
+
+    def forget(self, request_id: str) -> None:
+        """A request ended."""
+        self._unsaved.pop(request_id, None)
+
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Save nothing of the requests so far: their keys are those of another epoch."""
+        self._unsaved.clear()
+        if self._shared_writes is not None:
+            self._shared_writes.switch_namespace(namespace)
+
+    def close(self) -> None:
+        """Give up what several ranks write. Bounded in time."""
+        if self._shared_writes is not None:
+            self._shared_writes.close()
+
+    def bar_others(self, failed_requests: Collection[str]) -> None:
+        """A load failed: save nothing more of the requests that may have computed on its blocks
+        too, through the host's own prefix cache. The host computes the failed ones again; the
+        others, vLLM lets run on."""
+        for request_id in self._requests.by_id.keys() - set(failed_requests):
+            self._requests.by_id[request_id].barred = True
+            self.forget(request_id)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether the coming steps of some request have to be looked at."""
+        return bool(self._unsaved)
+
+    def plan(self, step: StepView) -> tuple[Save, ...]:
+        """The saves of this step. Costs nothing once every live prompt is saved."""
+        saves: list[Save] = []
+        if self._unsaved:
+            for item in step.scheduled:
+                state = self._unsaved.get(item.request.request_id)
+                if state is None:
+                    continue
+                try:
+                    self._plan_request(item, state, saves)
+                except ContractError as error:
+                    # The saves of other requests have slots by now, and must be in the plan.
+                    logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
+                    self._context.observer.count("save_refused")
+                    self.forget(item.request.request_id)
+        if saves:
+            self._await_until = self._context.clock() + SAVES_SECONDS
+        return tuple(saves)
+
+    @property
+    def keeps_host_awake(self) -> bool:
+        """Whether the end of a save should soon be heard of."""
+        return self._pool.is_writing and self._context.clock() < self._await_until
+
+    def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
+        """Add every chunk that this step completes, or that an earlier one had to leave."""
+        request = item.request
+        chunk_tokens = state.keys.chunk_tokens
+        # Tokens past `all_token_ids` are drafts: the model has not confirmed them.
+        limit = len(request.all_token_ids)
+        if self._context.config.save_generated:
+            state.keys.extend(request.all_token_ids)
+        else:
+            limit = min(limit, request.num_prompt_tokens)
+            if state.next_save >= limit // chunk_tokens:
+                self.forget(request.request_id)
+                return
+        computed = item.num_computed_tokens + item.num_scheduled_tokens
+        whole = min(computed, limit) // chunk_tokens
+        keys = state.keys.keys
+        while state.next_save < whole:
+            index = state.next_save
+            if self._has(keys[index]):
+                state.next_save += 1
+                continue
+            first = index * chunk_tokens
+            blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
+            if blocks is None:
+                self._context.observer.count("save_out_of_window")
+                state.next_save += 1
+                continue
+            slot = self._assign(keys[index], first)
+            if slot is None:
+                self._context.observer.count("save_no_slot")
+                return  # offered again in the next step of this request
+            saves.append(Save(SlotChunk(slot.index, keys[index], first), blocks))
+            state.next_save += 1
+
+    def _has(self, key: ChunkKey) -> bool:
+        """Whether a chunk is held, on its way, or stored."""
+        slot = self._pool.find(key)
+        # A slot that one rank missed comes free, and the chunk with it, when the others have ended.
+        everything = self._context.tables.all_groups
+        if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
+            return True
+        return self._store.contains(key) and key not in self._unreadable
+
+    def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
+        slot = self._pool.save(key, first_token)
+        if slot is not None and self._shared_writes is not None:
+            self._shared_writes.begin(slot, key)
+        return slot
+
+    def writes(self) -> tuple[Write, ...]:
+        """Which ranks' parts of saved chunks can be written now, and to where."""
+        return () if self._shared_writes is None else self._shared_writes.ready()
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def learn_missed(self, slot: Slot, missed: Missed) -> None:
+        """A rank did not copy a chunk into its slot."""
+        if self._shared_writes is not None:
+            self._shared_writes.abort(slot)
+        if missed.reason == PUT_OFF:
+            self.offer_again((slot.key,))
+
+    def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
+        """A rank reported the end of a write. Whether its part is stored."""
+        is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
+        if self._shared_writes is not None:
+            if self._shared_writes.report(rank, slot, saved):
+                self._unreadable.discard(slot.key)
+        elif is_stored:
+            if isinstance(self._store, SupportsProbe):
+                self._store.note_stored(slot.key)
+            if saved.result == PutResult.STORED:
+                self._unreadable.discard(slot.key)
+        return is_stored
+
+    def offer_again(self, keys: Collection[bytes]) -> None:
+        """These are not stored after all: requests that passed them look at them once more. Rare;
+        walks all live requests."""
+        for request_id, state in self._requests.by_id.items():
+            passed = state.keys.keys[: state.next_save]
+            first = next((i for i, key in enumerate(passed) if key in keys), None)
+            if first is not None and not state.barred:
+                state.next_save = first
+                self._unsaved[request_id] = state

@@ -1,0 +1,183 @@
+"""Records that several ranks write together: begun and committed by the scheduler's process.
+
+While every rank copies its part of a chunk into its slot, the hidden file is created. When both
+have happened, a plan names the file to the ranks; each writes its part and reports its leaf
+digests; when all have, the head is written and the record becomes visible. The I/O runs on one
+background thread; the scheduler thread only looks at what is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.shared_storage.messages import Saved, Write
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema
+from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.store.io_pool import IOPool, Job, submit_or_fail
+
+if TYPE_CHECKING:
+    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.observe import Observer
+    from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _SharedRecord:
+    slot: Slot
+    key: ChunkKey
+    schema: RecordSchema
+    """Of the epoch in which it was begun."""
+    begun: Job[str | PutResult]
+    reports: dict[int, Saved] = field(default_factory=dict)
+
+    @property
+    def session(self) -> str | None:
+        """Name of the hidden file once there is one. A refusal is a string, too."""
+        result = self.begun.result
+        return None if isinstance(result, PutResult) else result
+
+    @property
+    def refusal(self) -> PutResult:
+        """Why there is none."""
+        result = self.begun.result
+        return result if isinstance(result, PutResult) else PutResult.FAILED
+
+
+class SharedWrites:
+    """All records under way. Runs in: scheduler thread, but for the jobs.
+
+    Args:
+        pool: where the ranks' parts are.
+        store: where hidden files live.
+        schema: of the records.
+        world_size: ranks that each report once.
+        observer: receives counts.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        store: SupportsShardedWrite,
+        schema: RecordSchema,
+        world_size: int,
+        observer: Observer,
+    ) -> None:
+        self._pool = pool
+        self._store = store
+        self._schema = schema
+        self._world_size = world_size
+        self._observer = observer
+        self._records: dict[int, _SharedRecord] = {}
+        self._unnamed: dict[int, _SharedRecord] = {}
+        self._thread = IOPool(1, "kvferry-commit")
+
+    def begin(self, slot: Slot, key: ChunkKey) -> None:
+        """Start to create the file of a record. Never blocks."""
+        schema = self._schema
+        begun: Job[str | PutResult] = submit_or_fail(
+            self._thread, lambda _job: self._store.begin(key, schema.record_bytes)
+        )
+        record = _SharedRecord(slot, key, schema, begun)
+        self._records[slot.index] = self._unnamed[slot.index] = record
+
+    def ready(self) -> tuple[Write, ...]:
+        """What the ranks can write now: parts that all of them copied, to files that exist. A
+        record that the store refused stays in memory."""
+        writes = []
+        for index, record in list(self._unnamed.items()):
+            if not record.begun.poll() or record.slot.filling:
+                continue
+            del self._unnamed[index]
+            if record.session is not None:
+                writes.append(Write(index, record.session))
+            else:
+                del self._records[index]
+                self._count(record.refusal)
+                self._pool.end_writes(record.slot)
+        return tuple(writes)
+
+    def report(self, rank: int, slot: Slot, saved: Saved) -> bool:
+        """A rank wrote its part, or could not. Whether the last part of a whole record came."""
+        record = self._records.get(slot.index)
+        if record is None or record.slot is not slot:
+            return False
+        record.reports.setdefault(rank, saved)
+        if len(record.reports) < self._world_size:
+            return False
+        del self._records[slot.index]
+        self._thread.submit(lambda _job: self._settle(record))
+        return all(each.result == PutResult.STORED for each in record.reports.values())
+
+    def abort(self, slot: Slot) -> None:
+        """A rank could not copy its part: no rank writes."""
+        record = self._records.pop(slot.index, None)
+        if record is not None:
+            self._unnamed.pop(slot.index, None)
+            self._thread.submit(partial(self._abort, record))
+
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Commit records of another namespace from now on; those under way are given up."""
+        self._schema = self._schema.with_namespace(namespace)
+        self._give_up()
+
+    def close(self) -> None:
+        """Give up what is not complete. Bounded in time."""
+        self._give_up()
+        if not self._thread.close(CLOSE_SECONDS):
+            logger.warning("committing records did not end in time; left behind at close")
+
+    def _give_up(self) -> None:
+        for index, record in self._records.items():
+            self._thread.submit(partial(self._abort, record))
+            if index in self._unnamed:  # the ranks were told of no file: they report no write
+                self._pool.end_writes(record.slot)
+        self._unnamed.clear()
+        self._records.clear()
+
+    def _abort(self, record: _SharedRecord, _job: Job[None]) -> None:
+        """Runs in: I/O thread, after the record's own `begin`."""
+        if record.session is not None:
+            self._store.abort(record.session)
+
+    def _settle(self, record: _SharedRecord) -> None:
+        """Commit or abort. Runs in: I/O thread, after the record's own `begin`."""
+        name = record.session
+        if name is None:
+            return
+        table = self._leaf_table(record)
+        if table is None:
+            self._store.abort(name)
+            self._observer.count("save_failed")
+            return
+        head = record.schema.encode_head(record.key, record.slot.first_token, table)
+        self._count(self._store.commit(name, head))
+
+    def _count(self, result: PutResult) -> None:
+        self._observer.count(f"put_{result}")
+        if result not in (PutResult.STORED, PutResult.EXISTS):
+            self._observer.count("save_failed")
+
+    def _leaf_table(self, record: _SharedRecord) -> bytes | None:
+        """The table made of all ranks' parts; None unless every row was written."""
+        table = bytearray(DIGEST_BYTES * record.schema.num_leaves)
+        missing = set(range(record.schema.num_leaves))
+        for saved in record.reports.values():
+            if saved.result != PutResult.STORED:
+                return None
+            at = 0
+            for rows in saved.ranges:
+                where = record.schema.leaf_slice(rows)
+                size = where.stop - where.start
+                table[where] = saved.leaf_digests[at : at + size]
+                missing.difference_update(
+                    range(where.start // DIGEST_BYTES, where.stop // DIGEST_BYTES)
+                )
+                at += size
+        return bytes(table) if not missing else None

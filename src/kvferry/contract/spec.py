@@ -1,0 +1,145 @@
+"""The description of an engine from which a connector is built, and the roles that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity
+from kvferry.types import KVGroup, RankShard, TablePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """An engine, as the connector that serves it must know it.
+
+    Attributes:
+        identity: the model, as far as it decides KV bytes besides tokens and geometry.
+        groups: KV groups of the whole model. They decide the form of a record and its readers, so
+            every host of a model must name the same ones.
+        shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
+            `world_size` only).
+        layer_names: names of the layers of each group that this rank holds, in order; None for a
+            single group that consists of every layer the host registers.
+        kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
+        carries_worker_meta: True if the host brings `WorkerOutput.meta` to the scheduler role, so
+            that hits can be verified before they are promised.
+        multi_process: True if scheduler and worker roles live in different processes, so that the
+            store must be one that several can open. Several ranks always may.
+        loads: False for an engine that only stores (a producer).
+        saves: False for an engine that only reads (a consumer).
+        publishes: True if the host publishes the events of `SchedulerRole.take_events`
+            (`kvferry.contract.events`).
+        tables: the host's division of the layers over block tables; `layer_names` is then unused. A
+            scheduler role reads table, group, block size and window only, and needs a part for
+            every table and group that some rank uses. The host may have further tables. None: one
+            table per group, in order, of the group's block size and window.
+
+    Raises:
+        ConfigError: tables that do not hold every layer of this rank once, or that contradict each
+            other or the groups.
+    """
+
+    identity: ModelIdentity
+    groups: tuple[KVGroup, ...]
+    shard: RankShard
+    layer_names: tuple[tuple[str, ...], ...] | None = None
+    kv_layout: str = "BHNC"
+    carries_worker_meta: bool = True
+    multi_process: bool = False
+    loads: bool = True
+    saves: bool = True
+    publishes: bool = False
+    tables: tuple[TablePart, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for part in self.tables or ():
+            self._check_part(part)
+        if self.tables is not None:
+            self._check_tables(self.tables)
+
+    @property
+    def table_parts(self) -> tuple[TablePart, ...]:
+        """`tables`; if that is None, one part per group."""
+        if self.tables is not None:
+            return self.tables
+        names = self.layer_names or (None,) * len(self.groups)
+        return tuple(
+            TablePart(
+                table=index,
+                group=index,
+                layers=tuple(range(shard.layers[1] - shard.layers[0])),
+                layer_names=names[index],
+                block_size=group.block_size,
+                window=group.window,
+            )
+            for index, (group, shard) in enumerate(zip(self.groups, self.shard.groups, strict=True))
+        )
+
+    def _check_part(self, part: TablePart) -> None:
+        if not 0 <= part.group < len(self.groups) or part.table < 0 or part.block_size < 1:
+            raise ConfigError(f"{part} is no part of {len(self.groups)} KV groups")
+        if part.layer_names is not None and len(part.layer_names) != len(part.layers):
+            raise ConfigError(
+                f"table {part.table} names {len(part.layer_names)} layers of KV group "
+                f"{part.group} and has {len(part.layers)}"
+            )
+        window = self.groups[part.group].window
+        if part.window is not None and (window is None or part.window < window):
+            raise ConfigError(
+                f"table {part.table} keeps {part.window} tokens, KV group {part.group} attends to "
+                f"{'all' if window is None else window}"
+            )
+
+    def _check_tables(self, parts: tuple[TablePart, ...]) -> None:
+        kinds: dict[int, tuple[int, int | None]] = {}
+        layers: list[list[int]] = [[] for _ in self.groups]
+        for part in parts:
+            kind = (part.block_size, part.window)
+            if kinds.setdefault(part.table, kind) != kind:
+                raise ConfigError(
+                    f"table {part.table} has two block sizes and windows: {kinds[part.table]} and "
+                    f"{kind}"
+                )
+            layers[part.group] += part.layers
+        for index, (held, shard) in enumerate(zip(layers, self.shard.groups, strict=True)):
+            expected = list(range(shard.layers[1] - shard.layers[0]))
+            if sorted(held) != expected:
+                raise ConfigError(
+                    f"the tables hold layers {sorted(held)} of KV group {index}; this rank has "
+                    f"{len(expected)} of them, each must be in one table"
+                )
+
+
+def _nothing() -> None:
+    """The end of roles that share nothing."""
+
+
+def _ready(timeout: float) -> bool:
+    """Roles with nothing to wait for."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Both halves of a connector for an engine whose scheduler and only worker share a process."""
+
+    scheduler: SchedulerRole
+    worker: WorkerRole
+    close_last: Callable[[], None] = _nothing
+    """Called once after both roles are closed: releases what they share."""
+    wait_ready: Callable[[float], bool] = _ready
+    """Blocks until look-ups can find everything stored, for at most so many seconds; True if they
+    can. For the start of an engine: earlier look-ups work, and may miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWorker:
+    """The worker role of one rank, for a process that has no scheduler role."""
+
+    worker: WorkerRole
+    close_last: Callable[[], None] = _nothing
+    """Called once after the role is closed."""

@@ -1,0 +1,84 @@
+"""What to do about a medium that refuses: an answer, a count, one log line, and then some rest."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable
+
+from kvferry.observe import Observer
+from kvferry.store.base import PutResult
+
+logger = logging.getLogger(__name__)
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOG_EVERY_SECONDS = 60.0
+_TRIES_BEFORE_REST = 3
+_LONGEST_REST_SECONDS = 60.0
+
+
+class Faults:
+    """Translates `OSError` into an answer, a count and a log line, and holds writes back after
+    repeated failures, so that a full or broken disk costs nothing. Thread-safe.
+
+    Args:
+        name: the store, for log lines.
+        observer: receives counts.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._observer = observer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_failures = 0
+        self._rest_until = 0.0
+        self._last_result = PutResult.FAILED
+        self._logged: dict[tuple[str, int | None], float] = {}
+
+    def resting(self) -> PutResult | None:
+        """The answer to a write that is not even tried; None if writes may be tried."""
+        with self._lock:
+            if self._num_failures < _TRIES_BEFORE_REST or self._clock() >= self._rest_until:
+                return None
+            result = self._last_result
+        self._observer.count("store_put_skipped")
+        return result
+
+    def write_failed(self, error: OSError) -> PutResult:
+        """Count a failed write and name its outcome."""
+        no_space = error.errno in _NO_SPACE
+        result = PutResult.NO_SPACE if no_space else PutResult.FAILED
+        with self._lock:
+            self._num_failures += 1
+            doublings = min(max(self._num_failures - _TRIES_BEFORE_REST, 0), 10)
+            self._rest_until = self._clock() + min(2.0**doublings, _LONGEST_REST_SECONDS)
+            self._last_result = result
+        self._observer.count("store_put_no_space" if no_space else "store_put_failed")
+        self._log("write", error)
+        return result
+
+    def write_succeeded(self) -> None:
+        """Writes work (again)."""
+        if self._num_failures:
+            with self._lock:
+                self._num_failures = 0
+
+    def failed(self, what: str, error: OSError) -> None:
+        """Count and log any other operation that failed."""
+        self._observer.count(f"store_{what}_failed")
+        self._log(what, error)
+
+    def _log(self, what: str, error: OSError) -> None:
+        """One line per operation and kind of error and minute."""
+        kind, now = (what, error.errno), self._clock()
+        with self._lock:
+            if now - self._logged.get(kind, -_LOG_EVERY_SECONDS) < _LOG_EVERY_SECONDS:
+                return
+            self._logged[kind] = now
+        reason = error.strerror or str(error)
+        logger.warning(
+            "store %s: %s failed: %s; the cache goes on without", self._name, what, reason
+        )

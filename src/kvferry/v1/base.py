@@ -1,0 +1,843 @@
+# ruff: noqa: B027 - optional methods of an abstract base class are what this shape consists of
+"""vLLM's one-class connector, under its own names.
+
+A connector written for vLLM's V1 base class runs here after a change of its imports:
+
+    from kvferry.v1 import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+
+Each docstring says when a host calls the method, which rules the host enforces and what a violation
+costs. "The engine dies" means an assertion in the scheduler's process: every request is lost. The
+hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later releases make; all of these
+have a default here.
+
+One class serves two processes because vLLM's shape asks for it; our own connectors have two roles
+(`kvferry.contract`). The second half of this file wraps the values of our roles in V1 types, for
+hosts that carry no others.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
+from kvferry.errors import ConfigError, ContractError
+
+if TYPE_CHECKING:
+    import torch
+
+    Layers = dict[str, torch.Tensor]
+    CopyBlocksOp = Callable[[Layers, Layers, list[int], list[int], Literal["h2d", "d2h"]], None]
+    """Copies blocks between two sets of layers. Arguments: source layers, destination layers,
+    source block ids, destination block ids, direction."""
+else:
+    CopyBlocksOp = Callable[..., None]
+
+# --- the host's objects, as far as connectors read them -------------------------------------------
+
+
+class V1TransferConfig(Protocol):
+    """`vllm_config.kv_transfer_config`: the operator's settings of the connector."""
+
+    @property
+    def kv_connector(self) -> str | None: ...
+    @property
+    def kv_role(self) -> str | None:
+        """One of "kv_producer", "kv_consumer", "kv_both"."""
+
+    @property
+    def engine_id(self) -> str | None:
+        """New for each configuration object: never part of a stored key."""
+
+    @property
+    def kv_connector_extra_config(self) -> dict[str, Any]: ...
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
+        """An option of the connector's own."""
+
+
+class V1CacheConfig(Protocol):
+    """`vllm_config.cache_config`."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def cache_dtype(self) -> str: ...
+
+
+class V1ModelConfig(Protocol):
+    """`vllm_config.model_config`."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...  # noqa: ANN401 - the host's
+
+
+class V1ParallelConfig(Protocol):
+    """`vllm_config.parallel_config`."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+
+
+class V1Config(Protocol):
+    """The part of a host's configuration that a V1 constructor reads."""
+
+    @property
+    def kv_transfer_config(self) -> V1TransferConfig | None: ...
+    @property
+    def cache_config(self) -> V1CacheConfig: ...
+    @property
+    def model_config(self) -> V1ModelConfig: ...
+    @property
+    def parallel_config(self) -> V1ParallelConfig: ...
+
+
+class V1Request(Protocol):
+    """A request as scheduler-side methods see it. Read only.
+
+    `num_tokens` is the length of `all_token_ids` and includes generated tokens, so it exceeds the
+    prompt after a preemption.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class V1Blocks(Protocol):
+    """The blocks of one request."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Block ids per KV group, in token order."""
+
+
+class V1NewRequest(Protocol):
+    """A request in its first step; on some hosts also one that resumes after a preemption."""
+
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def block_ids(self) -> tuple[list[int], ...]:
+        """Only the blocks of the tokens scheduled in this step: later chunks add more."""
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class V1CachedRequests(Protocol):
+    """Requests after their first step; parallel lists.
+
+    `new_block_ids[i]` is None if the request got no block, else a list per KV group. The blocks are
+    appended to the request's table, or replace it if the request was resumed. Resumed requests are
+    named by the set `resumed_req_ids` (since 0.12) or the list of booleans
+    `resumed_from_preemption` (before).
+    """
+
+    @property
+    def req_ids(self) -> list[str]: ...
+    @property
+    def new_block_ids(self) -> list[tuple[list[int], ...] | None]: ...
+    @property
+    def num_computed_tokens(self) -> list[int]: ...
+
+
+class V1SchedulerOutput(Protocol):
+    """One scheduler step. Later hosts have `preempted_req_ids` as well, a set or None."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[V1NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> V1CachedRequests: ...
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]: ...
+    @property
+    def total_num_scheduled_tokens(self) -> int: ...
+    @property
+    def finished_req_ids(self) -> set[str]: ...
+
+
+class V1ForwardContext(Protocol):
+    """The surroundings of a forward.
+
+    Do not rely on `attn_metadata`: it is None, a list or a dict. None means a step without tokens,
+    a warm-up run or a replayed graph, and such a step may have loads to do.
+    """
+
+    @property
+    def attn_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
+    @property
+    def no_compile_layers(self) -> Mapping[str, Any]: ...
+
+
+# --- values that connectors return ----------------------------------------------------------------
+
+
+class KVConnectorRole(enum.Enum):
+    """The half of a connector that an instance is. The halves share no memory."""
+
+    SCHEDULER = 0
+    """One instance in the scheduler's process, made before KV memory exists."""
+    WORKER = 1
+    """One instance per worker process, made before KV memory is allocated."""
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024 - a mark; connectors put in what they need
+    """The scheduler half's message to the worker halves for one step. It is pickled: no tensors on
+    a device, no live objects."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - likewise
+    """A worker's message to its peers before the first transfer. It is pickled."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """A worker half's message to the scheduler half after one step, beyond the common fields
+    (0.32). Earlier hosts carry no such message: a connector must work, if less well, without."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Merge another rank's message into this one. Hosts do not check that the types agree."""
+
+
+@dataclass
+class KVConnectorStats(ABC):
+    """Counters of one interval. They cross processes as the plain dict `data`, and hosts mutate
+    them: return a new object or a `clone` each time, never the one that continues to count."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin a new interval."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counters of another rank or interval. Hosts assert that the types agree."""
+
+    @abstractmethod
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers of a log line."""
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to report."""
+        return not self.data
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that crosses processes; `build_kv_connector_stats` makes an object of it."""
+        return dict(self.data)
+
+    def clone(self) -> KVConnectorStats:
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+
+@dataclass
+class KVConnectorOutput:
+    """The report of the worker halves after a step: one per rank, merged for the scheduler.
+
+    Attributes:
+        finished_sending: requests whose blocks the connector no longer needs; None for none.
+        finished_recving: requests whose async load ended, well or badly; None for none.
+        kv_connector_stats: counters since the last step, or None.
+        kv_cache_events: events of this worker, or None.
+        invalid_block_ids: blocks whose load failed.
+        expected_finished_count: number of reports per id to wait for; 0 leaves it as it is.
+        failed_recving: the part of `finished_recving` to compute from the start (0.32).
+        kv_connector_worker_meta: the connector's own message (0.32), or None.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: Any = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    expected_finished_count: int = 0
+    failed_recving: set[str] = field(default_factory=set)
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+
+    def is_empty(self) -> bool:
+        """True if the report holds nothing for the scheduler."""
+        stats = self.kv_connector_stats
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.invalid_block_ids
+            or self.failed_recving
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta is not None
+            or (stats is not None and not stats.is_empty())
+        )
+
+
+class SupportsHMA(ABC):
+    """A connector for models with several KV groups. For any other connector hosts switch the
+    hybrid memory allocator off, or refuse to start if the operator asked for it."""
+
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: V1Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request_finished`, with block ids per group. Hosts call one of the two, never both.
+
+        With more than one group hosts cannot recompute single blocks, and a block id in
+        `get_block_ids_with_load_errors` kills the engine: use `failed_recving` instead.
+        """
+
+
+def supports_hma(connector: object) -> bool:
+    """Whether a connector, given as class or instance, is a `SupportsHMA`.
+
+    Hosts ask the class, in processes that have no instance.
+    """
+    if isinstance(connector, type):
+        return issubclass(connector, SupportsHMA)
+    return isinstance(connector, SupportsHMA)
+
+
+# --- the connector --------------------------------------------------------------------------------
+
+
+class KVConnectorBase_V1(ABC):
+    """A connector in one class: one instance in the scheduler, one in each worker.
+
+    Seven methods are abstract: `start_load_kv`, `wait_for_layer_load`, `save_kv_layer`,
+    `wait_for_save` (worker), `get_num_new_matched_tokens`, `update_state_after_alloc`,
+    `build_connector_meta` (scheduler). The others have the default that hosts expect.
+
+    One step, in order: `schedule()` with lookups, `update_state_after_alloc` and
+    `build_connector_meta`; on each worker `handle_preemptions`, `bind_connector_metadata`,
+    `start_load_kv`, the forward with its layer hooks, `wait_for_save`, the getters of results and
+    `clear_connector_metadata`; on the scheduler `update_connector_output`. In steps without sync
+    loads vLLM 0.32 calls `start_load_kv` after the forward, so `bind_connector_metadata` must
+    prepare everything that `save_kv_layer` needs. With overlapping batches the next `schedule()`
+    precedes this step's `update_connector_output`: its orders are not done yet.
+
+    Hosts use the class itself in configuration and logging processes: importing its module must be
+    cheap and must not touch a device.
+
+    Attributes:
+        prefer_cross_layer_blocks: True asks hosts (0.12 to 0.14) for one tensor over all layers and
+            `register_cross_layers_kv_cache`; they comply only for uniform models.
+    """
+
+    prefer_cross_layer_blocks: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        vllm_config: V1Config,
+        role: KVConnectorRole,
+        kv_cache_config: object | None = None,
+    ) -> None:
+        """Hosts pass three arguments by name; 0.32 refuses a class without `kv_cache_config`.
+
+        Args:
+            vllm_config: the engine's configuration.
+            role: the half that this instance is.
+            kv_cache_config: the engine's KV groups; None from hosts before 0.32 with one group.
+
+        Raises:
+            ConfigError: `vllm_config.kv_transfer_config` is None.
+        """
+        if vllm_config.kv_transfer_config is None:
+            raise ConfigError(
+                "kv_transfer_config is None, a connector needs one: start the host with "
+                "--kv-transfer-config naming kv_connector and kv_role"
+            )
+        self._connector_metadata: KVConnectorMetadata | None = None
+        self._vllm_config = vllm_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self._role = role
+
+    @property
+    def role(self) -> KVConnectorRole:
+        return self._role
+
+    # Worker side: each worker process, on the model runner's thread. An exception from one of these
+    # methods kills the worker; failures are reported as ids instead.
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's metadata. Every step, with tokens or without.
+
+        After this call the host writes to blocks of requests that the step preempted or freed: the
+        connector must have stopped reading them.
+        """
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """End the step. Every step."""
+        self._connector_metadata = None
+
+    def _get_connector_metadata(self) -> KVConnectorMetadata:
+        """The metadata of the current step. For use inside the connector.
+
+        Raises:
+            ContractError: outside of a step.
+        """
+        if self._connector_metadata is None:
+            raise ContractError(
+                "no connector metadata is bound: it is there from bind_connector_metadata to "
+                "clear_connector_metadata only (handle_preemptions gets it as an argument)"
+            )
+        return self._connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        """Whether a step has begun. False in warm-up runs, which call layer hooks too."""
+        return self._connector_metadata is not None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the KV tensors by layer name. Once, after allocation.
+
+        Shapes differ by host. Up to 0.14: `[2, blocks, tokens, heads, dim]`, `[blocks, 2, ...]` or,
+        for MLA, `[blocks, tokens, dim]`. In 0.32: views `[blocks, heads, tokens, content]` with the
+        strides of the physical layout. Address blocks through strides, never by `view`.
+        """
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """Take one tensor over all layers, instead of `register_kv_caches` (0.12 to 0.14).
+
+        Only with `prefer_cross_layer_blocks` and a model of uniform layers. The attention backend
+        decides where the layer axis lies.
+        """
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """Take the platform's copy between host and device. Once, after registration.
+
+        The operation silently does nothing if the id lists are empty or differ in length. CPU hosts
+        have none.
+        """
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """The memory pool in which the host allocates KV memory (0.32); None for the host's own."""
+        return None
+
+    def handle_preemptions(self, kv_connector_metadata: object) -> None:
+        """Finish or abandon reads of blocks that the host is about to overwrite.
+
+        Preemption frees blocks at once, without asking, so an async save must end here. The call
+        precedes `bind_connector_metadata`. It brings the step's metadata in every step (0.32), or
+        the set of preempted request ids if there are any (0.14). Earlier hosts do not call it:
+        there, a save that outlives its step reads blocks of another request.
+        """
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+        """Load the blocks that the metadata promises. Every step, with tokens or without.
+
+        A sync load must be complete before a layer reads the blocks: when this method returns, or
+        when `wait_for_layer_load` of that layer does. The scheduler has already counted its tokens
+        as computed and may share the blocks, so a load that cannot be done must be reported by
+        `get_block_ids_with_load_errors` in this step. To skip it, for example because
+        `attn_metadata` is None, gives wrong output. Async loads only start here.
+
+        Args:
+            forward_context: its `attn_metadata` may be None while loads are due.
+            **kwargs: further arguments of some hosts; must be accepted.
+        """
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the load of this layer is complete. Before each attention layer.
+
+        Not called in steps without tokens, nor inside replayed CUDA graphs: see
+        `requires_piecewise_for_cudagraph`.
+        """
+
+    @abstractmethod
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - the host's
+        **kwargs: Any,  # noqa: ANN401 - the host's
+    ) -> None:
+        """Start to save this layer's new KV; may return at once. After each attention layer.
+
+        Omitted in the same steps as `wait_for_layer_load`, so a record is complete only after a
+        call for every layer. The blocks of `kv_layer` may be smaller than those that ids count.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return when the blocks of this step may be overwritten. Every step with tokens.
+
+        In steps without tokens 0.32 and `kvferry.runner` call it too, earlier hosts do not: a queue
+        with no other drain would stall there.
+        """
+
+    def finish_forward(self) -> None:
+        """The forward was submitted (0.32)."""
+
+    def reset_capture_state(self) -> None:
+        """A graph capture begins (0.32)."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose async work ended, as `(sent or saved, loaded)`. Every step, at its
+        end.
+
+        Every worker reports each id once: hosts count reports down from the number of workers (or
+        from `get_finished_count`). A repeated report releases blocks too early, a missing one holds
+        them for ever.
+
+        - Sent: only ids for which `request_finished` returned True, and only after they appeared in
+          `finished_req_ids` of this or an earlier call. Any other id, such as that of a running
+          request, kills the engine. An id that is never reported leaks its blocks, and the engine
+          never idles.
+        - Loaded: ids whose async load ended, including failed loads and requests aborted meanwhile
+          (hosts hold their blocks for this report). Any other id kills the engine.
+        - The report of an aborted load frees the request; a "sent" for it afterwards kills the
+          engine. So `request_finished` returns False for a request that is still loading.
+
+        Args:
+            finished_req_ids: all requests that ended since the last call, also those that the
+                connector never handled.
+        """
+        return None, None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """`get_finished` with failures: may fill `failed_recving` as well (0.32).
+
+        An id in `failed_recving` is in `finished_recving` too; the host computes its request from
+        the start and looks it up again. With several KV groups, failures have no other report.
+        """
+        sending, recving = self.get_finished(finished_req_ids)
+        return KVConnectorOutput(finished_sending=sending, finished_recving=recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose load failed since the last call; the call clears them. Every step.
+
+        Report a sync load in its own step, an async load no later than the step that reports its id
+        as loaded; that report is due all the same. The host recomputes the request from the first
+        of these blocks, or fails it: the operator chooses, and 0.32 fails it by default. Of several
+        requests that share a bad block, only the first recomputes it. After the loss of an async
+        load's first block the host asks the lookup again: the same answer makes the engine loop for
+        ever. With several KV groups any id here kills the engine.
+        """
+        return set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counters since the last call. Every step, on workers; 0.32 also on the scheduler, where
+        the type must be the workers' type."""
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> object | None:
+        """This worker's KV events since the last call (0.13 and later), or None. Hosts publish the
+        events that all workers report alike."""
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """This worker's message to the scheduler half after the step (0.32), or None."""
+        return None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """This worker's message to its peers, or None. Once, after registration."""
+        return None
+
+    def shutdown(self) -> None:
+        """The process ends. On both sides; idempotent, bounded in time."""
+
+    # Scheduler side: one process, one thread, inside schedule() and the handling of outputs. An
+    # exception from one of these methods kills the engine; a wrong answer does that, or worse.
+
+    def on_new_request(self, request: V1Request) -> None:
+        """The request was queued (0.32). Bookkeeping only; earlier hosts do not call it."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: V1Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The number of tokens that the connector can load beyond `num_computed_tokens`, and
+        whether the load is async.
+
+        Hosts ask at every scan of the waiting queue until they admit the request, and again after a
+        preemption or a failed load. They may discard the answer (no blocks, no budget,
+        `skip_reading_prefix_cache`): no side effects, no final pins, no I/O.
+
+        - Never negative: the scheduler computes with a negative number, silently.
+        - Together with the local tokens at most `request.num_tokens`, or the engine dies.
+        - The engine computes the last token itself. A sync answer leaves out at least that token,
+          or the engine dies; an async one may include it, and the scheduler steps back by one.
+        - Whole blocks. Hosts accept other counts, but know, share and repair blocks only.
+        - `(0, True)` kills the engine.
+        - `(None, ...)`: a hit is known and on its way, ask again. The host sets no limit to the
+          retries: the connector needs a deadline. Never for a request without such a hit.
+        - After a preemption `request.num_tokens` includes generated tokens, and the answer may too.
+        - Only tokens that are there at this moment, and never again a load that just failed.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
+    ) -> None:
+        """The host allocated blocks. After every admission, also with 0 external tokens.
+
+        An async load brings two calls: with its count when it starts, with 0 when it has ended and
+        the host admits the request. Decide by the count, not by the presence of blocks. No
+        scheduler output names a request during its async load, so its block ids come from this call
+        alone. At the second call `blocks` holds all blocks in 0.32, but only the new ones in 0.13:
+        take ids from the first call.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
+        """Make this step's metadata; never None. Once at the end of each `schedule()`, with tokens
+        or without. Clears the state of this step; leaves `scheduler_output` as it is.
+
+        - A prompt may come in chunks: block ids and tokens of a new request are those of its first
+          chunk; later chunks arrive as cached requests.
+        - A resumed request arrives as a cached one whose block ids replace the old, or as a new one
+          (0.32, newer model runner). Handle both.
+        - Block id 0 may be a placeholder outside of a sliding window: never read or write it.
+        - Requests in `finished_req_ids` and `preempted_req_ids` lose their blocks in this step.
+        """
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the merged report of all ranks. Once per step that has one."""
+
+    def request_finished(
+        self, request: V1Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended: stopped, aborted or failed. Exactly once per request.
+
+        Also for a request that never ran (`block_ids` is empty) and for one aborted during its
+        load; not for a preemption. True delays the release of its blocks until all workers report
+        it as sent; `get_finished` says why a loading request must get False. (Hosts before 0.32
+        release the blocks of such a request at once: there, and only there, True is safe.)
+
+        Returns:
+            Whether to delay, and parameters for the final output of a normally finished request.
+        """
+        return False, None
+
+    def register_finished_partial_tail(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+        """Whether to take over the unfinished tail of a recurrent state (0.32). True delays the
+        release of blocks as in `request_finished`."""
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """Return and clear the KV events since the last call. Every step."""
+        return ()
+
+    def get_external_cache_hit_sources(
+        self, request: V1Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Hit tokens by source, for metrics (0.32); the counts must add up."""
+        return {}
+
+    def get_loaded_kv_cache_group_ids(self, request: V1Request) -> tuple[int, ...] | None:
+        """KV groups that an async load fills (0.32); None for all that take part.
+
+        Hosts do not zero the blocks of these groups: the load must fill every group named here.
+        """
+        return None
+
+    def has_pending_push_work(self) -> bool:
+        """True makes an idle engine continue to step (0.32). Always True: a busy loop."""
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        """True lets a request wait for blocks, so that none is preempted for it (0.32). Always
+        True: the engine makes no progress."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether KV must reach a consumer in any case (0.32): preempted requests then discard
+        tokens. Hosts assume it of every producer; a cache should return False."""
+        return self._kv_transfer_config.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether groups may have local hits of different lengths (0.32)."""
+        return False
+
+    def bind_kv_cache_manager(self, kv_cache_manager: object) -> None:
+        """Take the host's KV cache manager, once it exists (0.32)."""
+
+    def bind_gpu_block_pool(self, block_pool: object) -> None:
+        """Take the host's block pool, once it exists (0.32)."""
+
+    def get_finished_count(self) -> int | None:
+        """Number of reports per id that hosts wait for; None for one from each worker. Once, at
+        start-up.
+
+        Counted per id across steps. A number below that of the reporting workers releases blocks
+        too early; one above it never releases them.
+        """
+        return None
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything stored, because weights changed (0.13 and later). False: failed.
+
+        Hosts take None for success, so a connector that stores must implement this method; saves
+        under way must not bring old content back.
+        """
+        return None
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the workers' handshake metadata by tensor-parallel rank. Once, if there is any."""
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same by (pipeline rank, tensor-parallel rank) (0.32).
+
+        Raises:
+            ConfigError: a pipeline rank above 0, and the connector does not override this method.
+        """
+        beyond = sorted({pp for pp, _ in metadata if pp > 0})
+        if beyond:
+            raise ConfigError(
+                f"handshake metadata from pipeline ranks {beyond}, but {type(self).__name__} knows "
+                "rank 0 only: override set_xfer_handshake_metadata_pp_aware or use one stage"
+            )
+        self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
+
+    # Asked of the class.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: V1Config) -> str | None:
+        """The layout that the connector prefers, "HND" or "NHD"; None for any.
+
+        Only a preference: an operator's setting wins, and hosts drop an unsupported one with a
+        warning. Verify strides at registration.
+
+        Raises:
+            TypeError: called on the base class.
+        """
+        if cls is KVConnectorBase_V1:
+            raise TypeError("get_required_kvcache_layout is asked of a connector, not of its base")
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Whether the layer hooks do work; full CUDA graphs replay without them (0.32).
+
+        Earlier hosts do not ask: there the operator must choose piecewise graphs.
+        """
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """An object around `data`, the result of `KVConnectorStats.to_dict`; None: not logged."""
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: V1Config,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> object | None:
+        """The host's Prometheus metrics of this connector, or None."""
+        return None
+
+
+# --- values of our roles, wrapped for V1 hosts ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanMetadata(KVConnectorMetadata):
+    """A plan on its way to the workers.
+
+    Attributes:
+        plan: the plan.
+        has_tokens: whether the step computes anything.
+        is_quiet: the plan is the role's empty one and the step ends no request: an idle worker
+            can ignore it.
+    """
+
+    plan: Plan
+    has_tokens: bool
+    is_quiet: bool = False
+
+
+@dataclass(frozen=True)
+class CarriedMeta(KVConnectorWorkerMetadata):
+    """A worker's message on its way to the scheduler role."""
+
+    meta: WorkerMeta
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> CarriedMeta:
+        if not isinstance(other, CarriedMeta):
+            raise ContractError(f"cannot fold {type(other).__name__} into CarriedMeta")
+        return CarriedMeta(self.meta.aggregate(other.meta))
+
+
+class CounterStats(KVConnectorStats):
+    """Counters by name; `aggregate` adds them up."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> CounterStats:
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+
+def from_v1_output(output: KVConnectorOutput) -> WorkerOutput:
+    """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
+
+    Stats and messages of another connector stay as they are.
+    """
+    if output.is_empty():
+        return EMPTY_OUTPUT
+    stats, meta = output.kv_connector_stats, output.kv_connector_worker_meta
+    return WorkerOutput(
+        finished_sending=frozenset(output.finished_sending or ()),
+        finished_recving=frozenset(output.finished_recving or ()),
+        failed_recving=frozenset(output.failed_recving or ()),
+        invalid_block_ids=frozenset(output.invalid_block_ids or ()),
+        stats=stats.data if isinstance(stats, CounterStats) else stats,
+        events=output.kv_cache_events,
+        meta=meta.meta if isinstance(meta, CarriedMeta) else meta,
+    )
+
+
+def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:
+    """The inverse of `from_v1_output`. Hosts expect None in place of an empty set of ended work."""
+    stats, meta = output.stats, output.meta
+    return KVConnectorOutput(
+        finished_sending=set(output.finished_sending) or None,
+        finished_recving=set(output.finished_recving) or None,
+        failed_recving=set(output.failed_recving),
+        invalid_block_ids=set(output.invalid_block_ids),
+        kv_connector_stats=CounterStats(dict(stats)) if isinstance(stats, Mapping) else stats,
+        kv_cache_events=output.events,
+        kv_connector_worker_meta=CarriedMeta(meta) if isinstance(meta, WorkerMeta) else meta,
+    )

@@ -1,0 +1,654 @@
+"""A V1 connector, driven as our two roles.
+
+    config = v1_config(block_size=16, options={"shared_storage_path": "/var/cache/kv"})
+    with LLM("path/to/model", roles=v1_roles(MyConnector, config, release="0.32")) as llm: ...
+
+`V1SchedulerRole` and `V1WorkerRole` translate and decide nothing. Wrap them in the guards: these
+hold the connector to the rules and catch its exceptions.
+
+Releases of vLLM differ in how a connector reaches KV memory, so the worker role speaks the language
+of one release; see `Release`. In requests and steps the releases only differ in spelling, and a
+connector sees all spellings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from kvferry.contract.messages import FinishResult, LookupResult, Plan, WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import Roles
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ConfigError, ContractError, LayoutError
+from kvferry.types import BlockTable, RequestView, StepView
+from kvferry.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    V1Config,
+    from_v1_output,
+    to_v1_output,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Release = Literal["0.14", "0.32"]
+"""The release of vLLM whose worker-side interface a connector is written for.
+
+"0.32": a layer's `kv_cache` is the tensor that the host registered; the embedded engine registers
+views `[blocks, heads, tokens, content]`, with K and V side by side in the content.
+
+"0.14" and before: `kv_cache[virtual_engine]` is a contiguous tensor `[2, blocks, tokens, heads,
+dim]`, with K and V apart. Connectors of that time reshape it in place, which works on no view of
+the engine's memory. So they get a second pool, and the worker role copies blocks between the two.
+"""
+
+# --- requests and steps, as connectors read them --------------------------------------------------
+
+
+class DrivenRequest:
+    """A `RequestView` with the attributes of a vLLM request. One object per request, for its life.
+
+    Features that the embedded engine lacks have their neutral value.
+    """
+
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache = False
+    mm_features: Sequence[Any] = ()
+
+    def __init__(self, view: RequestView) -> None:
+        self.view = view
+        self.request_id = view.request_id
+        self.num_prompt_tokens = view.num_prompt_tokens
+        self.prompt_token_ids = list(view.all_token_ids[: view.num_prompt_tokens])
+        self.cache_salt = view.extra_keys.cache_salt
+        self.num_computed_tokens = 0
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.view.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+class DrivenBlocks:
+    """The blocks of one request."""
+
+    def __init__(self, block_ids: BlockTable) -> None:
+        self._block_ids = block_ids
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Block ids per KV group, in token order; new lists."""
+        return tuple(list(group) for group in self._block_ids)
+
+
+@dataclass(kw_only=True)
+class NewRequestData:
+    """A request in its first step."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    prefill_token_ids: list[int]
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+    mm_features: Sequence[Any] = ()
+    lora_request: Any = None
+    prompt_embeds: Any = None
+
+
+@dataclass(kw_only=True)
+class CachedRequestData:
+    """Requests after their first step; parallel lists."""
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    resumed_from_preemption: list[bool] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+
+@dataclass(kw_only=True)
+class SchedulerOutput:
+    """One step in the form of vLLM's scheduler."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    has_sync_kv_loads: bool = False
+    kv_connector_metadata: Any = None
+
+
+class StepHistory:
+    """Turns steps with full block tables into vLLM's increments.
+
+    Remembers how many blocks of each group the connector has seen, per running request.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[int, ...]] = {}
+        self._preempted: set[str] = set()
+
+    def describe(self, step: StepView, requests: Mapping[str, DrivenRequest]) -> SchedulerOutput:
+        """The step as increments. Call once per step, in order.
+
+        Args:
+            step: the step.
+            requests: every scheduled request by id.
+        """
+        output = SchedulerOutput(
+            finished_req_ids=set(step.finished_request_ids),
+            preempted_req_ids=set(step.preempted_request_ids),
+        )
+        self._preempted |= output.preempted_req_ids
+        for scheduled in step.scheduled:
+            request = requests[scheduled.request.request_id]
+            request.num_computed_tokens = scheduled.num_computed_tokens
+            self._describe_request(output, request, scheduled.block_ids)
+            output.num_scheduled_tokens[request.request_id] = scheduled.num_scheduled_tokens
+            output.total_num_scheduled_tokens += scheduled.num_scheduled_tokens
+        return output
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._shown.pop(request_id, None)
+        self._preempted.discard(request_id)
+
+    def _describe_request(
+        self, output: SchedulerOutput, request: DrivenRequest, block_ids: BlockTable
+    ) -> None:
+        request_id = request.request_id
+        shown = self._shown.get(request_id)
+        self._shown[request_id] = tuple(len(group) for group in block_ids)
+        if shown is None:
+            output.scheduled_new_reqs.append(
+                NewRequestData(
+                    req_id=request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    prefill_token_ids=list(request.all_token_ids),
+                    block_ids=tuple(list(group) for group in block_ids),
+                    num_computed_tokens=request.num_computed_tokens,
+                )
+            )
+            return
+        cached = output.scheduled_cached_reqs
+        resumed = request_id in self._preempted
+        if resumed:
+            self._preempted.discard(request_id)
+            cached.resumed_req_ids.add(request_id)
+            cached.all_token_ids[request_id] = list(request.all_token_ids)
+            shown = (0,) * len(block_ids)
+        added = tuple(list(group[n:]) for group, n in zip(block_ids, shown, strict=True))
+        cached.req_ids.append(request_id)
+        cached.resumed_from_preemption.append(resumed)
+        cached.new_token_ids.append([])
+        cached.new_block_ids.append(added if any(added) else None)
+        cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens)
+
+
+# --- KV memory, as connectors reach it ------------------------------------------------------------
+
+
+class AttentionMetadata:
+    """One layer's entry of `attn_metadata`. Connectors may look up its type, nothing else."""
+
+
+class MLACommonMetadata(AttentionMetadata):
+    """The type by which connectors recognise latent attention. No entry of ours has it: latents
+    reach a connector in the same form as K and V, with one head."""
+
+
+class AttentionLayer:
+    """A layer in `no_compile_layers`.
+
+    Attributes:
+        kv_cache: its KV tensor, or, for release 0.14, a list of it by virtual engine.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor | list[torch.Tensor]) -> None:
+        self.kv_cache = kv_cache
+
+
+class ForwardContext:
+    """The surroundings of a forward, for connectors of release 0.32.
+
+    Attributes:
+        attn_metadata: an entry per layer; None in steps without tokens.
+        no_compile_layers: the attention layers by name.
+    """
+
+    def __init__(self, layers: Mapping[str, AttentionLayer]) -> None:
+        self.attn_metadata: dict[str, AttentionMetadata] | None = None
+        self.no_compile_layers = dict(layers)
+
+
+class ForwardContextOf014(ForwardContext):
+    """The same for connectors of release 0.14, with the index into `AttentionLayer.kv_cache`."""
+
+    virtual_engine = 0
+
+
+class KVMemory:
+    """The engine's KV tensors in the form of a release. Here 0.32: engine and connector share them.
+
+    Attributes:
+        tensors: by layer name, for the connector.
+        context: of the connector's forwards.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(kv_caches)
+        self.context = ForwardContext({name: AttentionLayer(kv) for name, kv in kv_caches.items()})
+
+    def show(
+        self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
+    ) -> torch.Tensor:
+        """The engine wrote these blocks of `kv_layer`. Returns the tensor in which the connector
+        finds them."""
+        return kv_layer
+
+    def take(self, layer_name: str, block_ids: Collection[int]) -> None:
+        """The connector wrote these blocks: make the engine see the content."""
+
+
+class CopiedMemory(KVMemory):
+    """The same for release 0.14: the connector has tensors of its own, with K and V apart."""
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Allocate the second pool.
+
+        Raises:
+            LayoutError: tensors of another form than `[blocks, heads, tokens, content]`, or a
+                content that has no two halves.
+        """
+        super().__init__({})
+        self._engine = kv_caches
+        for name, kv in kv_caches.items():
+            if kv.dim() != 4 or kv.shape[3] % 2:
+                raise LayoutError(
+                    f"layer {name} has the shape {tuple(kv.shape)}; release 0.14 needs [blocks, "
+                    'heads, tokens, content] with an even content: use release="0.32"'
+                )
+            blocks, heads, tokens, content = kv.shape
+            self.tensors[name] = kv.new_zeros((2, blocks, tokens, heads, content // 2))
+        layers = {name: AttentionLayer([kv]) for name, kv in self.tensors.items()}
+        self.context = ForwardContextOf014(layers)
+
+    def show(
+        self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
+    ) -> torch.Tensor:
+        """See `KVMemory.show`."""
+        ids = list(block_ids)
+        blocks = kv_layer[ids]
+        halves = blocks.reshape(*blocks.shape[:3], 2, -1)  # [n, heads, tokens, 2, dim]
+        copied = self.tensors[layer_name]
+        copied[:, ids] = halves.permute(3, 0, 2, 1, 4)
+        return copied
+
+    def take(self, layer_name: str, block_ids: Collection[int]) -> None:
+        """See `KVMemory.take`."""
+        ids = list(block_ids)
+        halves = self.tensors[layer_name][:, ids]  # [2, n, tokens, heads, dim]
+        self._engine[layer_name][ids] = halves.permute(1, 3, 2, 0, 4).flatten(3)
+
+
+# --- the roles ------------------------------------------------------------------------------------
+
+
+class V1Plan(Plan, frozen=True, kw_only=True):
+    """A connector's metadata, and the facts of the step that our contract asks for.
+
+    Attributes:
+        metadata: the result of `build_connector_meta`; picklable if the connector is sound.
+        has_tokens: False in a step without a forward.
+        blocks: blocks that the step's loads fill.
+        recving: requests whose async load starts, with its blocks; None if unknown.
+        preempted: requests that lost their blocks in this step.
+        written: blocks that the forward writes.
+    """
+
+    metadata: Any
+    has_tokens: bool = True
+    blocks: frozenset[int] = frozenset()
+    recving: Mapping[str, frozenset[int]] | None = {}
+    preempted: frozenset[str] = frozenset()
+    written: frozenset[int] = frozenset()
+
+
+def require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
+    """Refuse the wrong half of a connector.
+
+    Raises:
+        ConfigError: it was built for the other role.
+    """
+    if connector.role is not role:
+        raise ConfigError(
+            f"{type(connector).__name__} was built as {connector.role.name}, {role.name} is needed:"
+            f" pass KVConnectorRole.{role.name} to its constructor"
+        )
+
+
+class V1SchedulerRole(SchedulerRole):
+    """The scheduler half of a V1 connector. Runs in: scheduler."""
+
+    def __init__(self, connector: KVConnectorBase_V1, *, block_size: int | None = None) -> None:
+        """Drive `connector`.
+
+        Args:
+            connector: an instance built for `KVConnectorRole.SCHEDULER`.
+            block_size: tokens per block; None for that of the connector's configuration.
+
+        Raises:
+            ConfigError: a connector for the other role.
+        """
+        require_role(connector, KVConnectorRole.SCHEDULER)
+        self._connector = connector
+        self._hma = connector if isinstance(connector, SupportsHMA) else None
+        self._block_size = block_size or connector._vllm_config.cache_config.block_size
+        self._requests: dict[str, DrivenRequest] = {}
+        self._history = StepHistory()
+        self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
+        self._sync_blocks: set[int] = set()  # to be filled by sync loads of the next plan
+        self._recving: dict[str, frozenset[int]] = {}  # async loads that the next plan starts
+        self._empty_plan: V1Plan | None = None
+
+    def _request(self, view: RequestView) -> DrivenRequest:
+        request = self._requests.get(view.request_id)
+        if request is None:
+            request = self._requests[view.request_id] = DrivenRequest(view)
+        request.view = view
+        return request
+
+    def on_new_request(self, request: RequestView) -> None:
+        self._connector.on_new_request(self._request(request))
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        count, is_async = self._connector.get_num_new_matched_tokens(
+            self._request(request), num_local_tokens
+        )
+        if count is None:
+            return LookupResult(None, False)
+        self._promised[request.request_id] = (num_local_tokens, bool(is_async))
+        return LookupResult(count, bool(is_async))
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        local, is_async = self._promised.pop(request.request_id, (0, False))
+        if num_external_tokens > 0:
+            loaded = self._blocks_of(block_ids, local, local + num_external_tokens)
+            if is_async:
+                self._recving[request.request_id] = loaded
+            else:
+                self._sync_blocks |= loaded
+        self._connector.update_state_after_alloc(
+            self._request(request), DrivenBlocks(block_ids), num_external_tokens
+        )
+
+    def _blocks_of(self, table: BlockTable, start: int, stop: int) -> frozenset[int]:
+        """The blocks of tokens `[start, stop)`, in all groups."""
+        size = self._block_size
+        return frozenset(
+            block for group in table for block in group[start // size : -(-stop // size)]
+        )
+
+    def build_plan(self, step: StepView) -> Plan:
+        written: set[int] = set()
+        for scheduled in step.scheduled:
+            self._request(scheduled.request)
+            start = scheduled.num_computed_tokens
+            stop = start + scheduled.num_scheduled_tokens
+            written |= self._blocks_of(scheduled.block_ids, start, stop)
+        described = self._history.describe(step, self._requests)
+        described.has_sync_kv_loads = bool(self._sync_blocks)
+        blocks, recving = frozenset(self._sync_blocks).union(*self._recving.values()), self._recving
+        self._sync_blocks, self._recving = set(), {}
+        metadata = self._connector.build_connector_meta(described)
+        if metadata is None:
+            raise ContractError(
+                f"{type(self._connector).__name__}.build_connector_meta returned None: return a "
+                "KVConnectorMetadata in every step, an empty one if there is nothing to do"
+            )
+        return V1Plan(
+            metadata=metadata,
+            has_tokens=described.total_num_scheduled_tokens > 0,
+            blocks=blocks,
+            recving=recving,
+            preempted=frozenset(described.preempted_req_ids),
+            written=frozenset(written),
+        )
+
+    def empty_plan(self) -> Plan:
+        """The plan of a step in which nothing happens. The first call asks the connector, which
+        takes the call for a step, so it must precede the first request."""
+        if self._empty_plan is None:
+            metadata = self._connector.build_connector_meta(SchedulerOutput())
+            self._empty_plan = V1Plan(metadata=metadata, has_tokens=False)
+        return self._empty_plan
+
+    def update_output(self, output: WorkerOutput) -> None:
+        self._connector.update_connector_output(to_v1_output(output))
+
+    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        driven = self._request(request)
+        del self._requests[request.request_id]
+        self._promised.pop(request.request_id, None)
+        self._history.forget(request.request_id)
+        groups = DrivenBlocks(block_ids).get_block_ids()
+        if self._hma is not None:
+            delay_free, params = self._hma.request_finished_all_groups(driven, groups)
+        else:
+            blocks = groups[0] if groups else []
+            delay_free, params = self._connector.request_finished(driven, blocks)
+        return FinishResult(bool(delay_free), params)
+
+    def take_events(self) -> Iterable[Any]:
+        return self._connector.take_events()
+
+    def take_stats(self) -> Mapping[str, float] | None:
+        stats = self._connector.get_kv_connector_stats()
+        return None if stats is None or stats.is_empty() else stats.reduce()
+
+    def has_pending_work(self) -> bool:
+        return self._connector.has_pending_push_work()
+
+    def reset(self) -> bool:
+        return self._connector.reset_cache() is not False
+
+    def close(self) -> None:
+        self._connector.shutdown()
+
+
+class V1WorkerRole(WorkerRole):
+    """The worker half of a V1 connector, layer hooks included. Runs in: worker.
+
+    After a forward that raised, `wait_for_save` is not called: a connector that saves in bulk there
+    would store blocks that were never computed. A connector whose background copies still read the
+    blocks learns of the step's end from `clear_connector_metadata` alone.
+    """
+
+    def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
+        """Drive `connector`.
+
+        Args:
+            connector: an instance built for `KVConnectorRole.WORKER`.
+            release: the form in which the connector gets KV memory.
+
+        Raises:
+            ConfigError: a connector for the other role, or an unknown release.
+        """
+        require_role(connector, KVConnectorRole.WORKER)
+        if release not in get_args(Release):
+            raise ConfigError(f"release is {release!r}; known: {', '.join(get_args(Release))}")
+        self._connector = connector
+        self._make_memory = CopiedMemory if release == "0.14" else KVMemory
+        self._memory = KVMemory({})
+        self._attn_metadata: dict[str, AttentionMetadata] = {}
+        self._plan = V1Plan(metadata=None)  # of the current step
+        self._recving: dict[str, frozenset[int]] = {}  # blocks of async loads under way
+        # vLLM 0.14 passes the preempted ids, later hosts the metadata; both use this name.
+        parameters = inspect.signature(connector.handle_preemptions).parameters
+        self._wants_preempted_ids = any("req" in name for name in parameters)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Pass the KV tensors to the connector, in the form of its release.
+
+        Raises:
+            LayoutError: there is no such form of these tensors.
+        """
+        self._memory = self._make_memory(kv_caches)
+        self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}
+        self._connector.register_kv_caches(dict(self._memory.tensors))
+
+    def handshake_metadata(self) -> object:
+        """Picklable value for the scheduler half, or None."""
+        return self._connector.get_handshake_metadata()
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        return plan.blocks if isinstance(plan, V1Plan) else frozenset()
+
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
+        if not isinstance(plan, V1Plan):
+            return frozenset()
+        return None if plan.recving is None else frozenset(plan.recving)
+
+    def begin_step(self, plan: Plan) -> None:
+        if not isinstance(plan, V1Plan):
+            raise ContractError(
+                f"the plan is a {type(plan).__name__}, not a V1Plan: a V1 connector's worker half "
+                "takes the plans of its scheduler half (V1SchedulerRole)"
+            )
+        self._plan = plan
+        self._recving.update(plan.recving or {})
+        if not self._wants_preempted_ids:
+            self._connector.handle_preemptions(plan.metadata)
+        elif plan.preempted:
+            self._connector.handle_preemptions(set(plan.preempted))
+        self._memory.context.attn_metadata = self._attn_metadata if plan.has_tokens else None
+        self._connector.bind_connector_metadata(plan.metadata)
+
+    def start_load(self) -> None:
+        self._connector.start_load_kv(self._memory.context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the load of this layer is complete."""
+        self._connector.wait_for_layer_load(layer_name)
+        sync_blocks = self._plan.blocks.difference(*(self._plan.recving or {}).values())
+        self._memory.take(layer_name, sync_blocks)
+
+    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        """Pass this layer's new KV to the connector."""
+        shown = self._memory.show(layer_name, kv_layer, self._plan.written)
+        self._connector.save_kv_layer(layer_name, shown, attn_metadata)
+
+    def save(self) -> None:
+        self._connector.wait_for_save()
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        connector = self._connector
+        results = connector.get_transfer_results(set(finished_request_ids))
+        for request_id in results.finished_recving or ():
+            for name in self._memory.tensors:
+                self._memory.take(name, self._recving.get(request_id, frozenset()))
+            self._recving.pop(request_id, None)
+        invalid = connector.get_block_ids_with_load_errors()
+        if invalid:
+            results.invalid_block_ids = results.invalid_block_ids | invalid
+        results.kv_connector_stats = connector.get_kv_connector_stats()
+        results.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+        results.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        return from_v1_output(results)
+
+    def end_step(self) -> None:
+        self._connector.clear_connector_metadata()
+
+    def close(self) -> None:
+        self._connector.shutdown()
+
+
+# --- a connector of one's own in the embedded engine ----------------------------------------------
+
+
+def v1_roles(
+    connector_class: Callable[..., KVConnectorBase_V1],
+    config: V1Config,
+    *,
+    release: Release = "0.32",
+) -> Roles:
+    """Both halves of a V1 connector, for an engine with one rank.
+
+    Args:
+        connector_class: called once for each half, with `config`, the role and, if it takes
+            `kv_cache_config`, None for it.
+        config: for example the result of `v1_config`.
+        release: see `V1WorkerRole`.
+    """
+    takes_groups = "kv_cache_config" in inspect.signature(connector_class).parameters
+    groups = {"kv_cache_config": None} if takes_groups else {}
+    scheduler = connector_class(config, KVConnectorRole.SCHEDULER, **groups)
+    worker = connector_class(config, KVConnectorRole.WORKER, **groups)
+    return Roles(V1SchedulerRole(scheduler), V1WorkerRole(worker, release=release))
+
+
+def v1_config(
+    *,
+    block_size: int,
+    options: Mapping[str, Any] | None = None,
+    model: str = "",
+    dtype: str = "auto",
+    kv_role: str = "kv_both",
+) -> V1Config:
+    """A configuration for the constructors of V1 connectors, as far as these commonly read it.
+
+    Args:
+        block_size: tokens per block, the same as the engine's.
+        options: the connector's own, `kv_connector_extra_config`.
+        model: path or name of the model.
+        dtype: of the model.
+        kv_role: "kv_producer", "kv_consumer" or "kv_both".
+    """
+    extra = dict(options or {})
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=None,
+            kv_role=kv_role,
+            engine_id=None,
+            kv_connector_extra_config=extra,
+            get_from_extra_config=extra.get,
+        ),
+        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
+        model_config=SimpleNamespace(model=model, dtype=dtype),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1, rank=0
+        ),
+    )
+    return cast("V1Config", config)

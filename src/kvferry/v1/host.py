@@ -1,0 +1,286 @@
+"""Requests and steps of a V1 host, read into our views.
+
+vLLM 0.10 to 0.32 spell some fields differently. This file alone knows the spellings, except for the
+few fields that `kvferry.v1.facade` reads in quiet steps. The first step shows which of the optional
+fields a host has. Runs in: scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import ContractError
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem
+from kvferry.v1.base import V1NewRequest, V1Request, V1SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+LoraIdentity = Callable[[Any], str | None]
+"""From a host's LoRA request to an identity of the adapter's content. None: its requests are
+neither loaded nor saved."""
+
+ItemIdentity = Callable[[str], str | None]
+"""From a host's name of a multimodal item to an identity of its content; None likewise."""
+
+UNCACHEABLE = ExtraKeys(cacheable=False)
+
+
+def as_named(identifier: str) -> str | None:
+    """The `ItemIdentity` of a host that names items by their content."""
+    return identifier
+
+
+class HostRequestView:
+    """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
+
+    __slots__ = ("_request", "extra_keys", "may_read", "num_prompt_tokens", "request_id")
+
+    def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
+        self._request = request
+        self.request_id = request.request_id
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.extra_keys = extra_keys
+        # vLLM ignores hits of requests that want the logits of every prompt token.
+        self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self._request.all_token_ids
+
+    def is_of(self, request: V1Request) -> bool:
+        """Whether this views that very object, not an earlier request with the same id."""
+        return self._request is request
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """A request known only from its first step: the prompt, and no later token."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    extra_keys: ExtraKeys
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledView:
+    """One request in one step, as `kvferry.types.ScheduledRequest` describes it."""
+
+    request: HostRequestView | PromptView
+    block_ids: tuple[Sequence[int], ...]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+class UnreadableStep:
+    """A step in no known spelling. Each access raises the error, inside the role's guard."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def scheduled(self) -> Sequence[ScheduledView]:
+        raise self._error
+
+    @property
+    def preempted_request_ids(self) -> Collection[str]:
+        raise self._error
+
+    @property
+    def finished_request_ids(self) -> Collection[str]:
+        raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableStep:
+    """One step, as `kvferry.types.StepView` describes it."""
+
+    scheduled: list[ScheduledView]
+    preempted_request_ids: Collection[str]
+    finished_request_ids: Collection[str]
+
+
+class HostRequests:
+    """The host's requests and the block table of each.
+
+    Attributes:
+        tells_preempted: whether the host's steps name preempted requests; set by the first
+            readable step.
+    """
+
+    def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named) -> None:
+        self._lora_identity = lora_identity
+        self._item_identity = item_identity
+        self._views: dict[str, HostRequestView | PromptView] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        self._resumed: Callable[[Any], Collection[str]] | None = None
+        self.tells_preempted = False
+
+    def view(self, request: V1Request) -> HostRequestView:
+        """The view of a request; the same object for the request's whole life."""
+        view = self._views.get(request.request_id)
+        if isinstance(view, HostRequestView) and view.is_of(request):
+            return view
+        view = HostRequestView(request, self._extra_keys(request))
+        self._views[request.request_id] = view
+        return view
+
+    def _extra_keys(self, request: object) -> ExtraKeys:
+        return extra_keys_of(request, self._lora_identity, self._item_identity)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._views.pop(request_id, None)
+        self._tables.pop(request_id, None)
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> tuple[Sequence[int], ...]:
+        """The full block table of a request after an allocation.
+
+        After an async load, hosts before 0.32 name only the added blocks; the first call for that
+        load named the others.
+        """
+        table = [list(group) for group in block_ids]
+        known = self._tables.get(request_id)
+        if known is not None and num_external_tokens == 0 and len(known) == len(table):
+            table = [
+                new if new[: len(old)] == old else old + new
+                for old, new in zip(known, table, strict=True)
+            ]
+        self._tables[request_id] = table
+        return tuple(table)
+
+    def step(self, output: V1SchedulerOutput) -> ReadableStep | UnreadableStep:
+        """One scheduler output, with full block tables. Call once per step, in order. Never raises:
+        an output in no known spelling gives an `UnreadableStep`."""
+        try:
+            return self._step(output)
+        except (ContractError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return UnreadableStep(error)
+
+    def _step(self, output: Any) -> ReadableStep:  # noqa: ANN401 - a host's object
+        """Read a step.
+
+        Omits a continuing request whose first step was never shown: its blocks are unknown, so
+        nothing of it can be saved.
+
+        Raises:
+            ContractError: the output names resumed requests in neither known spelling.
+        """
+        if self._resumed is None:
+            self._resumed = _resumed_reader(output.scheduled_cached_reqs)
+            self.tells_preempted = hasattr(output, "preempted_req_ids")
+        preempted = (output.preempted_req_ids or ()) if self.tells_preempted else ()
+        for request_id in preempted:
+            self._tables.pop(request_id, None)
+        num_tokens = output.num_scheduled_tokens
+        scheduled = [self._new(new, num_tokens[new.req_id]) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        if cached.req_ids:
+            resumed = self._resumed(cached)
+            for request_id, added, num_computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            ):
+                view = self._views.get(request_id)
+                table = self._grown(request_id, added, replace=request_id in resumed)
+                if view is None or table is None:
+                    logger.warning("%r runs on but never began: not cached", request_id)
+                    continue
+                scheduled.append(
+                    ScheduledView(view, tuple(table), num_computed, num_tokens[request_id])
+                )
+        return ReadableStep(scheduled, preempted, output.finished_req_ids)
+
+    def _new(self, new: V1NewRequest, num_tokens: int) -> ScheduledView:
+        """A new request, or one that the host resumes as new: its table is replaced."""
+        table = [list(group) for group in new.block_ids]
+        self._tables[new.req_id] = table
+        view = self._views.get(new.req_id)
+        if view is None:
+            prompt = new.prompt_token_ids or ()
+            view = PromptView(new.req_id, prompt, len(prompt), self._extra_keys(new))
+            self._views[new.req_id] = view
+        return ScheduledView(view, tuple(table), new.num_computed_tokens, num_tokens)
+
+    def _grown(
+        self, request_id: str, added: Sequence[Sequence[int]] | None, *, replace: bool
+    ) -> list[list[int]] | None:
+        """The request's table with this step's blocks; None if unknown."""
+        if replace:
+            self._tables[request_id] = [list(group) for group in added or ()]
+        table = self._tables.get(request_id)
+        if table is not None and added is not None and not replace:
+            for group, new in zip(table, added, strict=True):
+                group.extend(new)
+        return table
+
+
+def extra_keys_of(
+    request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named
+) -> ExtraKeys:
+    """The inputs, besides its tokens, that decide a request's KV. Once per request.
+
+    An input without an identity of its *content* makes the request uncacheable: a miss, never a
+    wrong hit.
+    """
+    if getattr(request, "prompt_embeds", None) is not None:
+        return UNCACHEABLE
+    if getattr(request, "prompt_token_ids", ()) is None:
+        return UNCACHEABLE
+    salt = getattr(request, "cache_salt", None)
+    lora_request = getattr(request, "lora_request", None)
+    try:
+        lora = None if lora_request is None else lora_identity(lora_request)
+        items = _multimodal_items(request, item_identity)
+    except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+        logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
+        return UNCACHEABLE
+    if (lora_request is not None and lora is None) or items is None:
+        return UNCACHEABLE
+    if salt is None and lora is None and not items:
+        return NO_EXTRA_KEYS
+    return ExtraKeys(cache_salt=salt, lora=lora, items=items)
+
+
+def _multimodal_items(
+    request: object, item_identity: ItemIdentity
+) -> tuple[MultimodalItem, ...] | None:
+    """The request's multimodal items by offset; None if one has no identity or position."""
+    features = getattr(request, "mm_features", None)
+    if features is not None:
+        pairs = [(f.identifier, f.mm_position) for f in features]
+    else:
+        hashes = getattr(request, "mm_hashes", None) or ()
+        positions = getattr(request, "mm_positions", None) or ()
+        if len(hashes) != len(positions):
+            return None
+        pairs = list(zip(hashes, positions, strict=True))
+    items = []
+    for name, place in pairs:
+        digest = item_identity(str(name)) if name else None
+        if digest is None:
+            return None
+        items.append(MultimodalItem(digest=digest, offset=place.offset, length=place.length))
+    return tuple(sorted(items, key=lambda item: item.offset))
+
+
+def _resumed_reader(cached: Any) -> Callable[[Any], Collection[str]]:  # noqa: ANN401 - likewise
+    """Reads the ids of resumed requests, in this host's spelling."""
+    if hasattr(cached, "resumed_req_ids"):
+        return lambda cached: cached.resumed_req_ids
+    if hasattr(cached, "resumed_from_preemption"):
+        return lambda cached: {
+            request_id
+            for request_id, resumed in zip(
+                cached.req_ids, cached.resumed_from_preemption, strict=True
+            )
+            if resumed
+        }
+    raise ContractError(
+        f"{type(cached).__name__} has neither resumed_req_ids nor resumed_from_preemption: this "
+        "host's scheduler output is of no known version"
+    )

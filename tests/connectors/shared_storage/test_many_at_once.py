@@ -1,0 +1,265 @@
+"""Many requests with one prefix at once: each record is read once, whoever waits for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.faults import FailingStore, Gate, StallingStore
+
+from .keeping import CountingStore, assert_settles, keys_of, open_store, wait_for
+
+NUM_REQUESTS = 32
+CHUNK = 128
+PREFIX = [(7 * token) % 5003 for token in range(1500)]
+NUM_CHUNKS = 1500 // CHUNK
+"""Chunks that all of them share."""
+HIT = NUM_CHUNKS * CHUNK
+RANKS = pytest.mark.parametrize("world_size", [1, 2])
+OPTIONS: dict[str, Any] = {"chunk_tokens": CHUNK, "num_blocks": 1 << 15, "num_slots": 64}
+
+
+def prompt(number: int) -> list[int]:
+    """The prefix, and an end of its own."""
+    return [*PREFIX, *range(10_000 + 50 * number, 10_013 + 50 * number)]
+
+
+def write(make_host, directory: Path, world_size: int) -> Any:
+    """A host that has stored the prefix."""
+    url = f"file://{directory}"
+    host = make_host(store=url, world_size=world_size, **OPTIONS)
+    request = host.add("writer", PREFIX)
+    host.admit(request)
+    host.prefill(request)
+
+    def is_stored() -> bool:
+        host.settle(timeout=0.5)
+        return host.observer["put_stored"] == NUM_CHUNKS
+
+    for token in range(60):  # what found no slot in one step is saved in a later one
+        if is_stored():
+            break
+        request.all_token_ids.append(token)
+        host.prefill(request)
+    wait_for(is_stored)
+    host.finish(request)
+    return host
+
+
+def new_process(
+    make_host, directory: Path, world_size: int, wrap: type[WrapperStore] | Any = None, **options
+) -> Any:
+    """Another host over the same directory; its stores count what is opened on each rank."""
+    stores = [open_store(directory) for _ in range(world_size)]
+    wrapped = stores if wrap is None else [wrap(store) for store in stores]
+    host = make_host(
+        store=stores[0].url,
+        rank_stores=wrapped,
+        world_size=world_size,
+        **(OPTIONS | options),
+    )
+    host.stores = stores
+    return host
+
+
+def opened(host: Any) -> list[Counter]:
+    return [store.opened for store in host.stores]
+
+
+def arrive(host: Any, number: int = NUM_REQUESTS) -> list[Any]:
+    """Requests that all arrive before the first step; the host asks for each."""
+    requests = [host.add(f"r{index}", prompt(index)) for index in range(number)]
+    for request in requests:
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    return requests
+
+
+@RANKS
+def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
+    write(make_host, tmp_path, world_size)
+    host = new_process(make_host, tmp_path, world_size)
+    once = dict.fromkeys(keys_of(host, PREFIX), 1)
+    requests = arrive(host)
+    assert [host.admit(request) for request in requests] == [HIT] * NUM_REQUESTS
+    host.step(requests, tokens=1)
+    for request in requests:
+        host.prefill(request)
+        host.finish(request)
+    assert opened(host) == [once] * world_size
+    assert host.observer["hit_tokens_file"] == NUM_REQUESTS * HIT
+    assert_settles(host)
+
+
+@RANKS
+def test_a_hit_in_memory_is_promised_by_the_first_look_up(
+    make_host, tmp_path: Path, world_size: int
+):
+    write(make_host, tmp_path, world_size)
+    host = new_process(make_host, tmp_path, world_size)
+    assert host.run("reads", PREFIX).num_external_tokens == HIT
+    before = host.num_steps
+    requests = [host.add(f"r{index}", prompt(index)) for index in range(NUM_REQUESTS)]
+    answers = [host.scheduler.lookup(request, 0).num_tokens for request in requests]
+    assert answers == [HIT] * NUM_REQUESTS
+    assert [host.admit(request) for request in requests] == [HIT] * NUM_REQUESTS
+    assert host.num_steps == before
+    host.step(requests, tokens=13)
+    for request in requests:
+        host.prefill(request)
+        host.finish(request)
+    assert all(store.num_opened == NUM_CHUNKS for store in host.stores)
+    assert host.observer["hit_tokens_memory"] == NUM_REQUESTS * HIT
+
+
+@RANKS
+def test_what_was_just_saved_hits_without_a_read(make_host, tmp_path: Path, world_size: int):
+    host = new_process(make_host, tmp_path, world_size)
+    request = host.add("writer", PREFIX)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.step([])  # the copies are reported
+    first = host.add("first", prompt(0))
+    assert host.scheduler.lookup(first, 0).num_tokens == HIT
+    assert host.admit(first) == HIT
+    host.prefill(first)
+    host.finish(first)
+    assert all(store.num_opened == 0 for store in host.stores)
+    assert host.observer["hit_tokens_file"] == 0
+    wait_for(lambda: (host.settle(0.5), host.observer["put_stored"] >= NUM_CHUNKS)[1])
+    assert host.run("again", prompt(1)).num_external_tokens == HIT
+    assert all(store.num_opened == 0 for store in host.stores)
+
+
+def test_requests_that_come_while_a_prefix_is_being_saved_wait_for_no_store(
+    make_host, tmp_path: Path
+):
+    gate = Gate()
+    host = new_process(
+        make_host,
+        tmp_path,
+        1,
+        lambda store: StallingStore(store, gate=gate, operations={"put", "open_read"}),
+    )
+    writer = host.add("writer", PREFIX)
+    host.admit(writer)
+    host.step([writer], tokens=1024)
+    # Eight chunks are computed and in memory; the store has none.
+    assert host.run("reader", prompt(0)).num_external_tokens == 1024
+    assert host.observer["put_stored"] == 0
+    gate.release()
+    host.prefill(writer)
+    host.finish(writer)
+    assert_settles(host)
+
+
+@RANKS
+def test_requests_that_are_aborted_leave_the_reads_to_the_others(
+    make_host, tmp_path: Path, world_size: int
+):
+    write(make_host, tmp_path, world_size)
+    gate = Gate()
+    host = new_process(
+        make_host,
+        tmp_path,
+        world_size,
+        lambda store: StallingStore(store, gate=gate, operations={"read_into"}),
+    )
+    requests = arrive(host)
+    host.step([])
+    assert gate.wait_for_arrival()
+    last = requests.pop()
+    for request in requests:
+        host.finish(request)
+    host.step([])
+    gate.release()
+    assert host.admit(last) == HIT
+    host.prefill(last)
+    host.finish(last)
+    assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size
+    assert host.observer["miss_cancelled"] == 0
+    assert_settles(host)
+
+
+@RANKS
+def test_when_all_are_aborted_the_reads_are_cancelled_and_the_slots_come_back(
+    make_host, tmp_path: Path, world_size: int
+):
+    write(make_host, tmp_path, world_size)
+    gate = Gate()
+    host = new_process(
+        make_host,
+        tmp_path,
+        world_size,
+        lambda store: StallingStore(store, gate=gate, operations={"read_into"}),
+    )
+    for request in arrive(host):
+        if request.request_id == "r0":
+            host.step([])
+            assert gate.wait_for_arrival()
+        host.finish(request)
+    assert host.pool.num_taken == NUM_CHUNKS
+    host.step([])
+    gate.release()
+    assert_settles(host)
+    assert host.observer["miss_cancelled"] > 0
+    assert host.run("later", prompt(0)).num_external_tokens == HIT
+
+
+@RANKS
+def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_size: int):
+    write(make_host, tmp_path, world_size)
+    host = new_process(
+        make_host,
+        tmp_path,
+        world_size,
+        lambda store: FailingStore(store, operations={"read_into"}, num_failures=1),
+    )
+    requests = arrive(host)
+    hits = [host.admit(request) for request in requests]
+    assert max(hits) < HIT
+    assert len(set(hits)) == 1
+    host.step(requests, tokens=1)
+    for request in requests:
+        host.prefill(request)
+        host.finish(request)
+    assert all(max(counts.values()) == 1 for counts in opened(host))
+    assert_settles(host)
+
+
+def test_a_pool_smaller_than_the_prefix_serves_all_of_them_in_turn(make_host, tmp_path: Path):
+    write(make_host, tmp_path, 1)
+    host = new_process(make_host, tmp_path, 1, num_slots=4)
+    requests = arrive(host, 8)
+    hits = [host.admit(request) for request in requests]
+    assert hits == [4 * CHUNK] * 8
+    for request in requests:
+        host.prefill(request)
+        host.finish(request)
+    assert_settles(host)
+    assert isinstance(host.stores[0], CountingStore)
+    first_four = keys_of(host, PREFIX)[:4]
+    assert [host.stores[0].opened[key] for key in first_four] == [1] * 4
+
+
+@RANKS
+def test_prompts_of_different_lengths_share_what_they_have_in_common(
+    make_host, tmp_path: Path, world_size: int
+):
+    write(make_host, tmp_path, world_size)
+    host = new_process(make_host, tmp_path, world_size)
+    lengths = [1500, 130, 700, 1281, 257]
+    requests = [host.add(f"r{length}", PREFIX[:length]) for length in lengths]
+    for request in requests:
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    hits = [host.admit(request) for request in requests]
+    assert hits == [(length - 1) // CHUNK * CHUNK for length in lengths]
+    host.step(requests, tokens=1)
+    for request in requests:
+        host.prefill(request)
+        host.finish(request)
+    assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size

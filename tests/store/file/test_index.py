@@ -1,0 +1,832 @@
+"""An index that is damaged, replaced, locked or gone: misses at worst, and made anew by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.store.base import PutResult
+from kvferry.store.file import FileStore, upkeep
+from kvferry.store.file import index as index_module
+from kvferry.store.file.index import LOCK_SECONDS, Index, IndexUnavailable, Seen
+from kvferry.store.known_keys import KnownKeys
+from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.types import ChunkKey
+from tests.store.file.storing import (
+    MAX_VALUE,
+    NUM_KEYS,
+    QUOTA,
+    assert_index_agrees,
+    disk_bytes,
+    key_of,
+    read_back,
+    value_of,
+)
+
+OUTSIDE = b"not a database" * 100
+
+
+class Place:
+    """An index to be damaged.
+
+    Attributes:
+        path: of the database.
+        journal: of the database.
+        outside: a file that is not the store's.
+        earlier: a copy of the database as it once was.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "index.sqlite3"
+        self.journal = root / "index.sqlite3-journal"
+        self.outside = root.with_name("outside")
+        self.earlier = root.with_name("earlier")
+
+    def execute(self, *statements: str) -> None:
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
+        db.execute("PRAGMA writable_schema = ON")
+        for statement in statements:
+            db.execute(statement)
+        db.close()
+
+    def overwrite(self, path: Path, content: bytes, offset: int = 0) -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(content)
+
+
+def is_deleted(place):
+    place.path.unlink()
+
+
+def is_deleted_with_its_journal(place):
+    place.path.unlink()
+    place.journal.unlink(missing_ok=True)
+
+
+def is_empty(place):
+    os.truncate(place.path, 0)
+
+
+def is_cut(place):
+    os.truncate(place.path, 5000)
+
+
+def is_noise(place):
+    place.overwrite(place.path, random.Random(1).randbytes(place.path.stat().st_size))
+
+
+def is_noise_in_the_middle(place):
+    for start in range(4096, place.path.stat().st_size, 8192):
+        place.overwrite(place.path, random.Random(2).randbytes(4096), start)
+
+
+def put_in_place(path, make):
+    """What `make` makes, whoever makes the file anew in the moment between."""
+    for _ in range(1000):
+        path.unlink(missing_ok=True)
+        try:
+            return make()
+        except FileExistsError:
+            continue
+    raise AssertionError(f"{path} is made anew each time")
+
+
+def has_a_cut_journal(place):
+    os.truncate(place.journal, 100)
+
+
+def has_a_journal_of_noise(place):
+    place.journal.write_bytes(random.Random(3).randbytes(9000))
+
+
+def is_overwritten_by_an_earlier_copy(place):
+    place.overwrite(place.path, place.earlier.read_bytes())
+    os.truncate(place.path, place.earlier.stat().st_size)
+
+
+def is_replaced_by_an_earlier_copy(place):
+    os.replace(place.earlier, place.path)
+
+
+def _other(place):
+    other = place.path.with_name("other")
+    db = sqlite3.connect(other)
+    db.execute("CREATE TABLE records (key, num_bytes)")
+    db.commit()
+    db.close()
+    return other
+
+
+def is_replaced_by_another_schema(place):
+    os.replace(_other(place), place.path)
+
+
+def is_overwritten_by_another_schema(place):
+    other = _other(place)
+    is_empty(place)
+    place.overwrite(place.path, other.read_bytes())
+    other.unlink()
+
+
+def is_a_link(place):
+    put_in_place(place.path, lambda: place.path.symlink_to(place.outside))
+
+
+def is_a_link_to_itself_elsewhere(place):
+    os.replace(place.path, place.outside.with_name("moved"))
+    put_in_place(place.path, lambda: place.path.symlink_to(place.outside.with_name("moved")))
+
+
+def is_a_link_to_nowhere(place):
+    put_in_place(place.path, lambda: place.path.symlink_to(place.outside.with_name("nowhere")))
+
+
+def is_a_directory(place):
+    put_in_place(place.path, place.path.mkdir)
+    (place.path / "file").touch()
+
+
+def is_a_fifo(place):
+    put_in_place(place.path, lambda: os.mkfifo(place.path))
+
+
+def has_a_link_for_a_journal(place):
+    put_in_place(place.journal, lambda: place.journal.symlink_to(place.outside))
+
+
+def has_a_directory_for_a_journal(place):
+    put_in_place(place.journal, place.journal.mkdir)
+
+
+def has_a_fifo_for_a_journal(place):
+    put_in_place(place.journal, lambda: os.mkfifo(place.journal))
+
+
+def has_a_trigger(place):
+    place.execute(
+        "CREATE TRIGGER own AFTER INSERT ON writing BEGIN DELETE FROM records; "
+        "UPDATE totals SET num_bytes = 0; END"
+    )
+
+
+def has_a_trigger_without_end(place):
+    place.execute(
+        "CREATE TRIGGER own AFTER INSERT ON writing BEGIN INSERT INTO removals "
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+        "SELECT i, x'00', 0, 0, '', '', '' FROM n WHERE i < 0; END"
+    )
+
+
+def has_text_keys(place):
+    place.execute("INSERT INTO records VALUES (NULL, 'text', 10, 0, NULL)")
+
+
+def has_short_keys(place):
+    place.execute("INSERT INTO records VALUES (NULL, x'00', 10, 0, NULL)")
+
+
+def has_negative_sizes(place):
+    place.execute("UPDATE records SET num_bytes = -num_bytes")
+
+
+def has_text_sizes(place):
+    place.execute("UPDATE records SET num_bytes = 'many', namespace = 'text'")
+
+
+def has_text_for_times(place):
+    place.execute("UPDATE records SET last_used = 'today', namespace = 1000000000000")
+
+
+def has_negative_totals(place):
+    place.execute("UPDATE totals SET num_bytes = -1000")
+
+
+def has_huge_totals(place):
+    place.execute("UPDATE totals SET num_bytes = 1000000000000000")
+
+
+def has_no_totals(place):
+    place.execute("DELETE FROM totals")
+
+
+def has_text_for_totals(place):
+    place.execute("UPDATE totals SET num_records = 'some', num_bytes = x'ff'")
+
+
+def has_no_numbers_left(place):
+    place.execute("UPDATE sqlite_sequence SET seq = 9223372036854775807")
+
+
+def has_hostile_file_names(place):
+    place.execute(
+        "INSERT INTO quarantine VALUES ('../../outside', 10, 0), ('..', 10, 0), ('a' || char(0), "
+        "10, 0), (x'00', 10, 0), ('', 10, 0), (printf('%.300c', 'x'), 10, 0)",
+        "INSERT INTO writing VALUES ('../../outside', zeroblob(32), 10), (x'00', zeroblob(32), 10)",
+    )
+
+
+def has_a_hostile_text_in_quarantine(place):
+    place.execute("INSERT INTO quarantine VALUES (CAST(x'ff' AS TEXT), 'some', 'once')")
+
+
+DAMAGES = [
+    is_deleted,
+    is_deleted_with_its_journal,
+    is_empty,
+    is_cut,
+    is_noise,
+    is_noise_in_the_middle,
+    has_a_cut_journal,
+    has_a_journal_of_noise,
+    is_overwritten_by_an_earlier_copy,
+    is_replaced_by_an_earlier_copy,
+    is_replaced_by_another_schema,
+    is_overwritten_by_another_schema,
+    is_a_link,
+    is_a_link_to_itself_elsewhere,
+    is_a_link_to_nowhere,
+    is_a_directory,
+    is_a_fifo,
+    has_a_link_for_a_journal,
+    has_a_directory_for_a_journal,
+    has_a_fifo_for_a_journal,
+    has_a_trigger,
+    has_a_trigger_without_end,
+    has_text_keys,
+    has_short_keys,
+    has_negative_sizes,
+    has_text_sizes,
+    has_text_for_times,
+    has_negative_totals,
+    has_huge_totals,
+    has_no_totals,
+    has_text_for_totals,
+    has_no_numbers_left,
+    has_hostile_file_names,
+    has_a_hostile_text_in_quarantine,
+]
+QUICK = {
+    is_deleted,
+    is_noise,
+    is_overwritten_by_an_earlier_copy,
+    is_a_directory,
+    has_a_link_for_a_journal,
+    has_a_trigger,
+    has_text_sizes,
+    has_huge_totals,
+}
+each_damage = pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=damage.__name__, marks=() if damage in QUICK else pytest.mark.slow)
+        for damage in DAMAGES
+    ],
+)
+
+
+class Traffic:
+    """A thread that puts, reads, deletes, discards and touches, and what went wrong with it."""
+
+    def __init__(self, store: FileStore, seed: int = 0) -> None:
+        self._store = store
+        self._rng = random.Random(seed)
+        self._stopping = False
+        self.errors: list[Exception] = []
+        self.longest = 0.0
+        self.results: Counter[PutResult] = Counter()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            number = self._rng.randrange(NUM_KEYS)
+            key = key_of(number)
+            action = self._rng.random()
+            started = time.monotonic()
+            try:
+                if action < 0.5:
+                    self.results[self._store.put(key, [value_of(number, MAX_VALUE)])] += 1
+                elif action < 0.8:
+                    read_back(self._store, number, MAX_VALUE)
+                elif action < 0.85:
+                    self._store.delete(key)
+                elif action < 0.87:
+                    self._store.discard(key, "test")
+                elif action < 0.95:
+                    self._store.touch([key])
+                elif action < 0.97:
+                    self._store.probe([key])
+                else:
+                    self._store.contains(key)
+                    self._store.stat()
+            except Exception as error:  # any is one too many
+                self.errors.append(error)
+            self.longest = max(self.longest, time.monotonic() - started)
+            time.sleep(0.002)
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopping = True
+        self._thread.join()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Of a store that was used, closed, and used again; all that happens by the clock is faster."""
+    root = tmp_path / "store"
+    made = Place(root)
+    made.outside.write_bytes(OUTSIDE)
+    with FileStore(root, max_bytes=QUOTA, background=False) as store:
+        for number in range(6):
+            store.put(key_of(number), [value_of(number, MAX_VALUE)])
+    shutil.copy(made.path, made.earlier)
+    with FileStore(root, max_bytes=QUOTA, background=False) as store:
+        store.delete(key_of(0))
+        for number in range(6, 10):
+            store.put(key_of(number), [value_of(number, MAX_VALUE)])
+        store.discard(key_of(7), "test")
+    monkeypatch.setattr(upkeep, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.1)
+    monkeypatch.setattr(upkeep, "CLEAN_SECONDS", 1.0)
+    return made
+
+
+def settle(store: FileStore, root: Path, *, on_disk: bool = True) -> None:
+    """Wait until a store is right again in every respect, without anybody's help."""
+    until = time.monotonic() + 15
+    while True:
+        try:
+            assert_right(store, root)
+            if on_disk:
+                assert_index_agrees(root)
+        except (AssertionError, sqlite3.Error, StoreError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def assert_right(store: FileStore, root: Path) -> None:
+    number = NUM_KEYS  # whose value nobody else stores
+    store.delete(key_of(number))
+    assert store.put(key_of(number), [value_of(number, MAX_VALUE)]) is PutResult.STORED
+    assert read_back(store, number, MAX_VALUE)
+    files = {path.name[:64] for path in root.glob("records/*/*")}
+    for number in range(NUM_KEYS + 1):
+        assert store.contains(key_of(number)) == (key_of(number).hex() in files)
+    assert store.stat().index_complete
+    assert store.stat().num_records == len(files) == len(list(store.scan()))
+    assert store.stat().used_bytes == disk_bytes(root) <= QUOTA
+    store.removals(10)
+    store.namespaces()
+
+
+def assert_said_once(caplog) -> None:
+    said = Counter(
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "quarantined" not in record.getMessage()
+    )
+    assert len(said) <= 5, said
+    assert all(times <= 1 for times in said.values()), said
+    assert all(record.levelno < logging.ERROR for record in caplog.records), caplog.text
+
+
+@each_damage
+def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
+    root = tmp_path / "store"
+    with FileStore(root, max_bytes=QUOTA) as store:
+        assert store.wait_indexed(10)
+        with Traffic(store) as traffic:
+            time.sleep(0.2)
+            damage(place)
+            time.sleep(0.5)
+        assert traffic.errors == []
+        assert traffic.longest <= LOCK_SECONDS + 1
+        # Its own memory may hide noise from it: what it knows is right then, its file is not.
+        settle(store, root, on_disk=damage not in (is_noise, is_noise_in_the_middle))
+    # What it did not need, or notice, the next one sees.
+    with FileStore(root, max_bytes=QUOTA) as store:
+        settle(store, root)
+    assert place.outside.read_bytes() == OUTSIDE
+    assert_said_once(caplog)
+
+
+@each_damage
+def test_a_store_that_is_opened_later_is_right(tmp_path, place, damage, caplog):
+    root = tmp_path / "store"
+    damage(place)
+    with FileStore(root, max_bytes=QUOTA) as store, Traffic(store) as traffic:
+        time.sleep(0.3)
+    assert traffic.errors == []
+    with FileStore(root, max_bytes=QUOTA) as store:
+        settle(store, root)
+    assert place.outside.read_bytes() == OUTSIDE
+    assert_said_once(caplog)
+
+
+@each_damage
+def test_one_that_only_reads_serves_what_is_there(tmp_path, place, damage):
+    root = tmp_path / "store"
+    files = {path.name[:64] for path in root.glob("records/*/*")}
+    damage(place)
+    with FileStore(root, read_only=True) as store:
+        for number in range(NUM_KEYS):
+            assert read_back(store, number, MAX_VALUE) == (key_of(number).hex() in files)
+        store.stat()
+        for ask in (lambda: list(store.scan()), store.namespaces, lambda: store.removals(5)):
+            with suppress(StoreError):
+                ask()
+    assert place.outside.read_bytes() == OUTSIDE
+
+
+@pytest.mark.parametrize("damage", [is_deleted, is_noise, is_a_link, is_empty, has_no_totals])
+def test_two_that_find_it_damaged_make_it_anew_once(tmp_path, place, damage, caplog):
+    root = tmp_path / "store"
+    with FileStore(root, max_bytes=QUOTA) as store, FileStore(root, max_bytes=QUOTA) as other:
+        assert store.wait_indexed(10)
+        assert other.wait_indexed(10)
+        with Traffic(store) as traffic, Traffic(other, 1) as also:
+            time.sleep(0.1)
+            damage(place)
+            time.sleep(0.5)
+        assert traffic.errors == also.errors == []
+        settle(store, root)
+        settle(other, root)
+        settle(store, root)
+    assert caplog.text.count("made anew") <= 1
+
+
+@pytest.mark.parametrize("num_damages", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, children, num_damages):
+    root = tmp_path / "store"
+    rng = random.Random(11)
+    breaking = [is_deleted, is_empty, is_noise, is_noise_in_the_middle, is_a_link, is_a_fifo]
+    most = 0
+    for number in range(num_damages):
+        while len(children.alive) < 3:
+            children.use(root, rng.random())
+        time.sleep(rng.random() * 0.3)
+        with suppress(OSError):  # somebody is just making it anew
+            breaking[number % len(breaking)](place)
+        for _ in range(5):
+            time.sleep(rng.random() * 0.05)
+            most = max(most, min(disk_bytes(root) for _ in range(3)))
+        children.kill(rng.choice(children.alive))
+    for pid in list(children.alive):
+        children.kill(pid)
+    # Of each process one value is being written, and one is stored that an index just lost.
+    assert most <= QUOTA + 6 * MAX_VALUE
+    with FileStore(root, max_bytes=QUOTA) as store:
+        settle(store, root)
+    assert place.outside.read_bytes() == OUTSIDE
+    allowed = ("made anew from the directory", "the cache goes on without")
+    assert [line for line in children.complaints() if not line.endswith(allowed)] == []
+
+
+@pytest.mark.parametrize("begin", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE", "BEGIN"])
+def test_a_process_that_stops_with_a_lock_holds_nobody(tmp_path, place, children, begin, caplog):
+    root = tmp_path / "store"
+    with FileStore(root, max_bytes=QUOTA) as store:
+        assert store.wait_indexed(10)
+        files = {path.name[:64] for path in root.glob("records/*/*")}
+        pid = children.start("stop_with_lock", path=str(place.path), begin=begin)
+        wait_until_stopped(pid)
+        started = time.monotonic()
+        assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+        assert time.monotonic() - started <= 2 * LOCK_SECONDS + 0.5
+        for number in range(NUM_KEYS):
+            there = key_of(number).hex() in files
+            assert store.contains(key_of(number)) == there
+            assert read_back(store, number, MAX_VALUE) == there
+        started = time.monotonic()
+        FileStore(root, max_bytes=QUOTA, background=False).close()
+        assert time.monotonic() - started <= 3 * LOCK_SECONDS + 0.5
+        children.kill(pid)
+        settle(store, root)
+    assert caplog.text.count("made anew") == 0
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 6
+
+
+def wait_until_stopped(pid: int) -> None:
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, children):
+    store = FileStore(tmp_path / "store", max_bytes=QUOTA)
+    assert store.wait_indexed(10)
+    pid = children.start("stop_with_lock", path=str(place.path), begin="BEGIN EXCLUSIVE")
+    wait_until_stopped(pid)
+    time.sleep(0.3)
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started <= 6
+
+
+def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
+    """A file that is closed loses all locks its process has on it, whoever asked for them."""
+    root = tmp_path / "store"
+    ask = (
+        "import sqlite3, sys\n"
+        f"db = sqlite3.connect('{root}/index.sqlite3', timeout=0)\n"
+        "try: db.execute('BEGIN IMMEDIATE')\n"
+        "except sqlite3.OperationalError: sys.exit(7)"
+    )
+    with FileStore(root, background=False) as store:
+        with store._index._changing():
+            FileStore(root, background=False).close()
+            assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 7
+        assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0
+
+
+READ_ONLY_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from kvferry.store.file import FileStore, upkeep
+root = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+upkeep.TICK_SECONDS = 0.05
+index = root / "index.sqlite3"
+with FileStore(root, max_bytes=100_000) as store:
+    assert store.wait_indexed(10)
+    assert store.put(bytes(32), [b"first"]) == "stored"
+    for mode in (0o444, 0o000):
+        os.chmod(index, mode)
+        os.chmod(f"{index}-journal", mode)
+        until = time.monotonic() + 10
+        while store.put(bytes([mode % 256]) * 32, [b"second"]) not in ("stored", "exists"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+for mode in (0o444, 0o000):
+    os.chmod(index, mode)
+    with FileStore(root, max_bytes=100_000) as store:
+        until = time.monotonic() + 10
+        while store.put(bytes([mode % 255 + 1]) * 32, [b"third"]) not in ("stored", "exists"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        until = time.monotonic() + 10
+        while not store.contains(bytes(32)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+"""
+
+
+def test_an_index_that_may_not_be_written_is_made_anew():
+    """Run as a user whom file modes bind."""
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o777)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY_SCRIPT, f"{parent}/store"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("made anew") <= 4
+    assert len(done.stderr.splitlines()) <= 16, done.stderr
+
+
+def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeypatch, caplog):
+    """An index that is broken and cannot be set aside."""
+
+    def refuse(*arguments):
+        raise OSError(30, "Read-only file system")
+
+    with FileStore(tmp_path / "store", max_bytes=QUOTA) as store:
+        assert store.wait_indexed(10)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", refuse)
+            patch.setattr(os, "rename", refuse)
+            is_noise(place)
+            time.sleep(1.0)
+        assert_said_once(caplog)
+        settle(store, tmp_path / "store")
+
+
+def test_killed_while_it_is_made_anew_it_is_made_by_the_next(tmp_path, place, children):
+    root = tmp_path / "store"
+    for calls_left in range(1, 16):
+        with suppress(FileNotFoundError):  # killed between setting it aside and making it anew
+            is_noise(place)
+        pid = children.start(
+            "follow_script",
+            root=str(root),
+            calls_left=calls_left,
+            recover_first=True,
+            max_bytes=QUOTA,
+        )
+        children.wait(pid)
+        assert disk_bytes(root) <= QUOTA + MAX_VALUE
+    with FileStore(root, max_bytes=QUOTA) as store:
+        settle(store, root)
+
+
+def test_nothing_is_stored_below_a_quota_before_all_is_counted(bench):
+    store = bench.open(max_bytes=10_000)
+    for number in range(2):
+        store.put(make_key(number), [make_value(4000)])
+    (bench.root / "index.sqlite3").unlink()
+    assert store.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
+    fresh = bench.open(max_bytes=10_000)
+    assert fresh.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
+    assert store.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
+    fresh.maintain()
+    assert fresh.put(make_key(5), [make_value(4000)]) is PutResult.STORED
+    assert disk_bytes(bench.root) <= 10_000
+    bench.clock.advance(100)
+    store.maintain()
+    assert store.put(make_key(6), [make_value(4000)]) is PutResult.STORED
+    assert disk_bytes(bench.root) <= 10_000
+    store.maintain()
+    assert_index_agrees(bench.root)
+
+
+def test_a_store_without_a_quota_stores_while_the_index_is_made(bench):
+    bench.open().put(make_key(1), [b"value"])
+    (bench.root / "index.sqlite3").unlink()
+    store = bench.open()
+    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+    store.maintain()
+    assert store.stat().num_records == 2
+
+
+def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
+    """Another process held the lock meanwhile."""
+    bench.open().put(make_key(1), [b"value"])
+    (bench.root / "index.sqlite3").unlink()
+    store = bench.open(max_bytes=10_000)
+
+    def locked(*arguments):
+        raise IndexUnavailable(11, "locked")
+
+    for method in ("keys_between", "compare_quarantine", "complete"):
+        with monkeypatch.context() as patch:
+            patch.setattr(store._index, method, locked)
+            for _ in range(100):
+                store._upkeep.step(rests=False)
+        assert not store._index.totals.is_complete
+    for _ in range(100):
+        store._upkeep.step(rests=False)
+    assert store._index.totals.is_complete
+    assert store.stat().num_records == 1
+    assert store.contains(make_key(1))
+
+
+@pytest.mark.parametrize("where", ["records/00", "records/1f", "quarantine"])
+def test_what_stands_in_place_of_a_directory_holds_up_nothing(bench, where):
+    bench.open().put(make_key(1), [b"value"])
+    (bench.root / "index.sqlite3").unlink()
+    shutil.rmtree(bench.root / where, ignore_errors=True)
+    (bench.root / where).symlink_to("..")
+    store = bench.open(max_bytes=10_000)
+    store.maintain()
+    assert store.stat().index_complete
+    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+
+
+def test_a_shard_that_cannot_be_read_holds_up_nothing(bench, monkeypatch):
+    bench.open().put(make_key(1), [b"value"])
+    (bench.root / "index.sqlite3").unlink()
+    store = bench.open(max_bytes=10_000)
+    list_shard = store._directory.list_shard
+
+    def refuse(shard):
+        if shard in (0, 31):
+            raise OSError(5, "Input/output error")
+        return list_shard(shard)
+
+    monkeypatch.setattr(store._directory, "list_shard", refuse)
+    store.maintain()
+    assert store.stat().index_complete
+
+
+def test_what_could_not_be_followed_is_followed_later(bench, monkeypatch):
+    store, other = bench.open(), bench.open()
+    store.maintain()
+    other.put(make_key(1), [b"value"])
+
+    def locked(*arguments):
+        raise IndexUnavailable(11, "locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._index, "follow", locked)
+        store._upkeep.step()
+    store._upkeep.step()
+    assert store.contains(make_key(1))
+
+
+@pytest.fixture
+def few_removals(monkeypatch):
+    monkeypatch.setattr(index_module, "MAX_REMOVALS", 20)
+
+
+def test_the_history_of_removals_is_bounded(bench, few_removals):
+    store = bench.open()
+    for number in range(50):
+        store.put(make_key(number), [b"value"])
+        store.delete(make_key(number))
+    removals = store.removals(1000)
+    assert [removal.key for removal in removals] == [make_key(n) for n in range(49, 29, -1)]
+    assert len(store.removals(3)) == 3
+
+
+@pytest.mark.parametrize("num_gone", [19, 20, 21, 45])
+def test_a_follower_is_right_when_more_went_than_is_kept(bench, few_removals, num_gone):
+    store, other = bench.open(), bench.open()
+    keys = [make_key(number) for number in range(50)]
+    for key in keys:
+        other.put(key, [b"value"])
+    store.maintain()
+    assert all(store.contains(key) for key in keys)
+    for key in keys[:num_gone]:
+        other.delete(key)
+    other.put(make_key(77), [b"value"])
+    store.maintain()
+    assert [store.contains(key) for key in keys] == [False] * num_gone + [True] * (50 - num_gone)
+    assert store.contains(make_key(77))
+
+
+def test_a_follower_is_told_in_parts_and_of_what_went_first(tmp_path):
+    index = Index(str(tmp_path / "index"), read_only=False, by="me", wall=time.time)
+    index.open()
+    rng = random.Random(4)
+    keys = [ChunkKey(rng.randbytes(32)) for _ in range(3000)]
+    index.add([(key, 1, 0.0, None) for key in keys])
+    known, seen, is_all = KnownKeys(), Seen(), False
+    while not is_all:
+        seen, is_all = index.follow(seen, known)
+    assert len(known) == 3000
+    index.forget(keys[:2500], "deleted", "", lambda key: True)
+    index.add([(key, 1, 0.0, None) for key in keys[:100]])  # come again
+    is_all = False
+    while not is_all:
+        seen, is_all = index.follow(seen, known)
+    assert [known.contains(key) for key in keys] == [True] * 100 + [False] * 2400 + [True] * 500
+    index.close()
+
+
+def test_namespaces_count_what_has_none_together(bench):
+    store = bench.open()
+    store.put(make_key(1), [b"no record"])
+    bench.path(make_key(1)).with_name(f"{make_key(2).hex()}.safetensors").write_bytes(b"by hand")
+    store.maintain()
+    store._index.add([(make_key(3), 4, 0.0, None)])
+    assert sum(count for count, _ in store.namespaces().values()) == store.stat().num_records
+
+
+def test_a_file_in_quarantine_is_counted_whoever_looks_meanwhile(bench, monkeypatch):
+    """Another store bounds quarantine between the moving of a file and its counting."""
+    store, other = bench.open(), bench.open()
+    store.put(make_key(1), [make_value(100)])
+    store.put(make_key(2), [make_value(100)])
+    store.discard(make_key(1), "test")
+    kept = other._index.in_quarantine
+
+    def meanwhile():
+        rows = kept()
+        store.discard(make_key(2), "test")
+        return rows
+
+    monkeypatch.setattr(other._index, "in_quarantine", meanwhile)
+    other.maintain()
+    assert store.stat().used_bytes == 200
+    assert_index_agrees(bench.root)
+
+
+def test_values_are_right_with_no_index_at_all(bench):
+    store = bench.open()
+    store.put(make_key(), [b"value"])
+    store._index.close()
+    assert read_value(store, make_key()) == b"value"
+    assert store.contains(make_key())
+    assert store.delete(make_key())
+    with pytest.raises(StoreError):
+        store.removals(1)
+    with pytest.raises(StoreError):
+        list(store.scan())
+    store.maintain()
+    assert store.stat().num_records == 0

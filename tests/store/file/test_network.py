@@ -1,0 +1,226 @@
+"""A directory on a network mount: one index per machine, and only the files in common."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+
+from kvferry.observe import Counters
+from kvferry.store.base import PutResult
+from kvferry.store.file import FileStore
+from kvferry.store.file import store as store_module
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.testing.stores.hooks import wait_until
+
+HOUR = 3600
+
+
+@pytest.fixture
+def machine(bench, tmp_path):
+    """Opens the store as it is seen by the machine of this name."""
+
+    def open_on(name, **options):
+        return bench.open(index_file=tmp_path / name / "index.sqlite3", **options)
+
+    return open_on
+
+
+def stored_bytes(root):
+    return sum(path.stat().st_size for path in root.glob("records/*/*"))
+
+
+def look(store, bench):
+    """What the thread does within a second or so."""
+    for _ in range(100):
+        bench.clock.advance(0.25)
+        bench.wall.advance(0.25)
+        store._upkeep.step()
+
+
+def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
+    one, other = machine("one"), machine("other")
+    look(one, bench)
+    look(other, bench)
+    for number in range(10):
+        writer = (one, other)[number % 2]
+        assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+    look(one, bench)
+    look(other, bench)
+    for store in (one, other):
+        assert all(store.contains(make_key(number)) for number in range(10))
+        assert store.stat().used_bytes == 10_000
+        assert store.put(make_key(3), [make_value(1000)]) is PutResult.EXISTS
+
+
+def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
+    root = tmp_path / "store"
+    with (
+        FileStore(root, index_file=tmp_path / "one" / "index") as one,
+        FileStore(root, index_file=tmp_path / "other" / "index") as other,
+    ):
+        assert one.wait_indexed(30)
+        assert other.wait_indexed(30)
+        slowest = 0.0
+        for number in range(5):
+            writer, reader = (one, other) if number % 2 else (other, one)
+            assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+            started = time.monotonic()
+            wait_until(lambda n=number, r=reader: r.contains(make_key(n)), "found", 20)
+            slowest = max(slowest, time.monotonic() - started)
+            writer.delete(make_key(number))
+            wait_until(lambda n=number, r=reader: not r.contains(make_key(n)), "forgotten", 20)
+        assert slowest < 10
+
+
+def test_a_probe_finds_at_once_what_the_other_stored(machine, bench):
+    one, other = machine("one"), machine("other")
+    one.maintain()
+    other.maintain()
+    for number in range(3):
+        one.put(make_key(number), [make_value(1000)])
+    other._upkeep._due["compare"] = bench.clock() + 1e6
+    other.probe([make_key(number) for number in range(4)])
+    other._upkeep.step()
+    assert [other.contains(make_key(number)) for number in range(4)] == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("way", ["evicts", "deletes", "discards"])
+def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way):
+    one, other = machine("one"), machine("other", max_bytes=10_000)
+    one.put(make_key(), [make_value(4000)])
+    one.maintain()
+    other.maintain()
+    if way == "deletes":
+        assert other.delete(make_key())
+    elif way == "discards":
+        other.discard(make_key(), "bad_leaf")
+    else:
+        for number in range(1, 4):
+            bench.wall.advance(10)
+            assert other.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    assert one.contains(make_key())  # nobody told it
+    assert one.open_read(make_key()) is None
+    assert not one.contains(make_key())
+    look(one, bench)
+    assert not one.contains(make_key())
+    assert make_key() not in {entry.key for entry in one.scan()}
+    in_quarantine = 4000 if way == "discards" else 0
+    one.maintain()
+    assert one.stat().used_bytes == stored_bytes(bench.root) + in_quarantine
+
+
+def test_the_quota_is_exceeded_by_no_more_than_the_other_wrote_and_is_kept_again(machine, bench):
+    quota = 50_000
+    one, other = machine("one", max_bytes=quota), machine("other", max_bytes=quota)
+    one.maintain()
+    other.maintain()
+    for number in range(12):
+        assert one.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    for number in range(12, 24):  # before it looks again
+        assert other.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    assert quota < stored_bytes(bench.root) <= 2 * quota
+    look(one, bench)
+    assert stored_bytes(bench.root) <= quota
+    look(other, bench)
+    one.maintain()
+    for store in (one, other):
+        assert store.stat().used_bytes == stored_bytes(bench.root) >= quota // 2
+    for number in range(24, 60):
+        store = (one, other)[number % 2]
+        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        look(one, bench)
+        look(other, bench)
+        assert stored_bytes(bench.root) <= quota
+
+
+@pytest.mark.parametrize("ahead", [700.0, -700.0, 1e6])
+def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
+    strange = FakeClock(time.time() + ahead)
+    one, other = machine("one", max_bytes=100_000), machine("other", wall=strange)
+    session = one.begin(make_key(), 1000)
+    assert one.write_at(session, 0, [make_value(1000)])
+    dead = machine("dead", wall=strange).begin(make_key(1), 1000)  # its process is gone
+    for store in (other, one, other):
+        bench.clock.advance(120)
+        store.maintain()
+        store._upkeep.clean()
+    assert (bench.root / "writing" / dead).exists()
+    assert one.write_at(session, 100, [make_value(900)])
+    assert one.commit(session, make_value(1000)[:100]) is PutResult.STORED
+    other.maintain()
+    assert other.contains(make_key())
+    assert other.put(make_key(2), [make_value(1000)]) is PutResult.STORED
+    assert not other.contains(make_key(1))
+
+
+def test_what_a_dead_machine_was_writing_goes_after_an_hour(machine, bench):
+    one, other = machine("one"), machine("other")
+    sessions = {name: other.begin(make_key(n), 1000) for n, name in enumerate(["old", "young"])}
+    other._index.close()  # nobody there touches them any more
+    for name, age in (("old", HOUR + 60), ("young", HOUR - 600)):
+        at = time.time() - age
+        os.utime(bench.root / "writing" / sessions[name], (at, at))
+    bench.clock.advance(120)
+    one.maintain()
+    assert os.listdir(bench.root / "writing") == [sessions["young"]]
+
+
+def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
+    one = machine("one", max_bytes=10_000)
+    one.maintain()
+    pid = os.fork()
+    if pid == 0:
+        with FileStore(
+            bench.root,
+            index_file=tmp_path / "one" / "index.sqlite3",
+            max_bytes=10_000,
+            background=False,
+        ) as dying:
+            dying.maintain()
+            os._exit(0 if len(dying.begin(make_key(1), 9000)) == 32 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert one.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    assert os.listdir(bench.root / "writing") == []
+    assert one.stat().used_bytes == 5000
+
+
+@pytest.mark.parametrize("quota", [None, 20_000])
+def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(bench, tmp_path, quota):
+    (tmp_path / "file").write_bytes(b"no folder")
+    place = tmp_path / "file" / "cache" / "index.sqlite3"
+    counters = Counters()
+    store = bench.open(index_file=place, max_bytes=quota, observer=counters)
+    store.maintain()
+    for number in range(10):
+        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    assert read_value(store, make_key(9)) == make_value(4000)
+    assert counters["store_open_failed"] == 1
+    again = bench.open(index_file=place, max_bytes=quota)
+    again.maintain()
+    assert again.contains(make_key(9))
+    assert again.stat().used_bytes == stored_bytes(bench.root)
+
+
+def test_a_home_that_cannot_be_written_is_no_reason_to_fail(bench, tmp_path, monkeypatch):
+    """A directory on a network mount, whose index would be in the user's cache directory."""
+    monkeypatch.setattr(store_module, "file_system", lambda root: "nfs4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    makedirs = os.makedirs
+
+    def fail(path, *args, **named):
+        if str(path).startswith(str(tmp_path / "cache")):
+            raise OSError(errno.EROFS, "read-only file system")
+        makedirs(path, *args, **named)
+
+    monkeypatch.setattr(os, "makedirs", fail)
+    store = bench.open(max_bytes=20_000)
+    store.maintain()
+    assert store.put(make_key(), [make_value(4000)]) is PutResult.STORED
+    assert store.contains(make_key())
+    monkeypatch.undo()
+    assert not (tmp_path / "cache").exists()
+    assert not (bench.root / "index.sqlite3").exists()

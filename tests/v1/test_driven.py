@@ -1,0 +1,290 @@
+"""A connector written for vLLM's base class runs here after a change of its import line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.errors import ConfigError, LayoutError
+from kvferry.observe import Counters
+from kvferry.v1.base import KVConnectorBase_V1, KVConnectorRole
+from kvferry.v1.driven import V1Plan, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
+from tests.runner.tiny_host import TinyHost, true_output
+
+SAMPLE = Path(__file__).with_name("sample_v1_connector.py")
+VLLM_IMPORT = "from vllm.distributed.kv_transfer.kv_connector.v1.base import ("
+OUR_IMPORT = "from kvferry.v1 import ("
+PROMPT = list(range(100, 122))
+
+
+def load_sample() -> ModuleType:
+    """The sample with its import line changed."""
+    source = SAMPLE.read_text()
+    assert source.count(VLLM_IMPORT) == 1
+    module = ModuleType("sample_v1_connector")
+    # Pickle finds the metadata class by its module's name.
+    sys.modules[module.__name__] = module
+    exec(compile(source.replace(VLLM_IMPORT, OUR_IMPORT), SAMPLE, "exec"), vars(module))
+    return module
+
+
+def make_config(block_size=4, **options):
+    return v1_config(block_size=block_size, options=options, model="tiny", dtype="int64")
+
+
+@pytest.fixture
+def make_host(tmp_path):
+    module = load_sample()
+
+    def make(**options) -> TinyHost:
+        config = make_config(path=str(tmp_path))
+        observer = Counters()
+        scheduler = module.SampleConnector(config, KVConnectorRole.SCHEDULER)
+        worker = module.SampleConnector(config, KVConnectorRole.WORKER)
+        host = TinyHost(
+            GuardedScheduler(V1SchedulerRole(scheduler), observer, block_size=4),
+            GuardedWorker(V1WorkerRole(worker), observer),
+            observer=observer,
+            strict=True,
+            **options,
+        )
+        host.observer = observer
+        host.connectors = (scheduler, worker)
+        return host
+
+    return make
+
+
+def run(host: TinyHost, *prompts, num_new: int = 3):
+    requests = [host.add(f"r{i}", prompt, num_new) for i, prompt in enumerate(prompts)]
+    host.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.all_token_ids == true_output(prompt, num_new)
+    assert host.observer["hook_failed"] == host.observer["contract_violation"] == 0
+    return requests
+
+
+def test_what_one_host_saved_another_reads(make_host):
+    (cold,) = run(make_host(), PROMPT)
+    (warm,) = run(make_host(), PROMPT)
+    assert (cold.hit_tokens, warm.hit_tokens) == (0, 20)
+
+
+def test_a4_last_token_is_left_to_the_engine(make_host):
+    run(make_host(), PROMPT[:20])
+    (warm,) = run(make_host(), PROMPT[:20])
+    assert warm.hit_tokens == 16
+
+
+def test_a7_chunked_prefill_and_generated_tokens_are_seen_as_cached_requests(make_host):
+    run(make_host(budget=5), PROMPT, num_new=6)
+    whole = true_output(PROMPT, 6)
+    (warm,) = run(make_host(), whole)
+    assert warm.hit_tokens == 24  # 27 tokens had KV: all blocks that were full
+
+
+def test_a8_a_preempted_request_is_seen_as_resumed(make_host):
+    host = make_host()
+    host.add("r", PROMPT, 6)
+    for _ in range(4):
+        host.step()
+    host.preempt(host.requests["r"])
+    host.run()
+    assert host.requests["r"].all_token_ids == true_output(PROMPT, 6)
+    assert host.requests["r"].hit_tokens > 0  # it read back what it had saved itself
+    assert host.observer["hook_failed"] == 0
+    (warm,) = run(make_host(), PROMPT)
+    assert warm.hit_tokens == 20
+
+
+def test_a8_preemption_under_pressure(make_host):
+    run(make_host(num_blocks=12), PROMPT, PROMPT[:13], [1, 2, 3], list(range(15)), num_new=5)
+
+
+def test_a10_abort_before_the_first_step_and_while_running(make_host):
+    host = make_host()
+    early, late = host.add("early", PROMPT), host.add("late", PROMPT[:9], 9)
+    host.abort(early)
+    host.step()
+    host.step()
+    host.abort(late)
+    host.run()
+    host.step()  # tells of the last end
+    assert host.observer["hook_failed"] == 0
+    assert len(host.free) == 39
+    assert host.connectors[0].tracked == {}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "gone"])
+def test_a11_a_load_that_fails_is_recomputed(make_host, tmp_path, damage):
+    run(make_host(), PROMPT)
+    host = make_host()
+    files = sorted(tmp_path.iterdir())
+    (request,) = [host.add("r", PROMPT, 3)]
+    original = host.connectors[1].start_load_kv
+
+    def damage_first(context, **kwargs):
+        for file in files:
+            file.write_bytes(b"") if damage == "truncated" else file.unlink(missing_ok=True)
+        original(context, **kwargs)
+
+    host.connectors[1].start_load_kv = damage_first
+    host.run()
+    assert request.hit_tokens == 20
+    assert any(output.invalid_block_ids for output in host.outputs)
+    assert request.all_token_ids == true_output(PROMPT, 3)
+
+
+def test_a13_steps_without_tokens_reach_the_connector(make_host):
+    host = make_host()
+    calls = []
+    host.connectors[1].wait_for_save = lambda: calls.append("wait_for_save")
+    host.step()
+    assert calls == ["wait_for_save"]
+    assert host.observer["hook_failed"] == 0
+
+
+def test_a_forward_that_raises_saves_nothing(make_host, tmp_path):
+    host = make_host()
+    host.add("r", PROMPT)
+    host.fail_forward = True
+    with pytest.raises(ZeroDivisionError):
+        host.step()
+    assert list(tmp_path.iterdir()) == []
+    assert not host.connectors[1].has_connector_metadata()
+
+
+def test_a_fault_of_the_connector_is_a_failed_load(make_host):
+    run(make_host(), PROMPT)
+    host = make_host()
+
+    def fail(context, **kwargs):
+        raise RuntimeError("size mismatch")
+
+    host.connectors[1].start_load_kv = fail
+    request = host.add("r", PROMPT, 3)
+    host.run()
+    assert request.hit_tokens == 20
+    assert request.all_token_ids == true_output(PROMPT, 3)
+    assert host.observer["hook_failed_start_load"] > 0
+
+
+def test_the_wrong_half_is_refused(make_host):
+    scheduler, worker = make_host().connectors
+    with pytest.raises(ConfigError, match=r"built as WORKER, SCHEDULER is needed"):
+        V1SchedulerRole(worker)
+    with pytest.raises(ConfigError, match=r"built as SCHEDULER, WORKER is needed"):
+        V1WorkerRole(scheduler)
+
+
+def test_exactly_the_seven_methods_of_the_shape_are_abstract():
+    assert KVConnectorBase_V1.__abstractmethods__ == {
+        "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
+        "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    }  # fmt: skip
+
+
+class LoadsLater(KVConnectorBase_V1):
+    """Of the time of vLLM 0.14: fills block 2 with sevens and reports it a step later."""
+
+    def register_kv_caches(self, kv_caches):
+        self.registered = kv_caches
+
+    def start_load_kv(self, forward_context, **kwargs):
+        self.context = forward_context
+
+    def get_finished(self, finished_req_ids):
+        if self._get_connector_metadata() != "load":
+            return None, None
+        [layer] = self.context.no_compile_layers.values()
+        kv = layer.kv_cache[self.context.virtual_engine]
+        # In place only if the memory is contiguous, as connectors of that time take for granted.
+        kv.reshape(2, -1, 2 * 3)[:, 2 * 4 : 3 * 4] = 7.0
+        return None, {"r"}
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        self.saved = kv_layer
+
+    wait_for_layer_load = wait_for_save = None
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = None
+
+
+@pytest.fixture
+def kv():
+    """`[blocks, heads, tokens, content]`, the axes in another order in memory."""
+    return torch.arange(5 * 4 * 2 * 6.0).reshape(5, 4, 2, 6).transpose(1, 2)
+
+
+@pytest.fixture
+def worker_of_014(kv):
+    connector = LoadsLater(make_config(), KVConnectorRole.WORKER)
+    worker = V1WorkerRole(connector, release="0.14")
+    worker.register_kv_caches({"layer": kv})
+    return worker, connector
+
+
+def test_release_014_sees_written_blocks_with_k_and_v_apart(worker_of_014, kv):
+    worker, connector = worker_of_014
+    worker.begin_step(V1Plan(metadata="", written=frozenset({1, 3})))
+    worker.save_layer("layer", kv, None)
+    assert connector.saved is connector.registered["layer"]
+    assert connector.saved.shape == (2, 5, 4, 2, 3)
+    for block in (1, 3):
+        keys, values = connector.saved[:, block]
+        assert torch.equal(keys, kv[block, ..., :3].transpose(0, 1))
+        assert torch.equal(values, kv[block, ..., 3:].transpose(0, 1))
+    assert not connector.saved[:, [0, 2, 4]].any()
+
+
+def test_an_async_load_of_release_014_is_in_the_blocks_when_its_end_is_reported(worker_of_014, kv):
+    worker, _ = worker_of_014
+    before = kv.clone()
+    for metadata in ("start", "load"):
+        recving = {"r": frozenset({2})} if metadata == "start" else {}
+        plan = V1Plan(metadata=metadata, has_tokens=False, recving=recving)
+        worker.begin_step(plan)
+        worker.start_load()
+        assert torch.equal(kv, before)
+        output = worker.collect(set())
+    assert output.finished_recving == {"r"}
+    assert (kv[2] == 7.0).all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(kv[others], before[others])
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 4, 7), (5, 4, 6)])
+def test_kv_that_release_014_has_no_form_for_is_refused(shape):
+    worker = V1WorkerRole(LoadsLater(make_config(), KVConnectorRole.WORKER), release="0.14")
+    with pytest.raises(LayoutError, match=r'release 0.14 needs .* use release="0.32"'):
+        worker.register_kv_caches({"layer": torch.zeros(shape)})
+
+
+def test_release_032_shares_the_tensors(kv):
+    connector = LoadsLater(make_config(), KVConnectorRole.WORKER)
+    worker = V1WorkerRole(connector, release="0.32")
+    worker.register_kv_caches({"layer": kv})
+    worker.begin_step(V1Plan(metadata=""))
+    worker.start_load()
+    assert connector.registered["layer"] is kv
+    assert connector.context.no_compile_layers["layer"].kv_cache is kv
+    assert not hasattr(connector.context, "virtual_engine")
+
+
+def test_both_halves_are_made_for_constructors_with_and_without_groups():
+    class WithGroups(LoadsLater):
+        def __init__(self, vllm_config, role, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    class WithoutGroups(LoadsLater):
+        def __init__(self, vllm_config, role):
+            super().__init__(vllm_config, role)
+
+    for connector_class in (WithGroups, WithoutGroups):
+        roles = v1_roles(connector_class, make_config())
+        assert isinstance(roles.scheduler, V1SchedulerRole)
+        assert isinstance(roles.worker, V1WorkerRole)

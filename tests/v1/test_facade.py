@@ -1,0 +1,512 @@
+"""Our roles as a V1 connector: driven by a host of that shape they behave as they do directly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMeta, WorkerOutput
+from kvferry.errors import ConfigError, ContractError
+from kvferry.observe import Counters
+from kvferry.types import NO_EXTRA_KEYS, MultimodalItem
+from kvferry.v1.base import (
+    CarriedMeta,
+    CounterStats,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    PlanMetadata,
+    SupportsHMA,
+    supports_hma,
+)  # fmt: skip
+from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.host import HostRequests, extra_keys_of
+from tests.runner.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
+from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+from tests.runner.tiny_host import TinyHost, true_output
+from tests.v1.test_driven import make_config
+
+PROMPT = list(range(100, 122))
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+
+
+def with_set(output):
+    """vLLM 0.12 to 0.32: continuing requests say by a set which of them were resumed."""
+    cached = output.scheduled_cached_reqs
+    output.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=cached.req_ids, new_block_ids=cached.new_block_ids,
+        num_computed_tokens=cached.num_computed_tokens, resumed_req_ids=cached.resumed_req_ids,
+    )  # fmt: skip
+    return output
+
+
+def with_list(output):
+    """vLLM 0.10 and 0.11: by a list; and nobody says which requests were preempted."""
+    cached = output.scheduled_cached_reqs
+    return SimpleNamespace(
+        scheduled_new_reqs=output.scheduled_new_reqs,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=cached.req_ids, new_block_ids=cached.new_block_ids,
+            num_computed_tokens=cached.num_computed_tokens,
+            resumed_from_preemption=cached.resumed_from_preemption,
+        ),
+        num_scheduled_tokens=output.num_scheduled_tokens,
+        total_num_scheduled_tokens=output.total_num_scheduled_tokens,
+        finished_req_ids=output.finished_req_ids,
+    )  # fmt: skip
+
+
+def with_resumed_as_new(output):
+    """vLLM 0.32, newer model runner."""
+    cached = output.scheduled_cached_reqs
+    for index in reversed(range(len(cached.req_ids))):
+        request_id = cached.req_ids[index]
+        if request_id in cached.resumed_req_ids:
+            output.scheduled_new_reqs.append(
+                SimpleNamespace(
+                    req_id=request_id, prompt_token_ids=cached.all_token_ids[request_id],
+                    block_ids=cached.new_block_ids[index],
+                    num_computed_tokens=cached.num_computed_tokens[index],
+                )
+            )  # fmt: skip
+            for column in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+                del column[index]
+    cached.resumed_req_ids = set()
+    return output
+
+
+class DictConnector(RolesAsV1):
+    """What a connector of ours looks like; `spelling` makes the host one of several versions."""
+
+    spelling = staticmethod(lambda output: output)
+
+    def __init__(self, vllm_config, role, kv_cache_config=None, *, store, **options):
+        super().__init__(
+            vllm_config, role, kv_cache_config,
+            scheduler=DictScheduler(store, **options) if role is SCHEDULER else None,
+            worker=DictWorker(store) if role is WORKER else None,
+        )  # fmt: skip
+
+    def build_connector_meta(self, scheduler_output):
+        return super().build_connector_meta(self.spelling(scheduler_output))
+
+
+def make_host(store, *, spelling=None, budget=11, num_blocks=40, **options) -> TinyHost:
+    observer = Counters()
+    scheduler = DictConnector(make_config(), SCHEDULER, store=store, **options)
+    worker = DictConnector(make_config(), WORKER, store=store)
+    if spelling is not None:
+        scheduler.spelling = spelling
+    host = TinyHost(
+        GuardedScheduler(V1SchedulerRole(scheduler), observer, block_size=4),
+        GuardedWorker(V1WorkerRole(worker), observer),
+        observer=observer, strict=True, budget=budget, num_blocks=num_blocks,
+    )  # fmt: skip
+    host.observer, host.connectors = observer, (scheduler, worker)
+    return host
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("delay_free", [False, True])
+@pytest.mark.parametrize("spelling", [None, with_set, with_list, with_resumed_as_new])
+def test_roles_behind_the_facade_save_load_and_resume(spelling, is_async, delay_free):
+    store: dict = {}
+    options = {"spelling": spelling, "is_async": is_async, "delay_free": delay_free}
+    for budget in (5, 11):
+        host = make_host(store, budget=budget, **options)
+        requests = [host.add(f"r{i}", prompt, 5) for i, prompt in enumerate([PROMPT, PROMPT[:9]])]
+        for _ in range(5):
+            host.step()
+        if host.running:
+            host.preempt(host.running[0])
+        host.run()
+        for request, prompt in zip(requests, [PROMPT, PROMPT[:9]], strict=True):
+            assert request.all_token_ids == true_output(prompt, 5)
+        assert host.observer["hook_failed"] == host.observer["contract_violation"] == 0
+    assert requests[0].hit_tokens >= 20
+    assert max(len(key) for key in store) == 24  # whole blocks of 26 tokens that had KV
+
+
+def test_faults_of_a_role_stay_behind_the_facade():
+    store: dict = {}
+    host = make_host(store)
+    host.add("r", PROMPT)
+    host.run()
+    broken = FaultyWorker(DictWorker(store), Faulty({("start_load", 1): "before"}))
+    facade = RolesAsV1(make_config(), WORKER, worker=broken)
+    host = make_host(store)
+    host.lifecycle._worker = host.worker = GuardedWorker(V1WorkerRole(facade))
+    host.worker.register_kv_caches(host.kv)
+    request = host.add("r", PROMPT, 3)
+    host.run()
+    assert request.hit_tokens == 20
+    assert request.all_token_ids == true_output(PROMPT, 3)
+
+
+# --- construction ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+@pytest.mark.parametrize("given", ["both", "none", "other"])
+def test_exactly_the_half_that_was_asked_for_is_taken(role, given):
+    halves = {SCHEDULER: {"scheduler": DictScheduler({})}, WORKER: {"worker": DictWorker({})}}
+    other = WORKER if role is SCHEDULER else SCHEDULER
+    roles = {"both": {**halves[role], **halves[other]}, "none": {}, "other": halves[other]}[given]
+    with pytest.raises(ConfigError, match=f"asks for the {role.name} half"):
+        RolesAsV1(make_config(), role, **roles)
+
+
+def test_a_method_of_the_other_half_is_refused():
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=DictScheduler({}))
+    with pytest.raises(ContractError, match="worker-side method"):
+        facade.bind_connector_metadata(facade._quiet)
+    facade = RolesAsV1(make_config(), WORKER, worker=RecordingWorker())
+    with pytest.raises(ContractError, match="scheduler-side method"):
+        facade.build_connector_meta(None)
+
+
+def test_hybrid_models_are_a_matter_of_the_subclass():
+    class ForGroups(RolesAsV1, SupportsHMA):
+        pass
+
+    assert not supports_hma(RolesAsV1)
+    assert supports_hma(ForGroups)
+    facade = ForGroups(make_config(), SCHEDULER, scheduler=DictScheduler({}))
+    assert supports_hma(facade)
+
+
+# --- worker side -------------------------------------------------------------------------------
+
+
+def worker_facade(*outputs, role=None):
+    role = role or RecordingWorker(*outputs)
+    return RolesAsV1(make_config(), WORKER, worker=role), role
+
+
+def bind(facade, plan=None, has_tokens=True):
+    facade.bind_connector_metadata(PlanMetadata(plan or LoadPlan(), has_tokens))
+
+
+class Note(WorkerMeta, frozen=True, kw_only=True):
+    words: tuple[str, ...]
+
+    def aggregate(self, other):
+        return Note(words=self.words + other.words)
+
+
+def test_a_report_is_collected_once_and_asked_for_in_parts():
+    facade, role = worker_facade(
+        WorkerOutput(
+            finished_recving=frozenset({"r"}), invalid_block_ids=frozenset({3}),
+            stats={"hits": 2}, events=["e"], meta=Note(words=("a",)),
+        )
+    )  # fmt: skip
+    bind(facade, LoadPlan(recving=frozenset({"r"})))
+    facade.wait_for_save()
+    assert facade.get_finished(set()) == (None, {"r"})
+    assert facade.get_block_ids_with_load_errors() == {3}
+    assert facade.get_kv_connector_stats() == CounterStats({"hits": 2})
+    assert facade.get_kv_connector_kv_cache_events() == ["e"]
+    meta = facade.build_connector_worker_meta()
+    assert meta.aggregate(CarriedMeta(Note(words=("b",)))).meta == Note(words=("a", "b"))
+    facade.clear_connector_metadata()
+    assert role.calls == ["begin_step", "save", "collect", "end_step"]
+    bind(facade)
+    assert facade.get_block_ids_with_load_errors() == set()
+
+
+def test_a11_failed_loads_are_told_to_later_hosts():
+    failed = WorkerOutput(finished_recving=frozenset({"r"}), failed_recving=frozenset({"r"}))
+    facade, _ = worker_facade(failed)
+    bind(facade, LoadPlan(recving=frozenset({"r"})))
+    assert facade.get_transfer_results(set()).failed_recving == {"r"}
+
+
+def test_a6_reports_are_held_to_the_rules():
+    facade, _ = worker_facade(WorkerOutput(finished_recving=frozenset({"stranger"})))
+    bind(facade)
+    assert facade.get_finished(set()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("has_tokens", "host_saves", "saves"), [(False, False, 1), (False, True, 1), (True, False, 0)]
+)
+def test_a13_a_step_without_tokens_is_saved_once_by_old_hosts_too(has_tokens, host_saves, saves):
+    facade, role = worker_facade()
+    bind(facade, has_tokens=has_tokens)
+    if host_saves:
+        facade.wait_for_save()
+    facade.get_finished(set())
+    assert role.calls.count("save") == saves
+
+
+def run_step(facade, error=None):
+    """A step as hosts run it."""
+    bind(facade)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        facade.wait_for_save()
+        facade.get_finished(set())
+        facade.clear_connector_metadata()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the forward"), SystemExit()])
+def test_what_a_forward_that_raised_computed_is_not_saved(error):
+    facade, role = worker_facade()
+    with pytest.raises(type(error)):
+        run_step(facade, error)
+    assert role.calls == ["begin_step", "collect", "end_step"]
+    run_step(facade)
+    assert role.calls[-4:] == ["begin_step", "save", "collect", "end_step"]
+
+
+def test_an_engine_that_runs_while_its_caller_handles_an_error_saves():
+    facade, role = worker_facade()
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        run_step(facade)
+        with pytest.raises(RuntimeError):
+            run_step(facade, RuntimeError("in the forward"))
+    assert role.calls.count("save") == 1
+
+
+def test_a_step_that_began_in_its_callers_error_handler_and_ends_outside_saves():
+    facade, role = worker_facade()
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        bind(facade)
+    facade.wait_for_save()
+    assert role.calls == ["begin_step", "save"]
+
+
+def test_a_step_that_the_host_does_not_end_ends_with_the_next(caplog):
+    facade, role = worker_facade(WorkerOutput(invalid_block_ids=frozenset({3})))
+    bind(facade, LoadPlan(blocks=frozenset({3})))
+    facade.get_finished(set())
+    bind(facade)
+    assert role.calls == ["begin_step", "collect", "end_step", "begin_step"]
+    assert facade.get_block_ids_with_load_errors() == set()
+
+
+def test_a2_layer_hooks_outside_of_a_step_do_nothing():
+    facade, role = worker_facade(role=RecordingLayerwiseWorker())
+    facade.wait_for_layer_load("a")
+    facade.save_kv_layer("a", None, None)
+    assert role.calls == []
+    bind(facade)
+    facade.wait_for_layer_load("a")
+    facade.save_kv_layer("a", None, None)
+    assert role.calls[1:] == ["wait a", "save a"]
+
+
+def test_steps_of_another_connector_do_nothing_and_say_so_once(caplog):
+    class Other(KVConnectorMetadata):
+        pass
+
+    facade, role = worker_facade()
+    for _ in range(2):
+        facade.bind_connector_metadata(Other())
+        assert facade.has_connector_metadata()
+        facade.start_load_kv(None)
+        facade.wait_for_layer_load("a")
+        facade.save_kv_layer("a", None, None)
+        facade.wait_for_save()
+        assert facade.get_finished({"r"}) == (None, None)
+        assert facade.get_block_ids_with_load_errors() == set()
+        assert facade.get_kv_connector_stats() is None
+        assert facade.build_connector_worker_meta() is None
+        facade.clear_connector_metadata()
+        assert not facade.has_connector_metadata()
+    assert role.calls == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "the host bound a Other, which the other half of this connector did not make: nothing is "
+        "loaded or saved in such steps"
+    ]
+    bind(facade)
+    facade.wait_for_save()
+    assert role.calls == ["begin_step", "save"]
+
+
+# --- scheduler side ----------------------------------------------------------------------------
+
+
+class Learns(DictScheduler):
+    def __init__(self, **answers):
+        super().__init__({})
+        self.outputs, self.answers = [], answers
+
+    def update_output(self, output):
+        self.outputs.append(output)
+
+    def request_finished(self, request, block_ids):
+        return FinishResult(True, {"remote": 1})
+
+    def take_stats(self):
+        return {"lookups": 1}
+
+
+def test_an_output_of_an_old_host_is_read():
+    role = Learns()
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
+    facade.update_connector_output(
+        SimpleNamespace(
+            finished_sending=None, finished_recving={"r"}, kv_connector_stats=None,
+            invalid_block_ids=None,
+        )
+    )  # fmt: skip
+    assert role.outputs == [WorkerOutput(finished_recving=frozenset({"r"}))]
+
+
+def test_an_output_of_a_new_host_is_read():
+    role = Learns()
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
+    facade.update_connector_output(
+        KVConnectorOutput(
+            kv_connector_stats=CounterStats({"a": 1}),
+            kv_connector_worker_meta=CarriedMeta(Note(words=("x",))),
+        )
+    )
+    assert role.outputs == [WorkerOutput(stats={"a": 1}, meta=Note(words=("x",)))]
+
+
+def test_the_end_of_a_request_and_the_counters_are_passed_on():
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=Learns())
+    request = host_request()
+    assert facade.request_finished(request, [1]) == (True, {"remote": 1})
+    assert facade.request_finished_all_groups(request, ([1], [2])) == (True, {"remote": 1})
+    assert facade.get_kv_connector_stats() == CounterStats({"lookups": 1})
+    assert facade.requires_kv_delivery is False
+    assert facade.reset_cache() is True
+
+
+def test_counters_add_up_and_survive_the_process_line():
+    stats = RolesAsV1.build_kv_connector_stats(CounterStats({"a": 1}).to_dict())
+    assert stats.aggregate(CounterStats({"a": 2, "b": 5})).reduce() == {"a": 3, "b": 5}
+    stats.reset()
+    assert stats.is_empty()
+
+
+# --- what hosts say ----------------------------------------------------------------------------
+
+
+def host_request(request_id="r", **attributes):
+    tokens = list(PROMPT)
+    return SimpleNamespace(
+        **{
+            "request_id": request_id, "prompt_token_ids": tokens, "all_token_ids": tokens,
+            "num_tokens": len(tokens), "num_prompt_tokens": len(tokens), "num_computed_tokens": 0,
+            **attributes,
+        }
+    )  # fmt: skip
+
+
+def image(digest, offset, length=4):
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=digest, mm_position=place)
+
+
+def test_a_request_without_extras_has_none():
+    assert extra_keys_of(host_request(), lambda lora: None) is NO_EXTRA_KEYS
+
+
+def test_salt_images_and_adapters_are_part_of_the_identity():
+    request = host_request(
+        cache_salt="tenant", lora_request="adapter", mm_features=[image("b", 9), image("a", 2)]
+    )
+    keys = extra_keys_of(request, lambda lora: f"content of {lora}")
+    assert (keys.cache_salt, keys.lora, keys.cacheable) == ("tenant", "content of adapter", True)
+    assert keys.items == (
+        MultimodalItem(digest="a", offset=2, length=4),
+        MultimodalItem(digest="b", offset=9, length=4),
+    )
+
+
+def test_images_in_the_older_spelling():
+    request = host_request(mm_hashes=["a"], mm_positions=[SimpleNamespace(offset=2, length=4)])
+    assert extra_keys_of(request, lambda lora: None).items[0].digest == "a"
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"prompt_embeds": object()},
+        {"prompt_token_ids": None},
+        {"lora_request": "adapter of unknown content"},
+        {"mm_features": [image("", 2)]},
+        {"mm_features": [object()]},
+        {"mm_hashes": ["a"], "mm_positions": []},
+    ],
+)
+def test_what_cannot_be_identified_is_not_cached(attributes):
+    assert extra_keys_of(host_request(**attributes), lambda lora: None).cacheable is False
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError("no number")])
+def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
+    def refuse(lora):
+        raise error
+
+    assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
+
+
+def test_items_are_what_the_host_makes_of_their_names():
+    request = host_request(mm_features=[image("a", 2)])
+    keys = extra_keys_of(request, lambda lora: None, lambda name: f"read so:{name}")
+    assert keys.items[0].digest == "read so:a"
+    assert extra_keys_of(request, lambda lora: None, lambda name: None).cacheable is False
+
+
+def test_a5_the_table_of_an_async_load_is_whole_on_hosts_that_show_only_what_is_new():
+    requests = HostRequests(lambda lora: None)
+    assert requests.allocated("r", ([1, 2],), 8) == ([1, 2],)
+    assert requests.allocated("r", ([3],), 0) == ([1, 2, 3],)  # 0.13
+    assert requests.allocated("r", ([1, 2, 3],), 0) == ([1, 2, 3],)  # 0.32
+
+
+def test_a_host_of_no_known_version_costs_the_cache_not_the_engine():
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=DictScheduler({}))
+    metadata = facade.build_connector_meta(
+        SimpleNamespace(
+            scheduled_cached_reqs=object(), scheduled_new_reqs=[], num_scheduled_tokens={},
+            total_num_scheduled_tokens=0, finished_req_ids=set(),
+        )
+    )  # fmt: skip
+    assert isinstance(metadata.plan, Plan)
+
+
+def test_an_id_used_again_is_another_request():
+    requests = HostRequests(lambda lora: None)
+    first, second = host_request(), host_request(cache_salt="other")
+    assert requests.view(first) is requests.view(first)
+    assert requests.view(second).extra_keys.cache_salt == "other"
+
+
+def test_empty_reports_are_the_shared_one():
+    facade, _ = worker_facade(WorkerOutput())
+    bind(facade)
+    facade.get_finished(set())
+    assert facade._worker.output is EMPTY_OUTPUT
+
+
+def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():
+    role = DictScheduler({tuple(PROMPT[:4]): None})
+    asked = []
+    role.lookup = lambda request, _num: asked.append(request.request_id) or (4, False)
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
+    plain, with_logits = (
+        SimpleNamespace(
+            request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT,
+            num_prompt_tokens=len(PROMPT), skip_reading_prefix_cache=skip,
+        )
+        for name, skip in (("plain", False), ("logits", True))
+    )  # fmt: skip
+    assert facade.get_num_new_matched_tokens(plain, 0) == (4, False)
+    assert facade.get_num_new_matched_tokens(with_logits, 0) == (0, False)
+    assert asked == ["plain"]
