@@ -86,7 +86,7 @@ def test_a_process_may_die_before_any_of_its_calls(tmp_path, children, start):
             max_bytes=QUOTA,
         )
         children.wait(pid)
-        assert disk_bytes(root) <= QUOTA + 4 * MAX_VALUE
+        assert disk_bytes(root) <= QUOTA + MAX_VALUE
         if number % 3 == 2:
             assert_sound_after_recovery(root, counters)
     assert_sound_after_recovery(root, counters)

@@ -239,9 +239,11 @@ class Index:
             time.sleep(_PAUSE_SECONDS)
 
     def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes | None) -> None:
-        """What was reserved is stored."""
+        """What was reserved is stored. Nothing happens if it is reserved no more: whoever released
+        it has looked what is there."""
         with self._changing() as db:
-            db.execute("DELETE FROM writing WHERE file = ?", (file,))
+            if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
+                return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # whose file went unnoticed
             self._insert(db, [(key, num_bytes, self._wall(), namespace)])
 

@@ -561,11 +561,12 @@ class FileStore(Store):
             self._known.add(key)
             return PutResult.EXISTS
         namespace = namespace_of(bytes(views[0][:512])) if views else None
+        # While it has two names it is reserved: an eviction of the one would leave the other.
+        self._directory.drop(writing.file)
         try:
             self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
         except OSError as error:
             self._faults.failed("index", error)  # stays reserved until somebody cleans
-        self._directory.drop(writing.file)
         os.close(writing.fd)
         self._known.stored(key)
         self._observer.count("store_put_records")
@@ -574,9 +575,9 @@ class FileStore(Store):
 
     def _abort(self, writing: _Writing) -> None:
         """Give everything back. Never raises: what stays is found later."""
+        self._directory.drop(writing.file)
         with suppress(OSError):
             self._index.release(writing.file)
-        self._directory.drop(writing.file)
         os.close(writing.fd)
 
     def _abort_all(self, sessions: Sequence[_Writing]) -> None:

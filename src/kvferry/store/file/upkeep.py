@@ -163,8 +163,8 @@ class Upkeep:
             if self._directory.is_locked(file):
                 continue
             self._learn([key])
+            self._directory.drop(file)  # counted until it is gone
             if self._index.release(file):
-                self._directory.drop(file)
                 self._observer.count("store_recovered_writes")
         # Somebody is about to reserve room for a new one. On a network mount it may be another
         # machine's, whose locks do not show here.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import Buffer, Store
 from kvferry.types import ChunkKey
 
 awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
@@ -41,6 +41,12 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
         size = source.read_into(memoryview(buffer), 0)
     assert size == len(buffer), f"read {size} of {len(buffer)} bytes"
     return bytes(buffer)
+
+
+def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:
+    """Whether the two are equal; asserted so because pytest's own comparison of two long values
+    that differ everywhere takes minutes."""
+    return found == expected
 
 
 def wait_until(

@@ -13,6 +13,7 @@ from kvferry.testing.stores.hooks import (
     make_value,
     read_value,
     run_together,
+    same_bytes,
 )
 
 ROUNDS = 20
@@ -109,4 +110,4 @@ class RaceTests(StoreHooks):
             for number in range(5):
                 assert store.put(make_key(1000 + number), [make_value(size)]) is PutResult.STORED
             for number in range(5):
-                assert read_value(store, make_key(1000 + number)) == make_value(size)
+                assert same_bytes(read_value(store, make_key(1000 + number)), make_value(size))

@@ -14,6 +14,7 @@ from kvferry.testing.stores.hooks import (
     make_key,
     make_value,
     read_value,
+    same_bytes,
 )
 
 
@@ -26,8 +27,8 @@ class ValueTests(StoreHooks):
         with self.make_store(tmp_path) as store:
             assert store.put(key, [value]) is PutResult.STORED
             assert store.contains(key)
-            assert self.peek(store, key) == value
-            assert read_value(store, key) == value
+            assert same_bytes(self.peek(store, key), value)
+            assert same_bytes(read_value(store, key), value)
 
     def test_buffers_are_joined_whatever_they_are(self, tmp_path: Path) -> None:
         value = make_value(3 * 4099)
@@ -39,7 +40,7 @@ class ValueTests(StoreHooks):
         whole = b"".join(parts)
         with self.make_store(tmp_path) as store:
             assert store.put(make_key(), [*parts, *[b"x"] * 2000]) is PutResult.STORED
-            assert read_value(store, make_key()) == whole + b"x" * 2000
+            assert same_bytes(read_value(store, make_key()), whole + b"x" * 2000)
 
     def test_a_buffer_may_be_reused_after_put(self, tmp_path: Path) -> None:
         value = make_value(70_001)
@@ -47,7 +48,7 @@ class ValueTests(StoreHooks):
         with self.make_store(tmp_path) as store:
             store.put(make_key(), [buffer])
             buffer[:] = bytes(len(buffer))
-            assert read_value(store, make_key()) == value
+            assert same_bytes(read_value(store, make_key()), value)
 
     def test_ranges_are_read_at_any_offset_and_end_where_the_value_ends(
         self, tmp_path: Path
@@ -62,7 +63,7 @@ class ValueTests(StoreHooks):
                 for offset, length in [(0, 9001), (1, 1), (4095, 2), (4096, 4096), (8999, 2)]:
                     buffer = bytearray(length)
                     assert source.read_into(memoryview(buffer), offset) == length
-                    assert buffer == value[offset : offset + length]
+                    assert same_bytes(buffer, value[offset : offset + length])
 
     def test_reading_past_the_end_returns_what_is_there(self, tmp_path: Path) -> None:
         value = make_value(9001)
@@ -73,7 +74,7 @@ class ValueTests(StoreHooks):
             with source:
                 buffer = bytearray(b"?" * 100)
                 assert source.read_into(memoryview(buffer), 9000) == 1
-                assert buffer == value[9000:] + b"?" * 99
+                assert same_bytes(buffer, value[9000:] + b"?" * 99)
                 assert source.read_into(memoryview(buffer), 9001) == 0
                 assert source.read_into(memoryview(buffer), 2**40) == 0
                 assert source.read_into(memoryview(bytearray(0)), 0) == 0
@@ -137,14 +138,14 @@ class ValueTests(StoreHooks):
                 store.delete(make_key())
                 buffer = bytearray(8193)
                 assert source.read_into(memoryview(buffer), 0) == 8193
-                assert buffer == value
+                assert same_bytes(buffer, value)
             source.close()
 
     def test_what_appears_behind_the_index_is_read(self, tmp_path: Path) -> None:
         value = make_value(5003)
         with self.make_store(tmp_path) as store:
             self.poke(store, make_key(), value)
-            assert read_value(store, make_key()) == value
+            assert same_bytes(read_value(store, make_key()), value)
             assert store.put(make_key(), [b"later"]) is PutResult.EXISTS
 
     def test_what_vanishes_behind_the_index_is_none_and_forgotten(self, tmp_path: Path) -> None:
@@ -168,4 +169,4 @@ class ValueTests(StoreHooks):
             for key in (first, last_byte, first_byte):
                 assert store.put(key, [key]) is PutResult.STORED
             for key in (first, last_byte, first_byte):
-                assert read_value(store, key) == key
+                assert same_bytes(read_value(store, key), key)
