@@ -50,7 +50,7 @@ ONLY_FROM = {
         # `verify` names what is wrong; the index knows how much each model has stored.
         "store/checking.py",
         "store/file/store.py",
-        "store/file/upkeep.py",
+        "store/file/index.py",
         "blocks",
         "connectors",
         "engine",

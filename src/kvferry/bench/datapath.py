@@ -41,7 +41,7 @@ from kvferry.bench.limits import (
 from kvferry.bench.prompts import CHUNK_TOKENS, TOKEN_BYTES, PagedTensors, PromptHost
 from kvferry.bench.registry import BenchOptions, Row
 from kvferry.errors import StoreError
-from kvferry.store.file.directory import file_system
+from kvferry.store.filesystem import file_system
 
 SHARED_MEMORY = Path("/dev/shm")
 SAVE_MEMORY_PROMPTS = 4

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvferry.bench.registry import Row
-from kvferry.store.file.directory import file_system
+from kvferry.store.filesystem import file_system
 
 MachineFacts = Mapping[str, str | int | float | None]
 

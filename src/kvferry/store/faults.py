@@ -30,8 +30,8 @@ class Faults:
 
     def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
         self._name = name
-        self._observer = observer
-        self._clock = clock
+        self.observer = observer
+        self.clock = clock
         self._lock = threading.Lock()
         self._num_failures = 0
         self._rest_until = 0.0
@@ -41,10 +41,10 @@ class Faults:
     def resting(self) -> PutResult | None:
         """The answer to a write that is not even tried; None if writes may be tried."""
         with self._lock:
-            if self._num_failures < _TRIES_BEFORE_REST or self._clock() >= self._rest_until:
+            if self._num_failures < _TRIES_BEFORE_REST or self.clock() >= self._rest_until:
                 return None
             result = self._last_result
-        self._observer.count("store_put_skipped")
+        self.observer.count("store_put_skipped")
         return result
 
     def write_failed(self, error: OSError) -> PutResult:
@@ -54,9 +54,9 @@ class Faults:
         with self._lock:
             self._num_failures += 1
             doublings = min(max(self._num_failures - _TRIES_BEFORE_REST, 0), 10)
-            self._rest_until = self._clock() + min(2.0**doublings, _LONGEST_REST_SECONDS)
+            self._rest_until = self.clock() + min(2.0**doublings, _LONGEST_REST_SECONDS)
             self._last_result = result
-        self._observer.count("store_put_no_space" if no_space else "store_put_failed")
+        self.observer.count("store_put_no_space" if no_space else "store_put_failed")
         self._log("write", error)
         return result
 
@@ -68,12 +68,12 @@ class Faults:
 
     def failed(self, what: str, error: OSError) -> None:
         """Count and log any other operation that failed."""
-        self._observer.count(f"store_{what}_failed")
+        self.observer.count(f"store_{what}_failed")
         self._log(what, error)
 
     def _log(self, what: str, error: OSError) -> None:
         """One line per operation and kind of error and minute."""
-        kind, now = (what, error.errno), self._clock()
+        kind, now = (what, error.errno), self.clock()
         with self._lock:
             if now - self._logged.get(kind, -_LOG_EVERY_SECONDS) < _LOG_EVERY_SECONDS:
                 return

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.file import FileStore, directory, fileio, index, store
+from kvferry.store.file import FileStore, database, directory, fileio, index, store
 from kvferry.store.file.index import Index
 from kvferry.types import ChunkKey
 
@@ -121,7 +121,17 @@ def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: flo
 
 
 CHANGING = ("pwritev", "ftruncate", "mkdir", "link", "rename", "replace", "unlink")
-TRANSACTIONS = ("reserve", "confirm", "release", "forget", "quarantined", "add", "touch", "shrink")
+TRANSACTIONS = (
+    "reserve",
+    "confirm",
+    "release",
+    "forget",
+    "count_quarantined",
+    "bound_quarantine",
+    "add",
+    "flush",
+    "shrink",
+)
 
 
 class DyingOS:
@@ -141,7 +151,7 @@ class DyingOS:
         return os.open(path, flags, *args, **named)
 
     def install(self) -> None:
-        for module in (directory, fileio, store, index):
+        for module in (directory, fileio, store, index, database):
             module.os = self
         for name in TRANSACTIONS:
             setattr(Index, name, self._counted(getattr(Index, name), twice=True))

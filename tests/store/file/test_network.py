@@ -9,9 +9,9 @@ import time
 import pytest
 
 from kvferry.observe import Counters
+from kvferry.store import filesystem
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
-from kvferry.store.file import store as store_module
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -207,7 +207,7 @@ def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(bench, tmp_pat
 
 def test_a_home_that_cannot_be_written_is_no_reason_to_fail(bench, tmp_path, monkeypatch):
     """A directory on a network mount, whose index would be in the user's cache directory."""
-    monkeypatch.setattr(store_module, "file_system", lambda root: "nfs4")
+    monkeypatch.setattr(filesystem, "file_system", lambda root: "nfs4")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     makedirs = os.makedirs
 

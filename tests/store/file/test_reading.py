@@ -107,23 +107,6 @@ def test_a_file_system_without_these_abilities_is_asked_once_per_record(
 
 
 @pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
-def test_a_record_that_leaves_the_cache_while_it_is_read_is_read_past_it(bench, page_cache):
-    value = make_value(1 << 20)
-    store = bench.open()
-    store.put(make_key(), [value])
-    buffer, half = aligned_buffer(1 << 20), 1 << 19
-    with store.open_read(make_key()) as source:
-        assert source.read_into(buffer[:half], 0) == half
-        assert source._direct_fd < 0
-        page_cache.set()
-        assert source.read_into(buffer[half:], half) == half
-        has_direct = source._direct_fd >= 0
-        assert source.is_cached() is not has_direct
-    assert buffer == value
-    assert has_direct is takes_direct(bench.path(make_key()))
-
-
-@pytest.mark.skipif(not IS_LINUX, reason="not a Linux system")
 def test_one_look_tells_for_all_reads_of_a_record(bench, monkeypatch):
     preadv, looks = os.preadv, []
 

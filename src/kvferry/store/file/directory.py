@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -142,19 +143,18 @@ class Directory:
         return fd, status.st_size
 
     def read_head(self, key: ChunkKey) -> bytes:
-        """The first bytes of a record; none if it is absent.
-
-        Raises:
-            NotARecord: a directory, link, fifo, socket or device.
-        """
-        opened = self.open_record(key)
-        if opened is None:
-            return b""
+        """The first bytes of a record; none if they cannot be read."""
         try:
-            head = memoryview(bytearray(_HEAD_BYTES))
-            return bytes(head[: os.preadv(opened[0], [head], 0)])
-        finally:
-            os.close(opened[0])
+            opened = self.open_record(key)
+            if opened is None:
+                return b""
+            try:
+                head = memoryview(bytearray(_HEAD_BYTES))
+                return bytes(head[: os.preadv(opened[0], [head], 0)])
+            finally:
+                os.close(opened[0])
+        except (OSError, NotARecord):
+            return b""
 
     def find(self, key: ChunkKey) -> Found | None:
         """What the directory says of a record; None if no regular file has its name."""
@@ -372,7 +372,10 @@ class Directory:
         except (IsADirectoryError, PermissionError):  # the latter is what POSIX says of directories
             if not stat.S_ISDIR(_lstat(name, directory).st_mode):
                 raise
-            _remove_tree(name, directory)
+            try:
+                shutil.rmtree(name, dir_fd=directory)
+            except RecursionError as error:
+                raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
 
     def _is_same(self, name: str, writing: int, target: str, shard: int) -> bool:
         try:
@@ -459,58 +462,6 @@ def _write_marker(directory: Directory) -> None:
     # Whoever is first or last writes the same bytes: replacing is as good as linking here.
     text = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
     directory.write_text(MARKER, text)
-
-
-def why_untrusted(root: str) -> str | None:
-    """What an operator should know of who may change this store; None if it is this user alone."""
-    status = os.stat(root)
-    if status.st_uid not in (os.getuid(), 0):
-        return f"belongs to user {status.st_uid}"
-    if status.st_mode & 0o022:
-        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    return None
-
-
-def file_system(directory: str | Path) -> str | None:
-    """Type of the file system that holds `directory`, for example "ext4"; None if unknown, as it is
-    on other systems than Linux."""
-    try:
-        # By the mount, not by device: btrfs gives its files a device number of their own.
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
-        finally:
-            os.close(fd)
-        mount = about[about.index("mnt_id:") + 1]
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").split("\n"):
-            place, _, kind = line.partition(" - ")
-            if place.split(" ", 1)[0] == mount:
-                return kind.split()[0]
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _remove_tree(name: str, directory: int) -> None:
-    """Remove a directory of any depth, through no link: what lies deep is moved up first."""
-    top = open_at(name, _DIRECTORY, directory)
-    try:
-        while names := os.listdir(top):
-            for inner in names:
-                try:
-                    os.unlink(inner, dir_fd=top)
-                except (IsADirectoryError, PermissionError):
-                    deep = open_at(inner, _DIRECTORY, top)
-                    try:
-                        for entry in os.listdir(deep):
-                            aside = secrets.token_hex(16)
-                            os.rename(entry, aside, src_dir_fd=deep, dst_dir_fd=top)
-                    finally:
-                        os.close(deep)
-                    os.rmdir(inner, dir_fd=top)
-    finally:
-        os.close(top)
-    os.rmdir(name, dir_fd=directory)
 
 
 def _lstat(name: str, directory: int) -> os.stat_result:

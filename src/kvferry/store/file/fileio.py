@@ -27,7 +27,9 @@ _MIN_DIRECT_BYTES = 64 * 1024
 _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
+_UNSUPPORTED = frozenset(
+    {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENOENT}
+)
 
 
 def open_at(name: str, flags: int, directory: int) -> int:
@@ -77,17 +79,24 @@ class FileSource(Source):
         self._fd = fd
         self._direct_fd = -1
         self._direct = direct and _O_DIRECT != 0 and _RWF_NOWAIT != 0 and size >= _MIN_DIRECT_BYTES
-        self._cached: bool | None = None  # not looked yet
+        self._looked = False
 
     def is_cached(self) -> bool:
-        if self._direct and self._cached is None:
+        """Whether reads go through the page cache."""
+        if self._direct and not self._looked:
+            self._looked = True
             page = random.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
             try:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
-                self._cached = self._read_cached(memoryview(bytearray(BLOCK_BYTES)), page) > 0
-            except OSError:
-                self._cached = False  # a medium that fails: the read itself will say so
-        return not self._direct or bool(self._cached)
+                os.preadv(self._fd, [bytearray(BLOCK_BYTES)], page, _RWF_NOWAIT)
+                self._direct = False
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                # Where warm and cold look alike, a warm direct read is the worse mistake. If the
+                # medium failed, the read itself will say so.
+                self._direct = error.errno not in _UNSUPPORTED
+        return not self._direct
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         if self._fd < 0:
@@ -116,57 +125,21 @@ class FileSource(Source):
     def _read_some(self, target: memoryview, offset: int) -> int:
         inside = min(target.nbytes, self.size - offset)
         whole = inside - inside % BLOCK_BYTES
-        if (
-            self._direct
-            and whole >= _MIN_DIRECT_BYTES
-            and _is_aligned(offset)
-            and _is_aligned(address_of(target))
-        ):
-            if self.is_cached() and self._direct:
-                count = self._read_cached(target, offset)
-                self._cached = count >= inside  # if not, the rest comes past the cache
-                if count:
-                    return count
-            count = self._read_direct(target[:whole], offset)
-            if count:
-                return count
+        is_aligned = offset % BLOCK_BYTES == 0 and address_of(target) % BLOCK_BYTES == 0
+        if whole >= _MIN_DIRECT_BYTES and is_aligned and not self.is_cached():
+            try:
+                if self._direct_fd < 0:
+                    # Through /proc: the very same file, whatever its name means by now.
+                    name = f"/proc/self/fd/{self._fd}"
+                    self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+                return os.preadv(self._direct_fd, [target[:whole]], offset)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                self._direct = False
         return os.preadv(self._fd, [target], offset)
-
-    def _read_cached(self, target: memoryview, offset: int) -> int:
-        """What the page cache holds from `offset` on; 0 if that is nothing."""
-        try:
-            return os.preadv(self._fd, [target], offset, _RWF_NOWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            # Warm and cold look alike here, and a warm direct read is the worse mistake.
-            self._direct = False
-            return 0
-
-    def _read_direct(self, target: memoryview, offset: int) -> int:
-        """Past the page cache; 0 at the end, and if that is not possible (any more)."""
-        if not self._direct:
-            return 0
-        try:
-            if self._direct_fd < 0:
-                # Through /proc: the very same file, whatever its name means by now.
-                self._direct_fd = os.open(
-                    f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT
-                )
-            return os.preadv(self._direct_fd, [target], offset)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED and error.errno != errno.ENOENT:
-                raise
-            self._direct = False
-            return 0
 
 
 def address_of(buffer: memoryview) -> int:
     """Memory address of a writable, contiguous buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def _is_aligned(value: int) -> bool:
-    return value % BLOCK_BYTES == 0

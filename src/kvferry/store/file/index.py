@@ -1,74 +1,61 @@
-"""What is in the store: a SQLite database that the processes of one machine share.
+"""What is in the store: tables of a database beside the directory, and the keys known from them.
 
 It is a cache of the directory. A write is two short transactions around the file: *reserve*, which
 evicts in the same transaction if the quota asks for it, and *confirm*. A process may be killed at
-any instant: transactions are whole, a reservation whose file nobody has locked any more is given
-back by the next one that looks, and rows and files that disagree are found by comparing them, one
-shard at a time. A database that is damaged, replaced or gone is made anew and filled by listing.
+any instant: transactions are whole, a file is counted before it has bytes and until they are gone,
+and rows and files that disagree are found by comparing them.
 
-Several processes on one disk are safe with it; a directory on a network mount has one index per
-machine, on that machine's own disk, since locks of network file systems are not to be relied on.
-
-The journal is kept (PERSIST), not a write-ahead log: that needs a shared mapping, and whoever
-truncates its file kills every process that uses it.
+Several processes on one disk share one index; a directory on a network mount has one per machine,
+on that machine's own disk, since locks of network file systems are not to be relied on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import heapq
-import logging
 import os
-import secrets
+import socket
 import sqlite3
-import stat
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Literal, NamedTuple, Protocol, TypeVar
-from urllib.parse import quote
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
+from kvferry.observe import Observer
+from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, Removal
+from kvferry.store.file.database import Damaged, Database, IndexUnavailable
+from kvferry.store.file.directory import Directory
+from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-LOCK_SECONDS = 2.0
-"""How long anybody waits for another process, or for another thread of this one."""
-
 MAX_REMOVALS = 16384
-EVICT_MORE = 16
-"""So many records may go beyond what is needed: not every write into a full store evicts."""
 
 _BATCH = 1024
-_SLICE = 8192
+_SLICE = 4096
 _EVICT_AT_ONCE = 512
 _PAUSE_SECONDS = 0.005
 """After so many, others get a turn."""
-_ANY = "surrogateescape"  # a path may be any bytes
-_ENTRY = "key, num_bytes, last_used, namespace FROM records"
-_MAX_STEPS = 1 << 53
-_FILES = ("", "-journal", "-wal", "-shm")
-_PRIVATE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_MAX_NOTES = 65536
+_NOTE_STEP = 1e-6
+"""Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
+chunk without its prefix is worth nothing."""
+_MAX_QUARANTINE_FILES = 64
+
 _SCHEMA = (
     "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, "
-    "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB)",
+    "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB NOT NULL)",
     "CREATE INDEX records_by_use ON records (last_used)",
-    "CREATE INDEX records_unnamed ON records (id) WHERE namespace IS NULL",
     "CREATE TABLE writing (file TEXT PRIMARY KEY, key BLOB NOT NULL, num_bytes INTEGER NOT NULL)",
-    "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, "
-    "since REAL NOT NULL)",
+    "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, "
     "num_bytes INTEGER NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, "
     "by TEXT NOT NULL)",
     "CREATE TABLE totals (num_records INTEGER NOT NULL, num_bytes INTEGER NOT NULL, "
     "is_complete INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0, 0)",
     *(
         f"CREATE TRIGGER {table}_{event} AFTER {event} ON {table} BEGIN UPDATE totals SET "
         f"num_bytes = num_bytes {sign} {row}.num_bytes, "
@@ -77,13 +64,6 @@ _SCHEMA = (
         for event, sign, row in (("INSERT", "+", "new"), ("DELETE", "-", "old"))
     ),
 )
-_BROKEN = frozenset(
-    {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
-)
-
-
-class IndexUnavailable(OSError):
-    """The index cannot be asked or changed now: locked, full, damaged, closed."""
 
 
 class Totals(NamedTuple):
@@ -95,39 +75,15 @@ class Totals(NamedTuple):
     """Whether the whole directory was listed into it."""
 
 
-class Seen(NamedTuple):
-    """How far somebody has followed the index."""
-
-    record: int = 0
-    removal: int = 0
-
-
-class Known(Protocol):
-    """Somebody who follows the index.
-
-    Attributes:
-        learns: False for one that keeps nothing, and is told only what it must forget.
-    """
-
-    learns: bool
-
-    def add(self, key: ChunkKey) -> None:
-        """It is there."""
-
-    def discard(self, key: ChunkKey) -> None:
-        """It is not there."""
-
-    def clear(self) -> None:
-        """Nothing that was told holds."""
-
-
 class Index:
-    """One connection, used by one thread at a time. Thread-safe; a forked child has none.
+    """The database, and what this process knows from it. Thread-safe; a forked child has none.
 
     Args:
         path: of the database; None keeps it in memory, for a directory that only may be read.
-        read_only: never changes it; then it must be there.
-        by: who this is, in the history of removals.
+        directory: what is indexed.
+        known: kept up with the index, without a lock; see `follow`.
+        observer: receives counts.
+        read_only: never changes the database; then it must be there.
         wall: seconds since the epoch.
 
     Raises:
@@ -135,282 +91,277 @@ class Index:
     """
 
     def __init__(
-        self, path: str | None, *, read_only: bool, by: str, wall: Callable[[], float]
+        self,
+        path: str | None,
+        directory: Directory,
+        known: KnownKeys,
+        *,
+        observer: Observer,
+        read_only: bool,
+        wall: Callable[[], float],
     ) -> None:
-        self._path = path
-        self._read_only = read_only
-        self._by = by
-        self._wall = wall
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._db: sqlite3.Connection | None = None
-        self._inode = 0
-        self._is_broken = False
-        self._version = -1
-        self._schema = 0
-        self._steps = 0.0
+        self._database = Database(path, _SCHEMA, read_only=read_only)
+        self._directory = directory
+        self._known = known
+        self._observer = observer
+        self._by = f"{os.getpid()}@{socket.gethostname()}"
+        self._notes: dict[ChunkKey, float] = {}
+        self._last_record = self._last_removal = 0
+        self._is_behind = True
+        self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
         """As of the last look; without a lock."""
-        os.register_at_fork(after_in_child=partial(_leak_after_fork, weakref.ref(self)))
+        self.all_known = threading.Event()
+        """Set once all that is stored is known."""
 
     @property
     def is_ours(self) -> bool:
         """Whether this is the process that made it."""
-        return os.getpid() == self._pid
+        return self._database.is_ours
 
     def open(self) -> bool:
-        """Open the database, if it is not: made anew if it is missing, damaged or of another
-        version. True if what was known of it no longer holds."""
-        with self._locked():
-            if self._db is not None and not self._is_broken and self._inode == self._inode_now():
-                return False
-            self._close()
-            self._db = self._connect()
-            self._inode = self._inode_now()
-            self._is_broken = False
-            self._version = -1
+        """Open the database unless it is open. True if nothing known holds any more."""
+        if not self._database.open():
+            return False
+        self.all_known.clear()
+        self._known.clear()
+        self._last_record = self._last_removal = 0
+        self._is_behind = True
+        with self._reading():
             return True
 
     def close(self) -> None:
         """Idempotent."""
-        with suppress(IndexUnavailable), self._locked():
-            self._close()
+        self._database.close()
 
-    def changed(self) -> bool:
-        """Whether another process changed it since this was asked last."""
-        with self._locked():
-            if self._db is None:
-                return False
-            self._check_place()
-            version = self._db.execute("PRAGMA data_version").fetchone()[0]
-            changed, self._version = bool(version != self._version), version
-        return changed
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether it is known to be there. Memory only, without a lock."""
+        return self._known.contains(key)
 
     def reserve(
-        self,
-        key: ChunkKey,
-        num_bytes: int,
-        file: str,
-        max_bytes: int | None,
-        remove: Callable[[ChunkKey], bool],
-        drop: Callable[[str], None],
-    ) -> tuple[bool | None, list[tuple[ChunkKey, int]]]:
-        """Room for a value that is written to `file`.
-
-        Args:
-            key: of the value.
-            num_bytes: of the value.
-            file: its name while it is written.
-            max_bytes: the quota.
-            remove: takes a record out of the directory, while others wait.
-            drop: takes a file out of quarantine.
-
-        Returns:
-            Whether there is room, None if there may be soon; and the records that were evicted for
-            it, with their sizes.
-        """
+        self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int | None
+    ) -> bool | None:
+        """Room for a value that is written to `file`, made by eviction where the quota of
+        `max_bytes` asks for it. None if there is none yet, but may be soon."""
         with self._changing() as db:
-            evicted: list[tuple[ChunkKey, int]] = []
             if max_bytes is not None:
-                if not self._read_totals(db).is_complete:
+                if not self.totals.is_complete:
                     raise IndexUnavailable(errno.EAGAIN, "the index is being made")
-                evicted = self._evict(db, max_bytes - num_bytes, max_bytes // 64, remove, drop)
+                has_evicted = self._evict(db, max_bytes - num_bytes)
                 if self._read_totals(db).num_bytes + num_bytes > max_bytes:
-                    others = db.execute("SELECT 1 FROM writing").fetchone()
-                    if evicted or others:
-                        return None, evicted
+                    if has_evicted or db.execute("SELECT 1 FROM writing").fetchone():
+                        return None
                     self._check_totals(db)
-                    return False, evicted
+                    return False
             db.execute("INSERT INTO writing VALUES (?, ?, ?)", (file, key, num_bytes))
-        return True, evicted
+        return True
 
-    def shrink(
-        self, max_bytes: int, remove: Callable[[ChunkKey], bool], drop: Callable[[str], None]
-    ) -> list[tuple[ChunkKey, int]]:
-        """Evict until at most `max_bytes` are stored, one batch at a time: ends when nothing goes
-        any more."""
-        evicted: list[tuple[ChunkKey, int]] = []
-        while True:
-            with self._changing() as db:
-                gone = self._evict(db, max_bytes, 0, remove, drop)
-            if not gone:
-                return evicted
-            evicted += gone
-            time.sleep(_PAUSE_SECONDS)
-
-    def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes | None) -> None:
+    def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes) -> None:
         """What was reserved is stored. Nothing happens if it is reserved no more: whoever released
         it has looked what is there."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # whose file went unnoticed
-            self._insert(db, [(key, num_bytes, self._wall(), namespace)])
+            self._insert(db, [(key, num_bytes, self.wall(), namespace)])
 
     def release(self, file: str) -> bool:
         """What was reserved is not stored. False if nothing was reserved (any more)."""
         with self._changing() as db:
             return db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount > 0
 
-    def add(self, rows: Iterable[tuple[ChunkKey, int, float, bytes | None]]) -> None:
-        """Records that the directory has: key, bytes, last use, namespace. What is known already
-        stays as it is."""
-        with self._changing() as db:
-            self._insert(db, rows)
+    def writing(self) -> dict[str, ChunkKey]:
+        """Files that are being written, or were when their writer died."""
+        with self._reading() as db:
+            return dict(_checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
-    def forget(
-        self, keys: Sequence[ChunkKey], reason: str, detail: str, gone: Callable[[ChunkKey], bool]
-    ) -> list[tuple[ChunkKey, int]]:
-        """Take out records for which `gone` says, while nobody else writes, that they are gone;
-        with their sizes as they were counted."""
-        out: list[tuple[ChunkKey, int]] = []
+    def shrink(self, max_bytes: int) -> None:
+        """Evict until at most `max_bytes` are stored, one batch at a time: ends when nothing goes
+        any more."""
+        while True:
+            with self._changing() as db:
+                if not self._evict(db, max_bytes):
+                    return
+            time.sleep(_PAUSE_SECONDS)
+
+    def add(self, keys: Iterable[ChunkKey]) -> int:
+        """Take in those of `keys` that the directory has; how many."""
+        rows = []
+        for key in keys:
+            there = self._directory.find(key)
+            if there is not None:
+                namespace = namespace_of(self._directory.read_head(key)) or b""
+                rows.append((key, there.num_bytes, there.modified, namespace))
+        if rows:
+            with self._changing() as db:
+                self._insert(db, rows)
+        for row in rows:
+            self._known.add(row[0])
+        return len(rows)
+
+    def forget(self, keys: Sequence[ChunkKey], reason: str, detail: str = "") -> int:
+        """Take out those of `keys` that the directory, while nobody else writes, does not have; how
+        many."""
+        gone: list[tuple[ChunkKey, int]] = []
+        query = "SELECT num_bytes FROM records WHERE key = ?"
         with self._changing() as db:
             for key in keys:
-                row = db.execute("SELECT num_bytes FROM records WHERE key = ?", (key,)).fetchone()
-                if gone(key):
-                    out.append((key, _number(row[0]) if row else 0))
-            self._take_out(db, out, reason, detail)
-        return out
+                if self._directory.find(key) is None:
+                    row = db.execute(query, (key,)).fetchone()
+                    gone.append((key, *_checked(row or (0,), "n")))
+            self._take_out(db, gone, reason, detail)
+        return len(gone)
 
-    def quarantined(self, file: str, num_bytes: int) -> None:
-        """A file is in quarantine."""
+    def count_quarantined(self, file: str, num_bytes: int) -> None:
+        """A file was moved to quarantine."""
         with self._changing() as db:
-            row = (file, num_bytes, self._wall())
-            db.execute("INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?)", row)
+            db.execute("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", (file, num_bytes))
 
-    def compare_quarantine(self, listed: Callable[[], Mapping[str, tuple[int, float]]]) -> None:
-        """Exactly what `listed` says, while nobody else writes, is in quarantine."""
+    def bound_quarantine(self, max_bytes: int | None) -> None:
+        """Count what is in quarantine, and remove the oldest of it beyond 64 files or `max_bytes`;
+        the newest stays."""
         with self._changing() as db:
-            files = listed()
-            known = {file for (file,) in db.execute("SELECT file FROM quarantine")}
-            for file in known - files.keys():
-                db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
-            rows = [(file, files[file][0], self._wall()) for file in files.keys() - known]
-            db.executemany("INSERT INTO quarantine VALUES (?, ?, ?)", rows)
+            files = sorted(self._directory.list_quarantine().items(), key=lambda f: f[1].modified)
+            total = sum(found.num_bytes for _, found in files)
+            while len(files) > 1 and (
+                len(files) > _MAX_QUARANTINE_FILES or (max_bytes is not None and total > max_bytes)
+            ):
+                file, found = files.pop(0)
+                self._directory.remove_quarantined(file)
+                total -= found.num_bytes
+            rows = [(file, found.num_bytes) for file, found in files]
+            if set(db.execute("SELECT file, num_bytes FROM quarantine")) != set(rows):
+                db.execute("DELETE FROM quarantine")
+                db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
 
     def complete(self) -> None:
         """The whole directory was compared."""
         with self._changing() as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
+        self._is_behind = True
 
-    def touch(self, used: Sequence[tuple[ChunkKey, float]]) -> None:
-        """When records were used, in seconds since the epoch."""
-        for start in range(0, len(used), _BATCH):
+    def note(self, keys: Iterable[ChunkKey]) -> None:
+        """These were used just now, the nearest to the root of the prefix first. Memory only;
+        beyond 65536 waiting keys more are dropped."""
+        used = self.wall()
+        notes = self._notes
+        for key in keys:
+            if len(notes) >= _MAX_NOTES and key not in notes:
+                break
+            notes[key] = used
+            used -= _NOTE_STEP
+
+    def flush(self) -> None:
+        """Write down when records were used."""
+        notes, self._notes = self._notes, {}
+        used = iter(notes.items())
+        while batch := list(islice(used, _BATCH)):
             with self._changing() as db:
                 db.executemany(
-                    "UPDATE records SET last_used = ?2 WHERE key = ?1 AND last_used < ?2",
-                    used[start : start + _BATCH],
+                    "UPDATE records SET last_used = ?2 WHERE key = ?1 AND last_used < ?2", batch
                 )
 
-    def name(self, namespaces: Sequence[tuple[ChunkKey, bytes]]) -> None:
-        """The namespaces of records, as their heads say; empty for what is no record."""
-        with self._changing() as db:
-            db.executemany("UPDATE records SET namespace = ?2 WHERE key = ?1", namespaces)
+    def follow(self) -> bool:
+        """Learn what other processes added and took out, up to 1024 of each. Whether there is more.
 
-    def unnamed(self, count: int) -> list[ChunkKey]:
-        """Records whose namespace nobody knows yet."""
-        query = "SELECT key FROM records WHERE namespace IS NULL ORDER BY id LIMIT ?"
-        with self._reading() as db:
-            return [_key(key) for (key,) in db.execute(query, (count,))]
-
-    def follow(self, seen: Seen, known: Known) -> tuple[Seen, bool]:
-        """Tell `known` what came and went, up to 1024 of each; how far, and whether that is all.
-
-        It is told before anybody else changes the index through this object, so that what is taken
-        out from then on is not brought back.
+        What is learnt is put into the known keys while nobody else changes the index through this
+        object: what is taken out from then on is not brought back.
         """
+        self._is_behind |= self._database.has_changed()
+        if not self._is_behind:
+            return False
         with self._reading() as db:
             ends = dict(db.execute("SELECT name, seq FROM sqlite_sequence"))
-            last = Seen(_number(ends.get("records", 0)), _number(ends.get("removals", 0)))
+            last_record, last_removal = ends.get("records", 0), ends.get("removals", 0)
             oldest = db.execute("SELECT min(id) FROM removals").fetchone()[0] or 0
-            if last.record < seen.record or not oldest - 1 <= seen.removal <= last.removal:
+            if last_record < self._last_record or not (
+                oldest - 1 <= self._last_removal <= last_removal
+            ):
                 # More went than is kept, or this is another database.
-                known.clear()
-                seen = Seen()
-            if seen == Seen():
-                seen = Seen(0 if known.learns else last.record, last.removal)
+                self._known.clear()
+                self._last_record = self._last_removal = 0
+            if self._last_record == self._last_removal == 0:
+                self._last_record = 0 if self._known.learns else last_record
+                self._last_removal = last_removal
             query = "SELECT id, key FROM removals WHERE id > ? ORDER BY id LIMIT ?"
-            removed = db.execute(query, (seen.removal, _BATCH)).fetchall()
+            removed = db.execute(query, (self._last_removal, _BATCH)).fetchall()
             added = []
             if len(removed) < _BATCH:  # what went, first
                 query = "SELECT id, key FROM records WHERE id > ? ORDER BY id LIMIT ?"
-                added = db.execute(query, (seen.record, _BATCH)).fetchall()
-            for _, key in removed:
-                known.discard(_key(key))
-            for _, key in added:
-                known.add(_key(key))
-        record = added[-1][0] if added else seen.record
-        removal = removed[-1][0] if removed else seen.removal
-        return Seen(record, removal), max(len(removed), len(added)) < _BATCH
+                added = db.execute(query, (self._last_record, _BATCH)).fetchall()
+            for row in removed:
+                self._last_removal, key = _checked(row, "nk")
+                self._known.discard(key)
+            for row in added:
+                self._last_record, key = _checked(row, "nk")
+                self._known.add(key)
+        self._is_behind = max(len(removed), len(added)) == _BATCH
+        if not self._is_behind and self.totals.is_complete:
+            self.all_known.set()
+        return self._is_behind
 
     def keys_between(self, first: bytes, end: bytes | None) -> set[ChunkKey]:
         """Keys from `first` on, below `end`."""
         query = "SELECT key FROM records WHERE key >= ?" + (" AND key < ?" if end else "")
         with self._reading() as db:
-            return {_key(key) for (key,) in db.execute(query, (first, end) if end else (first,))}
+            rows = db.execute(query, (first, end) if end else (first,))
+            return {_checked(row, "k")[0] for row in rows}
 
     def entries(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
     ) -> Iterator[Entry]:
         """Records: the `limit` used last, or the largest, first; -1 for all."""
+        query = "SELECT id, key, num_bytes, last_used, namespace FROM records "
         if order == "last_used":
-            query = f"SELECT {_ENTRY} ORDER BY last_used DESC LIMIT ?"
             with self._reading() as db:
-                return iter([_entry(row) for row in db.execute(query, (limit,))])
-        by = " ORDER BY num_bytes DESC" if order else ""
-        found = self._slices(f"SELECT {_ENTRY} WHERE id > ? AND id <= ?{by} LIMIT ?", _entry, limit)
-        if order is None:
-            return found
-        count = self.totals.num_records if limit < 0 else limit
-        return iter(heapq.nlargest(count, found, key=lambda entry: entry.num_bytes))
+                rows = db.execute(f"{query} ORDER BY last_used DESC LIMIT ?", (limit,))
+                return iter([Entry(*_checked(row, "nkntb")[1:]) for row in rows])
+        found = self._slices(f"{query} WHERE id > ? AND id <= ? ORDER BY id LIMIT ?")
+        if order == "num_bytes":
+            count = self.totals.num_records if limit < 0 else limit
+            return iter(heapq.nlargest(count, found, key=lambda entry: entry.num_bytes))
+        return islice(found, None if limit < 0 else limit)
 
-    def _slices(
-        self, query: str, read: Callable[[tuple[object, ...]], T], *arguments: int
-    ) -> Iterator[T]:
-        """What a query finds in one slice of the ids after another: who reads keeps others from
-        writing."""
-        first = 0
-        end: int | None = 0
-        while end is not None:
+    def _slices(self, query: str) -> Iterator[Entry]:
+        """So many rows at a time, since a long look would keep others from writing; none that came
+        after the first."""
+        last, end = self._ends()
+        last -= 1
+        while last < end:
             with self._reading() as db:
-                border = "SELECT id FROM records WHERE id > ? ORDER BY id LIMIT 1 OFFSET ?"
-                row = db.execute(border, (first, _SLICE)).fetchone()
-                end = None if row is None else row[0]
-                last = 1 << 62 if end is None else end
-                found = [read(row) for row in db.execute(query, (first, last, *arguments))]
-            yield from found
-            first = last
+                found = db.execute(query, (last, end, _SLICE))
+                rows = [_checked(row, "nkntb") for row in found]
+            last = rows[-1][0] if rows else end
+            yield from (Entry(*row[1:]) for row in rows)
+
+    def _ends(self) -> tuple[int, int]:
+        """First and last id of a record; 1 and 0 if there is none."""
+        with self._reading() as db:
+            row = db.execute("SELECT ifnull(min(id), 1), ifnull(max(id), 0) FROM records")
+            first, last = _checked(row.fetchone(), "nn")
+        return first, last
 
     def least_recent(self, before: float, count: int) -> list[ChunkKey]:
         """Records that were not used since `before`, the oldest first."""
         query = "SELECT key FROM records WHERE last_used < ? ORDER BY last_used LIMIT ?"
         with self._reading() as db:
-            return [_key(key) for (key,) in db.execute(query, (before, count))]
-
-    def writing(self) -> dict[str, ChunkKey]:
-        """Files that are being written, or were when their writer died."""
-        with self._reading() as db:
-            return {
-                _text(file): _key(key) for file, key in db.execute("SELECT file, key FROM writing")
-            }
-
-    def in_quarantine(self) -> list[tuple[str, int]]:
-        """Files in quarantine and their bytes, the oldest first."""
-        query = "SELECT file, num_bytes FROM quarantine ORDER BY since, rowid"
-        with self._reading() as db:
-            return [(_text(file), _number(num_bytes)) for file, num_bytes in db.execute(query)]
+            return [_checked(row, "k")[0] for row in db.execute(query, (before, count))]
 
     def by_namespace(self) -> dict[bytes, tuple[int, int]]:
         """Records and bytes of each namespace."""
         query = (
-            "SELECT namespace, count(*), sum(num_bytes) FROM records WHERE id > ? AND id <= ? "
+            "SELECT namespace, count(*), sum(num_bytes) FROM records WHERE id >= ? AND id < ? "
             "GROUP BY namespace"
         )
+        first, last = self._ends()
         found: dict[bytes, tuple[int, int]] = {}
-        for namespace, count, num_bytes in self._slices(query, _share):
-            before = found.get(namespace, (0, 0))
-            found[namespace] = (before[0] + count, before[1] + num_bytes)
+        for start in range(first, last + 1, 16 * _SLICE):
+            with self._reading() as db:
+                for row in db.execute(query, (start, start + 16 * _SLICE)):
+                    namespace, count, num_bytes = _checked(row, "bnn")
+                    before = found.get(namespace, (0, 0))
+                    found[namespace] = (before[0] + count, before[1] + num_bytes)
         return found
 
     def removals(self, count: int) -> list[Removal]:
@@ -419,73 +370,54 @@ class Index:
             "SELECT key, num_bytes, at, reason, detail, by FROM removals ORDER BY id DESC LIMIT ?"
         )
         with self._reading() as db:
-            return [
-                Removal(
-                    _key(key), _number(size), _float(at), _text(reason), _text(detail), _text(by)
-                )
-                for key, size, at, reason, detail, by in db.execute(query, (count,))
-            ]
+            return [Removal(*_checked(row, "kntsss")) for row in db.execute(query, (count,))]
 
-    def _evict(
-        self,
-        db: sqlite3.Connection,
-        max_bytes: int,
-        more: int,
-        remove: Callable[[ChunkKey], bool],
-        drop: Callable[[str], None],
-    ) -> list[tuple[ChunkKey, int]]:
-        """Quarantine, then what was used longest ago, until at most `max_bytes` are counted; then
-        what fits into `more` bytes. A bounded number of records: others wait meanwhile."""
-        excess = self._read_totals(db).num_bytes - max_bytes
+    def _evict(self, db: sqlite3.Connection, max_bytes: int) -> bool:
+        """Quarantine, then what was used longest ago, until at most `max_bytes` are counted. A
+        bounded number of records: others wait meanwhile. Whether any record went."""
+        excess = self.totals.num_bytes - max_bytes
         if excess <= 0:
-            return []
-        query = "SELECT file, num_bytes FROM quarantine ORDER BY since, rowid"
-        for file, num_bytes in db.execute(query).fetchall():
+            return False
+        for row in db.execute("SELECT file, num_bytes FROM quarantine ORDER BY rowid").fetchall():
             if excess <= 0:
                 break
+            file, num_bytes = _checked(row, "sn")
             with suppress(OSError):  # or else the medium holds on to it
-                drop(_text(file))
+                self._directory.remove_quarantined(file)
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
-                excess -= _number(num_bytes)
+                excess -= num_bytes
         gone: list[tuple[ChunkKey, int]] = []
-        kept = 0
-        query = "SELECT key, num_bytes FROM records ORDER BY last_used LIMIT ? OFFSET ?"
-        while len(gone) + kept < _EVICT_AT_ONCE:
-            rows = db.execute(query, (EVICT_MORE, len(gone) + kept))
-            batch = [(_key(key), _number(num_bytes)) for key, num_bytes in rows]
-            for key, num_bytes in batch:
-                if excess <= 0 and (num_bytes > excess + more or len(gone) >= EVICT_MORE):
-                    break
-                try:
-                    remove(key)
-                except OSError:
-                    kept += 1  # the medium holds on to it
-                else:
-                    gone.append((key, num_bytes))
-                    excess -= num_bytes
-            else:
-                if batch:
-                    continue
-            break
+        query = "SELECT key, num_bytes FROM records ORDER BY last_used LIMIT ?"
+        oldest = db.execute(query, (_EVICT_AT_ONCE,))
+        while excess > 0 and (row := oldest.fetchone()) is not None:
+            key, num_bytes = _checked(row, "kn")
+            with suppress(OSError):  # or else the medium holds on to it
+                self._directory.remove(key)
+                gone.append((key, num_bytes))
+                excess -= num_bytes
+        oldest.close()
         self._take_out(db, gone, "evicted", "")
-        return gone
+        if gone:
+            self._observer.count("store_evicted_records", len(gone))
+            self._observer.count("store_evicted_bytes", sum(size for _, size in gone))
+        return bool(gone)
 
     def _take_out(
         self, db: sqlite3.Connection, gone: Sequence[tuple[ChunkKey, int]], reason: str, detail: str
     ) -> None:
-        db.executemany("DELETE FROM records WHERE key = ?", [(key,) for key, _ in gone])
-        now = self._wall()
-        db.executemany(
-            "INSERT INTO removals VALUES (NULL, ?, ?, ?, ?, ?, ?)",
-            [(key, num_bytes, now, reason, detail, self._by) for key, num_bytes in gone],
-        )
-        db.execute(
-            "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?", (MAX_REMOVALS,)
-        )
+        now = self.wall()
+        for key, num_bytes in gone:
+            self._known.discard(key)
+            db.execute("DELETE FROM records WHERE key = ?", (key,))
+            row = (key, num_bytes, now, reason, detail, self._by)
+            db.execute("INSERT INTO removals VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
+        bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
+        db.execute(bound, (MAX_REMOVALS,))
 
     def _insert(
-        self, db: sqlite3.Connection, rows: Iterable[tuple[ChunkKey, int, float, bytes | None]]
+        self, db: sqlite3.Connection, rows: Iterable[tuple[ChunkKey, int, float, bytes]]
     ) -> None:
+        """What is there already stays as it is."""
         db.executemany(
             "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) "
             "VALUES (?, ?, ?, ?)",
@@ -499,253 +431,43 @@ class Index:
             "UNION ALL SELECT num_bytes FROM quarantine)"
         )
         if db.execute(query).fetchone() != self._read_totals(db)[:2]:
-            raise _Damaged("the totals are no sum")
+            raise Damaged("the totals are no sum")
 
     def _read_totals(self, db: sqlite3.Connection) -> Totals:
         row = db.execute("SELECT num_records, num_bytes, is_complete FROM totals").fetchone()
-        if row is None:
-            raise _Damaged("there are no totals")
-        self.totals = Totals(_number(row[0]), _number(row[1]), is_complete=bool(row[2]))
+        num_records, num_bytes, is_complete = _checked(row or (), "nnn")
+        self.totals = Totals(num_records, num_bytes, bool(is_complete))
         return self.totals
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """For this thread alone, with errors translated."""
-        if not self.is_ours:
-            raise IndexUnavailable(errno.EPERM, "a forked process has no index")
-        if not self._lock.acquire(timeout=LOCK_SECONDS):
-            raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
-        try:
-            yield
-        except (sqlite3.Error, _Damaged) as error:
-            code = getattr(error, "sqlite_errorcode", None)
-            if code is None or code & 0xFF in _BROKEN:
-                self._is_broken = True
-            number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO
-            raise IndexUnavailable(number, f"the index: {error}") from error
-        finally:
-            self._lock.release()
-
-    @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._locked(), self._transaction("BEGIN") as db:
+        with self._database.transaction(writes=False) as db:
             self._read_totals(db)
             yield db
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        with self._locked(), self._transaction("BEGIN IMMEDIATE") as db:
+        with self._database.transaction(writes=True) as db:
+            self._read_totals(db)
             yield db
             self._read_totals(db)
 
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        db = self._db
-        if db is None:
-            raise IndexUnavailable(errno.EBADF, "the index is closed")
-        self._check_place()
-        _begin(db, begin)
-        try:
-            self._check(db)
-            yield db
-            db.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                db.rollback()
-            raise
 
-    def _check(self, db: sqlite3.Connection) -> None:
-        """That it still is what was opened, and no copy of earlier was written over it."""
-        schema = db.execute("PRAGMA schema_version").fetchone()[0]
-        steps = db.execute("SELECT total(seq) FROM sqlite_sequence").fetchone()[0]
-        if schema != self._schema or not self._steps <= steps < _MAX_STEPS:
-            raise _Damaged("another database was written over it")
-        self._steps = steps
-
-    def _connect(self) -> sqlite3.Connection:
-        """Raises: OSError."""
-        path = self._path
-        if path is None:
-            return self._prepared(":memory:")
-        if self._read_only:
-            return self._prepared(f"file:{quote(path, errors=_ANY)}?mode=ro")
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        if not _is_file(f"{path}.lock"):
-            os.rename(f"{path}.lock", f"{path}.lock.{secrets.token_hex(8)}.broken")
-        lock = os.open(f"{path}.lock", _PRIVATE, 0o600)
-        try:
-            # Others may find it damaged at the same time: the first makes it anew.
-            _wait_for(lock)
-            if self._is_broken and self._inode == self._inode_now():
-                self._set_aside(path)
-            try:
-                return self._prepared(f"file:{quote(path, errors=_ANY)}?mode=rwc")
-            except (sqlite3.Error, _Damaged) as error:
-                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-                if code & 0xFF not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
-                    raise
-            self._set_aside(path)
-            return self._prepared(f"file:{quote(path, errors=_ANY)}?mode=rwc")
-        finally:
-            os.close(lock)
-
-    def _check_place(self) -> None:
-        """SQLite finds a journal by its name: one of another database would be taken for ours."""
-        if self._inode != self._inode_now():
-            raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
-        self._check_files()
-
-    def _check_files(self) -> None:
-        for suffix in _FILES if self._path is not None else ():
-            with suppress(FileNotFoundError):
-                # SQLite would follow a link, and wait for ever at a fifo.
-                mode = os.lstat(f"{self._path}{suffix}").st_mode
-                if not stat.S_ISREG(mode) or not (self._read_only or mode & 0o600 == 0o600):
-                    raise _Damaged("not a file, or not to be written")
-
-    def _prepared(self, name: str) -> sqlite3.Connection:
-        self._check_files()
-        if self._path is not None and not self._read_only:
-            # Private, as its journal is then. One that is there is not opened here: closing it
-            # would take the locks of all this process's connections off it.
-            with suppress(FileExistsError):
-                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        db = sqlite3.connect(
-            name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=True
-        )
-        try:
-            for pragma in ("trusted_schema = OFF", "mmap_size = 0", "synchronous = OFF"):
-                db.execute(f"PRAGMA {pragma}")
-            query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
-            if not self._read_only:
-                db.execute("PRAGMA journal_mode = PERSIST")
-                if db.execute(query).fetchone() is None:
-                    db.execute("BEGIN IMMEDIATE")
-                    for statement in _SCHEMA:
-                        db.execute(statement)
-                    db.execute("INSERT INTO totals VALUES (0, 0, 0)")
-                    db.execute("COMMIT")
-            if {text for (text,) in db.execute(query)} != set(_SCHEMA):
-                raise _Damaged("another schema")
-            self._schema = db.execute("PRAGMA schema_version").fetchone()[0]
-            self._steps = 0.0
-            self._read_totals(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    def _set_aside(self, path: str) -> None:
-        for suffix in _FILES:
-            with suppress(FileNotFoundError):
-                try:
-                    os.replace(f"{path}{suffix}", f"{path}{suffix}.broken")
-                except OSError:
-                    os.rename(f"{path}{suffix}", f"{path}{suffix}.{secrets.token_hex(8)}.broken")
-        logger.warning("the index %s cannot be used: it is made anew from the directory", path)
-
-    def _inode_now(self) -> int:
-        if self._path is None:
-            return 0
-        try:
-            return os.lstat(self._path).st_ino
-        except OSError:
-            return -1
-
-    def _close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
-
-    def leak(self) -> None:
-        """Never close the connection: in a forked child that would undo what its parent does."""
-        if self._db is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
-            self._db = None
+_IS_KIND: dict[str, Callable[[object], bool]] = {
+    "k": lambda value: type(value) is bytes and len(value) == 32,
+    "n": lambda value: type(value) is int and value >= 0,
+    "t": lambda value: type(value) is float,
+    "s": lambda value: type(value) is str,
+    "b": lambda value: type(value) is bytes,
+}
 
 
-def _leak_after_fork(index: weakref.ref[Index]) -> None:
-    forked = index()
-    if forked is not None:
-        forked.leak()
+def _checked(row: Sequence[object], kinds: str) -> tuple[Any, ...]:
+    """A row as it must be: of a key, a number, a time, a string, or bytes, in the order of `kinds`.
 
-
-class _Damaged(Exception):
-    """The database holds what no store of ours writes."""
-
-
-def _begin(db: sqlite3.Connection, how: str) -> None:
-    """Begin a transaction. SQLite's own waiting looks rarely in the end, and misses short gaps."""
-    end = time.monotonic() + LOCK_SECONDS
-    db.execute("PRAGMA busy_timeout = 0")
-    try:
-        while True:
-            try:
-                db.execute(how)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
-                    raise
-                time.sleep(0.001)
-            else:
-                return
-    finally:
-        db.execute(f"PRAGMA busy_timeout = {int(LOCK_SECONDS * 1000)}")
-
-
-def _is_file(path: str) -> bool:
-    """Whether that is a file, or nothing."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return True
-
-
-def _wait_for(lock: int) -> None:
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.005)
-        else:
-            return
-
-
-def _key(value: object) -> ChunkKey:
-    if not isinstance(value, bytes) or len(value) != 32:
-        raise _Damaged("a key has not 32 bytes")
-    return ChunkKey(value)
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise _Damaged("a number is none")
-    return value
-
-
-def _float(value: object) -> float:
-    if not isinstance(value, float):
-        raise _Damaged("a time is none")
-    return value
-
-
-def _namespace(value: object) -> bytes:
-    return value if isinstance(value, bytes) else b""
-
-
-def _entry(row: tuple[object, ...]) -> Entry:
-    key, num_bytes, last_used, namespace = row
-    return Entry(_key(key), _number(num_bytes), _float(last_used), _namespace(namespace))
-
-
-def _share(row: tuple[object, ...]) -> tuple[bytes, int, int]:
-    namespace, count, num_bytes = row
-    return _namespace(namespace), _number(count), _number(num_bytes)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _Damaged("a text is none")
-    return value
+    Raises:
+        Damaged: it is not.
+    """
+    if len(row) != len(kinds) or not all(_IS_KIND[k](v) for k, v in zip(kinds, row, strict=True)):
+        raise Damaged(f"a row of the index is wrong: {row!r:.100}")
+    return tuple(row)

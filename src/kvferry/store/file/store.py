@@ -6,7 +6,6 @@ import errno
 import hashlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +21,12 @@ from kvferry.record.check import namespace_of
 from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
 from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import Faults
+from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import (
     NUM_SHARDS,
     NotARecord,
-    file_system,
     open_root,
     record_name,
-    why_untrusted,
 )
 from kvferry.store.file.fileio import (
     DirectIO,
@@ -36,8 +34,9 @@ from kvferry.store.file.fileio import (
     as_views,
     write_all,
 )
-from kvferry.store.file.index import Index, IndexUnavailable
+from kvferry.store.file.index import Index
 from kvferry.store.file.upkeep import Upkeep
+from kvferry.store.filesystem import is_of_one_machine, why_untrusted
 from kvferry.store.known_keys import KnownKeys, NoKeys
 from kvferry.types import ChunkKey
 
@@ -50,26 +49,6 @@ ROOM_SECONDS = 2.0
 _BATCH = 256
 INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
-
-_OF_ONE_MACHINE = frozenset(
-    [
-        "apfs",
-        "bcachefs",
-        "btrfs",
-        "ext2",
-        "ext3",
-        "ext4",
-        "f2fs",
-        "jfs",
-        "overlay",
-        "ramfs",
-        "reiserfs",
-        "tmpfs",
-        "ufs",
-        "xfs",
-        "zfs",
-    ]
-)
 
 
 class GcReport(NamedTuple):
@@ -144,34 +123,26 @@ class FileStore(Store):
         self._directory = open_root(root, create=create and not read_only, read_only=read_only)
         self.url = str(StoreUrl(scheme="file", path=self._directory.root))
         self._max_bytes = max_bytes
-        self._observer = observer
         self._direct_io = direct_io
         self._closed = False
-        self._clock = clock
-        self._wall = wall
         self._faults = Faults(self.url, observer, clock)
         self._known = KnownKeys() if index else NoKeys()
         self._sessions: dict[str, _Writing] = {}
-        self._closing = threading.Lock()
         self._line = threading.Lock()
         untrusted = why_untrusted(self._directory.root)
         if untrusted is not None:
             logger.warning("store %s %s: whoever that is can change it", self.url, untrusted)
         self.is_read_only = read_only or not self._can_write()
-        machines_share = index_file is not None or not _is_of_one_machine(self._directory.root)
+        machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
         self._index, compares = self._open_index(index_file, machines_share, wall)
         self._upkeep = Upkeep(
             self._directory,
             self._index,
-            self._known,
+            self._faults,
+            max_bytes=None if self.is_read_only else max_bytes,
             machines_share=machines_share,
             changes=not self.is_read_only,
             compares=compares and index,
-            max_bytes=None if self.is_read_only else max_bytes,
-            failed=self._faults.failed,
-            observer=observer,
-            clock=clock,
-            wall=wall,
         )
         if background:
             self._upkeep.start()
@@ -204,8 +175,10 @@ class FileStore(Store):
             path = _private_index(self._directory.root)
         else:
             path = f"{self._directory.root}/{INDEX_NAME}"
-        by = f"{os.getpid()}@{socket.gethostname()}"
-        index = Index(path, read_only=self.is_read_only, by=by, wall=wall)
+        make = partial(
+            Index, directory=self._directory, known=self._known, observer=self._faults.observer
+        )
+        index = make(path, read_only=self.is_read_only, wall=wall)
         try:
             index.open()
             if not self.is_read_only:
@@ -226,7 +199,7 @@ class FileStore(Store):
                 "used, and which went, is not known",
                 self.url,
             )
-        index = Index(None, read_only=False, by=by, wall=wall)
+        index = make(None, read_only=False, wall=wall)
         index.open()
         return index, True
 
@@ -270,12 +243,12 @@ class FileStore(Store):
             self._faults.failed("quarantine", error)
             return
         self._known.discard(key)
-        self._observer.count("store_quarantined")
+        self._faults.observer.count("store_quarantined")
         self._forget([key], "quarantined", reason)
         if moved is not None:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
             with suppress(OSError):
-                self._index.quarantined(moved[0], moved[1].num_bytes)
+                self._index.count_quarantined(moved[0], moved[1].num_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -292,7 +265,7 @@ class FileStore(Store):
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         if self._writes():
-            self._upkeep.note(keys)
+            self._index.note(keys)
 
     def stat(self) -> StoreStat:
         totals = self._index.totals
@@ -301,14 +274,13 @@ class FileStore(Store):
             num_records=totals.num_records,
             used_bytes=totals.num_bytes,
             max_bytes=self._max_bytes,
-            index_complete=self._upkeep.is_complete,
+            index_complete=self._index.all_known.is_set(),
         )
 
     def close(self) -> None:
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
         sessions, self._sessions = self._sessions, {}
         if self._index.is_ours:  # else a forked child, whose locks may be held by nobody
             self._upkeep.stop(CLOSE_SECONDS, partial(self._abort_all, list(sessions.values())))
@@ -372,7 +344,7 @@ class FileStore(Store):
 
     def wait_indexed(self, timeout: float) -> bool:
         """Wait until all that is stored is known; see `SupportsProbe`."""
-        return self._known.learns and self._upkeep.wait_complete(timeout)
+        return self._known.learns and self._index.all_known.wait(timeout)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """Begin a record that several processes write; see `SupportsShardedWrite`."""
@@ -439,24 +411,21 @@ class FileStore(Store):
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
         index, directory = self._index, self._directory
         try:
-            self._upkeep.flush()
+            index.flush()
             self._upkeep.clean()
             start = index.totals
             if older_than_seconds is not None:
-                before = self._wall() - older_than_seconds
+                before = index.wall() - older_than_seconds
                 while keys := index.least_recent(before, _BATCH):
-                    gone = index.forget(
-                        keys, "deleted", "gc", lambda key: directory.remove(key) or True
-                    )
-                    self._unlearn(gone)
+                    for key in keys:
+                        directory.remove(key)
+                    index.forget(keys, "deleted", "gc")
                 for name, found in directory.list_quarantine().items():
                     if found.modified < before:
                         directory.remove_quarantined(name)
             max_bytes = self._max_bytes if max_bytes is None else max_bytes
             if max_bytes is not None:
-                self._unlearn(
-                    index.shrink(max_bytes, directory.remove, directory.remove_quarantined)
-                )
+                index.shrink(max_bytes)
             self._upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
@@ -466,10 +435,6 @@ class FileStore(Store):
             removed_bytes=start.num_bytes - end.num_bytes,
             used_bytes=end.num_bytes,
         )
-
-    def _unlearn(self, gone: Iterable[tuple[ChunkKey, int]]) -> None:
-        for key, _ in gone:
-            self._known.discard(key)
 
     def _listed(self) -> Iterator[ChunkKey]:
         """What the directory has, whatever the index says."""
@@ -497,7 +462,7 @@ class FileStore(Store):
             if self._max_bytes is not None and num_bytes > self._max_bytes:
                 return PutResult.NO_SPACE
             if self._max_bytes is not None and not self._index.totals.is_complete:
-                self._observer.count("store_put_skipped")  # nobody knows yet what is there
+                self._faults.observer.count("store_put_skipped")  # nobody knows yet what is there
                 return PutResult.FAILED
             file, fd = self._directory.begin()
         except OSError as error:
@@ -506,7 +471,7 @@ class FileStore(Store):
         try:
             if self._reserve(writing):
                 return writing
-            self._observer.count("store_put_no_space")
+            self._faults.observer.count("store_put_no_space")
             refused = PutResult.NO_SPACE
         except OSError as error:
             refused = self._faults.write_failed(error)
@@ -520,31 +485,20 @@ class FileStore(Store):
         Raises:
             OSError: the index cannot be changed.
         """
-        until = self._clock() + ROOM_SECONDS
         if self._ask_for_room(writing):
             return True
+        clock = self._faults.clock
+        until = clock() + ROOM_SECONDS
         with self._line:  # one asks again and again, the others let the index be
             if self._ask_for_room(writing):
                 return True
             self._upkeep.clean()
-            while (has_room := self._ask_for_room(writing)) is None and self._clock() < until:
+            while (has_room := self._ask_for_room(writing)) is None and clock() < until:
                 time.sleep(0.005)  # others are about to store what fills the quota
         return bool(has_room)
 
     def _ask_for_room(self, writing: _Writing) -> bool | None:
-        has_room, evicted = self._index.reserve(
-            writing.key,
-            writing.num_bytes,
-            writing.file,
-            self._max_bytes,
-            self._directory.remove,
-            self._directory.remove_quarantined,
-        )
-        self._unlearn(evicted)
-        if evicted:
-            self._observer.count("store_evicted_records", len(evicted))
-            self._observer.count("store_evicted_bytes", sum(size for _, size in evicted))
-        return has_room
+        return self._index.reserve(writing.file, writing.key, writing.num_bytes, self._max_bytes)
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
         """Write, and give the value its name."""
@@ -569,8 +523,8 @@ class FileStore(Store):
             self._faults.failed("index", error)  # stays reserved until somebody cleans
         os.close(writing.fd)
         self._known.stored(key)
-        self._observer.count("store_put_records")
-        self._observer.count("store_put_bytes", writing.num_bytes)
+        self._faults.observer.count("store_put_records")
+        self._faults.observer.count("store_put_bytes", writing.num_bytes)
         return PutResult.STORED
 
     def _abort(self, writing: _Writing) -> None:
@@ -586,12 +540,7 @@ class FileStore(Store):
 
     def _forget(self, keys: Sequence[ChunkKey], reason: str, detail: str) -> None:
         with suppress(OSError):  # found when the index is next compared with the directory
-            self._index.forget(keys, reason, detail, lambda key: self._directory.find(key) is None)
-
-
-def _is_of_one_machine(root: str) -> bool:
-    kind = file_system(root)
-    return kind is None or kind in _OF_ONE_MACHINE
+            self._index.forget(keys, reason, detail)
 
 
 def _private_index(root: str) -> str:

@@ -1,0 +1,257 @@
+"""A SQLite file that processes of one machine share, and that anything may happen to.
+
+It is a cache of something else: one that is missing, damaged, of another schema, or a copy of
+earlier, is set aside and made anew, empty. Meanwhile every call raises `IndexUnavailable`; none
+waits longer than `LOCK_SECONDS` for a lock.
+
+The journal is kept (PERSIST), not a write-ahead log: that needs a shared mapping, and whoever
+truncates its file kills every process that uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import secrets
+import sqlite3
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from urllib.parse import quote
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 2.0
+"""How long a call waits for another process, or for another thread of this one."""
+
+_MAX_STEPS = 1 << 53
+_FILES = ("", "-journal", "-wal", "-shm")
+_BROKEN = frozenset(
+    {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
+)
+
+
+class IndexUnavailable(OSError):
+    """The index cannot be asked or changed now: locked, full, damaged, closed."""
+
+
+class Damaged(Exception):
+    """The database holds what kvferry never writes. Raised inside a transaction, it breaks the
+    database, and the next `open` makes it anew."""
+
+
+class Database:
+    """One connection, used by one thread at a time. Thread-safe; a forked child has none.
+
+    Args:
+        path: of the database; None keeps it in memory.
+        schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
+            be among them: its sequence only grows, and so tells a copy of earlier.
+        read_only: never changes it; then it must be there.
+
+    Raises:
+        IndexUnavailable: from every method.
+    """
+
+    def __init__(self, path: str | None, schema: Sequence[str], *, read_only: bool) -> None:
+        self._path = path
+        self._schema = schema
+        self._read_only = read_only
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._inode = 0
+        self._is_broken = False
+        self._data_version = -1
+        self._schema_version = 0
+        self._steps = 0.0
+        os.register_at_fork(after_in_child=partial(_leak_after_fork, weakref.ref(self)))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that made it."""
+        return os.getpid() == self._pid
+
+    def open(self) -> bool:
+        """Open the database unless it is open; made anew if it is missing, damaged or of another
+        schema. True if what was read from it before no longer holds."""
+        with self._locked():
+            if self._db is not None and not self._is_broken and self._inode == self._inode_now():
+                return False
+            self._close()
+            self._db = self._connect()
+            self._inode = self._inode_now()
+            self._is_broken = False
+            self._data_version = -1
+            return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        with suppress(IndexUnavailable), self._locked():
+            self._close()
+
+    def has_changed(self) -> bool:
+        """Whether another process changed it since this was asked last."""
+        with self._locked():
+            if self._db is None:
+                return False
+            self._check_place()
+            version = self._db.execute("PRAGMA data_version").fetchone()[0]
+            changed, self._data_version = version != self._data_version, version
+        return bool(changed)
+
+    @contextmanager
+    def transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        """All of the block, or nothing of it; rolled back if it raises."""
+        with self._locked():
+            db = self._db
+            if db is None:
+                raise IndexUnavailable(errno.EBADF, "the index is closed")
+            self._check_place()
+            db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            try:
+                self._check_content(db)
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    db.rollback()
+                raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """For this thread alone, with errors translated."""
+        if not self.is_ours:
+            raise IndexUnavailable(errno.EPERM, "a forked process has no index")
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
+            raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
+        try:
+            yield
+        except (sqlite3.Error, Damaged) as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if code is None or code & 0xFF in _BROKEN:
+                self._is_broken = True
+            number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO
+            raise IndexUnavailable(number, f"the index: {error}") from error
+        finally:
+            self._lock.release()
+
+    def _check_content(self, db: sqlite3.Connection) -> None:
+        """That it still is what was opened, and no copy of earlier was written over it."""
+        schema_version = db.execute("PRAGMA schema_version").fetchone()[0]
+        steps = db.execute("SELECT total(seq) FROM sqlite_sequence").fetchone()[0]
+        if schema_version != self._schema_version or not self._steps <= steps < _MAX_STEPS:
+            raise Damaged("another database was written over it")
+        self._steps = steps
+
+    def _check_place(self) -> None:
+        """SQLite finds a journal by its name: one of another database would be taken for ours. And
+        it follows a link, and waits for ever at a fifo."""
+        if self._inode != self._inode_now():
+            raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        for suffix in _FILES if self._path is not None else ():
+            with suppress(FileNotFoundError):
+                mode = os.lstat(f"{self._path}{suffix}").st_mode
+                if not stat.S_ISREG(mode) or not (self._read_only or mode & 0o600 == 0o600):
+                    raise Damaged("not a file, or not to be written")
+
+    def _connect(self) -> sqlite3.Connection:
+        """Raises: OSError."""
+        path = self._path
+        if path is None:
+            return self._prepared(":memory:")
+        uri = f"file:{quote(path, errors='surrogateescape')}"  # a path may be any bytes
+        if self._read_only:
+            return self._prepared(f"{uri}?mode=ro")
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        if self._is_broken and self._inode == self._inode_now():
+            self._set_all_aside(path)
+        found = self._inode_now()
+        try:
+            return self._prepared(f"{uri}?mode=rwc")
+        except (sqlite3.Error, Damaged) as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+            if code & 0xFF not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
+                raise
+        if found == self._inode_now():  # else another process has made it anew
+            self._set_all_aside(path)
+        return self._prepared(f"{uri}?mode=rwc")
+
+    def _prepared(self, name: str) -> sqlite3.Connection:
+        self._check_files()
+        if self._path is not None and not self._read_only:
+            # Private, as its journal is then. One that is there is not opened here: closing it
+            # would take the locks of all this process's connections off it.
+            with suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        db = sqlite3.connect(
+            name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+        )
+        try:
+            for pragma in ("trusted_schema = OFF", "mmap_size = 0", "synchronous = OFF"):
+                db.execute(f"PRAGMA {pragma}")
+            query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+            if not self._read_only:
+                db.execute("PRAGMA journal_mode = PERSIST")
+                db.execute("BEGIN IMMEDIATE")
+                if db.execute(query).fetchone() is None:
+                    for statement in self._schema:
+                        db.execute(statement)
+                db.execute("COMMIT")
+            made = {text for text in self._schema if text.startswith("CREATE")}
+            if {text for (text,) in db.execute(query)} != made:
+                raise Damaged("another schema")
+            self._schema_version = db.execute("PRAGMA schema_version").fetchone()[0]
+            self._steps = 0.0
+            self._check_content(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _set_all_aside(self, path: str) -> None:
+        # The database last: a journal that is left would be taken for that of the next one.
+        for suffix in reversed(_FILES):
+            with suppress(FileNotFoundError):
+                _set_aside(f"{path}{suffix}")
+        logger.warning("the index %s cannot be used: it is made anew from the directory", path)
+
+    def _inode_now(self) -> int:
+        if self._path is None:
+            return 0
+        try:
+            return os.lstat(self._path).st_ino
+        except OSError:
+            return -1
+
+    def _close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def leak(self) -> None:
+        """Never close the connection: in a forked child that would undo what its parent does."""
+        if self._db is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
+            self._db = None
+
+
+def _leak_after_fork(database: weakref.ref[Database]) -> None:
+    forked = database()
+    if forked is not None:
+        forked.leak()
+
+
+def _set_aside(path: str) -> None:
+    try:
+        os.replace(path, f"{path}.broken")
+    except OSError:  # a directory, or one in its way
+        os.rename(path, f"{path}.{secrets.token_hex(8)}.broken")

@@ -1,0 +1,65 @@
+"""What an operating system says of a directory: on which kind of file system it is, and who may
+change it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_OF_ONE_MACHINE = frozenset(
+    [
+        "apfs",
+        "bcachefs",
+        "btrfs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "jfs",
+        "overlay",
+        "ramfs",
+        "reiserfs",
+        "tmpfs",
+        "ufs",
+        "xfs",
+        "zfs",
+    ]
+)
+
+
+def is_of_one_machine(directory: str) -> bool:
+    """Whether no other machine can change what is in `directory`; so it is held to be if its kind
+    is not known."""
+    kind = file_system(directory)
+    return kind is None or kind in _OF_ONE_MACHINE
+
+
+def why_untrusted(root: str) -> str | None:
+    """What an operator should know of who may change this store; None if it is this user alone."""
+    status = os.stat(root)
+    if status.st_uid not in (os.getuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def file_system(directory: str | Path) -> str | None:
+    """Type of the file system that holds `directory`, for example "ext4"; None if unknown, as it is
+    on other systems than Linux."""
+    try:
+        # By the mount, not by device: btrfs gives its files a device number of their own.
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
+        finally:
+            os.close(fd)
+        mount = about[about.index("mnt_id:") + 1]
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").split("\n"):
+            place, _, kind = line.partition(" - ")
+            if place.split(" ", 1)[0] == mount:
+                return kind.split()[0]
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
