@@ -68,7 +68,7 @@ def test_a_store_of_the_first_version_opened_for_reading_is_left_untouched(bench
 
 
 def test_who_dies_while_the_accounts_go_leaves_them_to_the_next(bench, first_version, monkeypatch):
-    monkeypatch.setattr(directory, "_remove_tree", lambda name, within: 1 / 0)
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda name, dir_fd: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.open()
     monkeypatch.undo()

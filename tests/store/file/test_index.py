@@ -797,28 +797,6 @@ def test_namespaces_count_what_has_none_together(bench):
     assert sum(count for count, _ in store.namespaces().values()) == store.stat().num_records
 
 
-def test_a_file_in_quarantine_is_counted_whoever_looks_meanwhile(bench, monkeypatch):
-    """Another store bounds quarantine between the moving of a file and its counting."""
-    store, other = bench.open(), bench.open()
-    store.put(make_key(1), [make_value(100)])
-    store.put(make_key(2), [make_value(100)])
-    store.discard(make_key(1), "test")
-    listed = other._directory.list_quarantine
-
-    def meanwhile():
-        found = listed()
-        store.discard(make_key(2), "test")
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(other._directory, "list_quarantine", meanwhile)
-        other._upkeep.clean()
-    bench.clock.advance(100)
-    other.maintain()
-    assert store.stat().used_bytes == 200
-    assert_index_agrees(bench.root)
-
-
 def test_values_are_right_with_no_index_at_all(bench):
     store = bench.open()
     store.put(make_key(), [b"value"])
