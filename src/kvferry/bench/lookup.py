@@ -1,10 +1,11 @@
 """Finding the stored prefix of a prompt: time per chunk and memory per known chunk, by store size.
 
 The store holds as many records as a row says: empty files under random keys, since a look-up opens
-none. A prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role as
-hosts do: by a new request that finds all of it stored and none of it held, so that every chunk gets
-a slot to be fetched into; and by one that finds all of it held, and is promised it at once. The
-store is opened anew for each row; requests that come while its index still fills are timed too.
+none. First the store alone is asked for the keys, which is the index's part of a look-up. Then a
+prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role as hosts do:
+by a new request that finds all of it stored and none of it held, so that every chunk gets a slot to
+be fetched into; and by one that finds all of it held, and is promised it at once. The store is
+opened again for each row; requests that come while its index still fills are timed too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.observe import Observer
-from kvferry.store.base import SupportsProbe
+from kvferry.store.base import Store, SupportsProbe
 from kvferry.store.file.directory import record_path
 from kvferry.store.known_keys import KnownKeys
 from kvferry.store.url import open_store
@@ -89,6 +90,7 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
         open_ms = (time.perf_counter() - started) * 1e3
         scheduler = parts.scheduler()
         worst_ms, fill_seconds = while_filling(parts, scheduler, token_ids)
+        find_us_per_chunk = find_us(parts.store, keys.keys)
         us_per_chunk = lookup_us(scheduler, token_ids, None)
         hold(scheduler, token_ids)
         held_us_per_chunk = lookup_us(scheduler, token_ids, PROMPT_CHUNKS * CHUNK_TOKENS)
@@ -98,6 +100,7 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
         shutil.rmtree(directory)
     return {
         "chunks_stored": num_chunks,
+        "find_us_per_chunk": find_us_per_chunk,
         "us_per_chunk": us_per_chunk,
         "held_us_per_chunk": held_us_per_chunk,
         "index_bytes_per_chunk": index_bytes(num_chunks, seed) / num_chunks,
@@ -152,6 +155,18 @@ def while_filling(
         scheduler.request_finished(prompt, ([],))
         number += 1
     return worst * 1e3, time.perf_counter() - begun
+
+
+def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
+    """Median microseconds to ask the store for one key, all of which it has."""
+    times = []
+    for _ in range(40):
+        started = time.perf_counter()
+        found = sum(map(store.contains, keys))
+        times.append(time.perf_counter() - started)
+        if found != len(keys):
+            raise AssertionError(f"the store knows {found} of {len(keys)} records")
+    return statistics.median(times[5:]) / len(keys) * 1e6
 
 
 def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int], expected: int | None) -> float:

@@ -329,6 +329,7 @@ def test_hostile_names_are_left_alone(bench, caplog, outside, folder):
 
 def test_what_nobody_writes_any_more_goes_whatever_it_is(bench, outside):
     store = bench.open(max_bytes=100_000)
+    (bench.root / "writing").mkdir(exist_ok=True)
     for number, make in enumerate(MAKERS):
         path = bench.root / "writing" / f"{number:032x}"
         make(path, outside)

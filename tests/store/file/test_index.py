@@ -473,7 +473,7 @@ def test_two_that_find_it_damaged_make_it_anew_once(tmp_path, place, damage, cap
         settle(store, root)
         settle(other, root)
         settle(store, root)
-    assert caplog.text.count("made anew") <= 1
+    assert caplog.text.count("is rebuilt") <= 1
 
 
 @pytest.mark.parametrize("num_damages", [6, pytest.param(60, marks=pytest.mark.slow)])
@@ -499,7 +499,7 @@ def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, child
     with FileStore(root, max_bytes=QUOTA) as store:
         settle(store, root)
     assert place.outside.read_bytes() == OUTSIDE
-    allowed = ("made anew from the directory", "the cache goes on without")
+    allowed = ("rebuilt from the directory", "the cache goes on without")
     assert [line for line in children.complaints() if not line.endswith(allowed)] == []
 
 
@@ -523,7 +523,7 @@ def test_a_process_that_stops_with_a_lock_holds_nobody(tmp_path, place, children
         assert time.monotonic() - started <= 3 * LOCK_SECONDS + 0.5
         children.kill(pid)
         settle(store, root)
-    assert caplog.text.count("made anew") == 0
+    assert caplog.text.count("is rebuilt") == 0
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 6
 
 
@@ -607,7 +607,7 @@ def test_an_index_that_may_not_be_written_is_made_anew():
             timeout=120,
         )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("made anew") <= 4
+    assert done.stderr.count("is rebuilt") <= 4
     assert len(done.stderr.splitlines()) <= 16, done.stderr
 
 

@@ -1,11 +1,11 @@
-"""A SQLite file that processes of one machine share, and that anything may happen to.
+"""A SQLite file that the processes of one machine share and that may break at any time.
 
-It is a cache of something else: one that is missing, damaged, of another schema, or a copy of
-earlier, is set aside and made anew, empty. Meanwhile every call raises `IndexUnavailable`; none
-waits longer than `LOCK_SECONDS` for a lock.
+The file is a cache of other data. If it is missing, damaged, of another schema, or overwritten by
+an older copy, the next `open` renames it to `*.broken` and creates an empty one. Until then every
+call raises `IndexUnavailable`. No call waits longer than `LOCK_SECONDS` for a lock.
 
-The journal is kept (PERSIST), not a write-ahead log: that needs a shared mapping, and whoever
-truncates its file kills every process that uses it.
+The database uses a rollback journal (PERSIST). A write-ahead log needs a shared mapping, and a
+process that truncates the mapped file kills all others with SIGBUS.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class IndexUnavailable(OSError):
 
 
 class Damaged(Exception):
-    """The database holds what kvferry never writes. Raised inside a transaction, it breaks the
-    database, and the next `open` makes it anew."""
+    """The database holds values that kvferry never writes. Raised inside a transaction, it marks
+    the database as broken, and the next `open` replaces it."""
 
 
 class Database:
@@ -78,8 +78,8 @@ class Database:
         return os.getpid() == self._pid
 
     def open(self) -> bool:
-        """Open the database unless it is open; made anew if it is missing, damaged or of another
-        schema. True if what was read from it before no longer holds."""
+        """Open the database unless it is open; replace it if it is missing, damaged or of another
+        schema. True if earlier answers no longer hold."""
         with self._locked():
             if self._db is not None and not self._is_broken and self._inode == self._inode_now():
                 return False
@@ -142,7 +142,7 @@ class Database:
             self._lock.release()
 
     def _check_content(self, db: sqlite3.Connection) -> None:
-        """That it still is what was opened, and no copy of earlier was written over it."""
+        """Raise if another database or an older copy was written over this one."""
         schema_version = db.execute("PRAGMA schema_version").fetchone()[0]
         steps = db.execute("SELECT total(seq) FROM sqlite_sequence").fetchone()[0]
         if schema_version != self._schema_version or not self._steps <= steps < _MAX_STEPS:
@@ -150,8 +150,9 @@ class Database:
         self._steps = steps
 
     def _check_place(self) -> None:
-        """SQLite finds a journal by its name: one of another database would be taken for ours. And
-        it follows a link, and waits for ever at a fifo."""
+        """Raise if another file stands in the place of the database or of its journal. SQLite finds
+        the journal by name, so it would replay that of another database; it also follows links and
+        blocks on a fifo."""
         if self._inode != self._inode_now():
             raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
         self._check_files()
@@ -181,15 +182,15 @@ class Database:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             if code & 0xFF not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
                 raise
-        if found == self._inode_now():  # else another process has made it anew
+        if found == self._inode_now():  # else another process has replaced it
             self._set_all_aside(path)
         return self._prepared(f"{uri}?mode=rwc")
 
     def _prepared(self, name: str) -> sqlite3.Connection:
         self._check_files()
         if self._path is not None and not self._read_only:
-            # Private, as its journal is then. One that is there is not opened here: closing it
-            # would take the locks of all this process's connections off it.
+            # The mode is private, and SQLite copies it to the journal. An existing file is not
+            # opened here: closing it would drop the locks of this process's other connections.
             with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         db = sqlite3.connect(
@@ -218,11 +219,11 @@ class Database:
         return db
 
     def _set_all_aside(self, path: str) -> None:
-        # The database last: a journal that is left would be taken for that of the next one.
+        # The database goes last: SQLite would replay a journal left behind onto the next one.
         for suffix in reversed(_FILES):
             with suppress(FileNotFoundError):
                 _set_aside(f"{path}{suffix}")
-        logger.warning("the index %s cannot be used: it is made anew from the directory", path)
+        logger.warning("the index %s cannot be used: it is rebuilt from the directory", path)
 
     def _inode_now(self) -> int:
         if self._path is None:

@@ -200,7 +200,7 @@ class Directory:
 
     def begin(self) -> tuple[str, int]:
         """Make a file to be written: its name and its descriptor. Its lock, which the system gives
-        back when the process dies, says that somebody is at it."""
+        back when the process dies, shows that its writer lives."""
         name = secrets.token_hex(16)
         with self.opened("writing", make=True) as writing:
             fd = open_at(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, writing)
@@ -209,7 +209,7 @@ class Directory:
         return name, fd
 
     def open_writing(self, name: str) -> int | None:
-        """Descriptor of a file that somebody writes; None if there is none of that name."""
+        """Descriptor of a file being written; None if there is none of that name."""
         if _WRITING_NAME.fullmatch(name) is None:
             return None
         try:
@@ -235,7 +235,7 @@ class Directory:
                     )
                 except OSError as error:
                     if self._is_same(name, writing, target, shard):
-                        return True  # done, whatever the answer: a network file system asked twice
+                        return True  # linked: a network file system sent the request twice
                     if error.errno == errno.EEXIST:
                         return False
                     if error.errno not in _NO_LINKS:
@@ -262,7 +262,7 @@ class Directory:
         return [name for name in self._listed("writing") if _WRITING_NAME.fullmatch(name)]
 
     def is_locked(self, name: str) -> bool:
-        """Whether somebody who lives writes this file."""
+        """Whether the writer of this file lives."""
         try:
             fd = self.open_writing(name)
         except OSError as error:
@@ -278,8 +278,8 @@ class Directory:
         return False
 
     def silent_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """For how long nobody wrote these files, by the clock of the file system; those that are
-        gone are left out."""
+        """Seconds since these files were last written, by the clock of the file system; without
+        those that are gone."""
         found = {}
         for name in names:
             with suppress(*_ABSENT), self.opened("writing") as writing:
@@ -459,7 +459,7 @@ def _read_marker(directory: Directory) -> int | None:
 
 
 def _write_marker(directory: Directory) -> None:
-    # Whoever is first or last writes the same bytes: replacing is as good as linking here.
+    # All writers write the same bytes, so that replacing is as good as linking.
     text = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
     directory.write_text(MARKER, text)
 

@@ -62,7 +62,7 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
 
 
 class FileSource(Source):
-    """One open record. Keeps its bytes even if the record is removed meanwhile. Not thread-safe.
+    """One open record, readable even after the record is removed. Not thread-safe.
 
     Whether it is in the page cache, one random page tells, read with RWF_NOWAIT, which fails if the
     disk would be needed. It is one page, because even a failing attempt makes the kernel start
@@ -129,7 +129,7 @@ class FileSource(Source):
         if whole >= _MIN_DIRECT_BYTES and is_aligned and not self.is_cached():
             try:
                 if self._direct_fd < 0:
-                    # Through /proc: the very same file, whatever its name means by now.
+                    # Through /proc it is the same file even if its name is another one's now.
                     name = f"/proc/self/fd/{self._fd}"
                     self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
                 return os.preadv(self._direct_fd, [target[:whole]], offset)

@@ -1,12 +1,12 @@
-"""What is in the store: tables of a database beside the directory, and the keys known from them.
+"""The index of the store: tables of a database beside the directory, and the keys read from them.
 
-It is a cache of the directory. A write is two short transactions around the file: *reserve*, which
-evicts in the same transaction if the quota asks for it, and *confirm*. A process may be killed at
-any instant: transactions are whole, a file is counted before it has bytes and until they are gone,
-and rows and files that disagree are found by comparing them.
+The index is a cache of the directory. A write is two short transactions around the file: *reserve*,
+which evicts in the same transaction if the quota requires it, and *confirm*. A process may be
+killed at any instant: SQLite rolls its transaction back, a file is counted before it has bytes and
+until they are removed, and the upkeep finds rows and files that disagree.
 
-Several processes on one disk share one index; a directory on a network mount has one per machine,
-on that machine's own disk, since locks of network file systems are not to be relied on.
+Several processes on one disk share one index. A directory on a network mount has one index per
+machine, on that machine's own disk, because locks of network file systems are unreliable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BATCH = 1024
 _SLICE = 4096
 _EVICT_AT_ONCE = 512
 _PAUSE_SECONDS = 0.005
-"""After so many, others get a turn."""
+"""Between batches of evictions, for other processes."""
 _MAX_NOTES = 65536
 _NOTE_STEP = 1e-6
 """Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
@@ -67,7 +67,7 @@ _SCHEMA = (
 
 
 class Totals(NamedTuple):
-    """What is counted against the quota: records, what is being written, and quarantine."""
+    """What counts against the quota: records, files being written, and quarantine."""
 
     num_records: int
     num_bytes: int
@@ -76,14 +76,15 @@ class Totals(NamedTuple):
 
 
 class Index:
-    """The database, and what this process knows from it. Thread-safe; a forked child has none.
+    """The database and the keys that this process knows from it. Thread-safe; not for a forked
+    child.
 
     Args:
         path: of the database; None keeps it in memory, for a directory that only may be read.
-        directory: what is indexed.
-        known: kept up with the index, without a lock; see `follow`.
+        directory: the files that are indexed.
+        known: the known keys, which `follow` updates.
         observer: receives counts.
-        read_only: never changes the database; then it must be there.
+        read_only: never change the database, which must exist.
         wall: seconds since the epoch.
 
     Raises:
@@ -120,7 +121,7 @@ class Index:
         return self._database.is_ours
 
     def open(self) -> bool:
-        """Open the database unless it is open. True if nothing known holds any more."""
+        """Open the database unless it is open. True if the known keys were cleared."""
         if not self._database.open():
             return False
         self.all_known.clear()
@@ -141,8 +142,8 @@ class Index:
     def reserve(
         self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int | None
     ) -> bool | None:
-        """Room for a value that is written to `file`, made by eviction where the quota of
-        `max_bytes` asks for it. None if there is none yet, but may be soon."""
+        """Reserve room for a value that is written to `file`; evict if the quota of `max_bytes`
+        requires it. False if there is no room, None if another process may free some soon."""
         with self._changing() as db:
             if max_bytes is not None:
                 if not self.totals.is_complete:
@@ -157,16 +158,16 @@ class Index:
         return True
 
     def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes) -> None:
-        """What was reserved is stored. Nothing happens if it is reserved no more: whoever released
-        it has looked what is there."""
+        """Turn a reservation into a record. Does nothing if the reservation was released: the
+        process that released it has added the record."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
-            db.execute("DELETE FROM records WHERE key = ?", (key,))  # whose file went unnoticed
+            db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
             self._insert(db, [(key, num_bytes, self.wall(), namespace)])
 
     def release(self, file: str) -> bool:
-        """What was reserved is not stored. False if nothing was reserved (any more)."""
+        """Drop a reservation. False if there is none."""
         with self._changing() as db:
             return db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount > 0
 
@@ -176,8 +177,8 @@ class Index:
             return dict(_checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
     def shrink(self, max_bytes: int) -> None:
-        """Evict until at most `max_bytes` are stored, one batch at a time: ends when nothing goes
-        any more."""
+        """Evict until at most `max_bytes` are stored or no more records can be removed; in batches,
+        between which other processes get a turn."""
         while True:
             with self._changing() as db:
                 if not self._evict(db, max_bytes):
@@ -185,7 +186,7 @@ class Index:
             time.sleep(_PAUSE_SECONDS)
 
     def add(self, keys: Iterable[ChunkKey]) -> int:
-        """Take in those of `keys` that the directory has; how many."""
+        """Add rows for those `keys` that have files; how many."""
         rows = []
         for key in keys:
             there = self._directory.find(key)
@@ -200,8 +201,8 @@ class Index:
         return len(rows)
 
     def forget(self, keys: Sequence[ChunkKey], reason: str, detail: str = "") -> int:
-        """Take out those of `keys` that the directory, while nobody else writes, does not have; how
-        many."""
+        """Remove the rows of those `keys` whose files are gone; how many. The transaction keeps
+        other writers out while it looks."""
         gone: list[tuple[ChunkKey, int]] = []
         query = "SELECT num_bytes FROM records WHERE key = ?"
         with self._changing() as db:
@@ -213,13 +214,13 @@ class Index:
         return len(gone)
 
     def count_quarantined(self, file: str, num_bytes: int) -> None:
-        """A file was moved to quarantine."""
+        """Count a file that was moved to quarantine."""
         with self._changing() as db:
             db.execute("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", (file, num_bytes))
 
     def bound_quarantine(self, max_bytes: int | None) -> None:
-        """Count what is in quarantine, and remove the oldest of it beyond 64 files or `max_bytes`;
-        the newest stays."""
+        """Count the files in quarantine; remove the oldest ones beyond 64 files or `max_bytes`, but
+        keep the newest."""
         with self._changing() as db:
             files = sorted(self._directory.list_quarantine().items(), key=lambda f: f[1].modified)
             total = sum(found.num_bytes for _, found in files)
@@ -235,15 +236,15 @@ class Index:
                 db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
 
     def complete(self) -> None:
-        """The whole directory was compared."""
+        """Mark the index as complete: the whole directory was compared."""
         with self._changing() as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
         self._is_behind = True
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
-        """These were used just now, the nearest to the root of the prefix first. Memory only;
-        beyond 65536 waiting keys more are dropped."""
+        """Note that `keys` were used now, the nearest to the root of the prefix first. Memory only;
+        keys beyond 65,536 waiting ones are dropped."""
         used = self.wall()
         notes = self._notes
         for key in keys:
@@ -253,7 +254,7 @@ class Index:
             used -= _NOTE_STEP
 
     def flush(self) -> None:
-        """Write down when records were used."""
+        """Write the noted times of use to the database."""
         notes, self._notes = self._notes, {}
         used = iter(notes.items())
         while batch := list(islice(used, _BATCH)):
@@ -263,10 +264,11 @@ class Index:
                 )
 
     def follow(self) -> bool:
-        """Learn what other processes added and took out, up to 1024 of each. Whether there is more.
+        """Learn which records other processes added and removed, up to 1,024 of each. Whether
+        there are more.
 
-        What is learnt is put into the known keys while nobody else changes the index through this
-        object: what is taken out from then on is not brought back.
+        The known keys change inside the transaction, so that another thread that removes a key
+        afterwards does not see it come back.
         """
         self._is_behind |= self._database.has_changed()
         if not self._is_behind:
@@ -278,7 +280,7 @@ class Index:
             if last_record < self._last_record or not (
                 oldest - 1 <= self._last_removal <= last_removal
             ):
-                # More went than is kept, or this is another database.
+                # The history no longer holds all removals, or this is another database.
                 self._known.clear()
                 self._last_record = self._last_removal = 0
             if self._last_record == self._last_removal == 0:
@@ -287,7 +289,7 @@ class Index:
             query = "SELECT id, key FROM removals WHERE id > ? ORDER BY id LIMIT ?"
             removed = db.execute(query, (self._last_removal, _BATCH)).fetchall()
             added = []
-            if len(removed) < _BATCH:  # what went, first
+            if len(removed) < _BATCH:  # removals come first: a key may be removed and added again
                 query = "SELECT id, key FROM records WHERE id > ? ORDER BY id LIMIT ?"
                 added = db.execute(query, (self._last_record, _BATCH)).fetchall()
             for row in removed:
@@ -324,8 +326,8 @@ class Index:
         return islice(found, None if limit < 0 else limit)
 
     def _slices(self, query: str) -> Iterator[Entry]:
-        """So many rows at a time, since a long look would keep others from writing; none that came
-        after the first."""
+        """In slices, because a long read keeps other processes from writing; without rows added
+        after the start."""
         last, end = self._ends()
         last -= 1
         while last < end:
@@ -365,7 +367,7 @@ class Index:
         return found
 
     def removals(self, count: int) -> list[Removal]:
-        """The last ones, newest first."""
+        """The last removals, newest first."""
         query = (
             "SELECT key, num_bytes, at, reason, detail, by FROM removals ORDER BY id DESC LIMIT ?"
         )
@@ -373,8 +375,9 @@ class Index:
             return [Removal(*_checked(row, "kntsss")) for row in db.execute(query, (count,))]
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int) -> bool:
-        """Quarantine, then what was used longest ago, until at most `max_bytes` are counted. A
-        bounded number of records: others wait meanwhile. Whether any record went."""
+        """Remove quarantined files, then the least recently used records, until at most `max_bytes`
+        are counted. Stops after 512 records, because other writers wait. Whether any record was
+        evicted."""
         excess = self.totals.num_bytes - max_bytes
         if excess <= 0:
             return False
@@ -382,7 +385,7 @@ class Index:
             if excess <= 0:
                 break
             file, num_bytes = _checked(row, "sn")
-            with suppress(OSError):  # or else the medium holds on to it
+            with suppress(OSError):  # it cannot be removed: it stays counted
                 self._directory.remove_quarantined(file)
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
                 excess -= num_bytes
@@ -391,7 +394,7 @@ class Index:
         oldest = db.execute(query, (_EVICT_AT_ONCE,))
         while excess > 0 and (row := oldest.fetchone()) is not None:
             key, num_bytes = _checked(row, "kn")
-            with suppress(OSError):  # or else the medium holds on to it
+            with suppress(OSError):  # it cannot be removed: it stays counted
                 self._directory.remove(key)
                 gone.append((key, num_bytes))
                 excess -= num_bytes
@@ -417,7 +420,7 @@ class Index:
     def _insert(
         self, db: sqlite3.Connection, rows: Iterable[tuple[ChunkKey, int, float, bytes]]
     ) -> None:
-        """What is there already stays as it is."""
+        """Rows that exist stay as they are."""
         db.executemany(
             "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) "
             "VALUES (?, ?, ?, ?)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -131,8 +130,12 @@ class FileStore(Store):
         self._line = threading.Lock()
         untrusted = why_untrusted(self._directory.root)
         if untrusted is not None:
-            logger.warning("store %s %s: whoever that is can change it", self.url, untrusted)
-        self.is_read_only = read_only or not self._can_write()
+            logger.warning("store %s %s: other users can change it", self.url, untrusted)
+        self.is_read_only = read_only or not os.access(self._directory.root, os.W_OK)
+        if self.is_read_only and not read_only:
+            logger.warning(
+                "store %s cannot be written: opened read-only, nothing will be stored", self.url
+            )
         machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
         self._index, compares = self._open_index(index_file, machines_share, wall)
         self._upkeep = Upkeep(
@@ -146,24 +149,6 @@ class FileStore(Store):
         )
         if background:
             self._upkeep.start()
-
-    def _can_write(self) -> bool:
-        """Whether the directory can be written; says so if not."""
-        try:
-            with self._directory.opened("records", make=True):
-                pass
-            with self._directory.opened("writing", make=True):
-                return True
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                self._faults.failed("open", error)
-                return True
-            logger.warning(
-                "store %s cannot be written (%s): opened read-only, nothing will be stored",
-                self.url,
-                error.strerror,
-            )
-            return False
 
     def _open_index(
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
@@ -192,7 +177,7 @@ class FileStore(Store):
                 self._faults.failed("open", error)
                 if not machines_share or isinstance(error, IndexUnavailable):
                     return index, True  # opened later
-        # Nobody keeps an index here, or it cannot be opened: one of our own, in memory.
+        # There is no complete index, or it cannot be opened: this process keeps one in memory.
         if not self._directory.is_empty():
             logger.warning(
                 "store %s has no index that can be used: listing the directory; when records were "
@@ -282,7 +267,7 @@ class FileStore(Store):
             return
         self._closed = True
         sessions, self._sessions = self._sessions, {}
-        if self._index.is_ours:  # else a forked child, whose locks may be held by nobody
+        if self._index.is_ours:  # else a forked child, whose locks stay locked for ever
             self._upkeep.stop(CLOSE_SECONDS, partial(self._abort_all, list(sessions.values())))
         self._known.clear()
 
@@ -437,7 +422,7 @@ class FileStore(Store):
         )
 
     def _listed(self) -> Iterator[ChunkKey]:
-        """What the directory has, whatever the index says."""
+        """Keys of all files, without the index."""
         for shard in range(NUM_SHARDS):
             try:
                 yield from self._directory.list_shard(shard)
@@ -462,7 +447,7 @@ class FileStore(Store):
             if self._max_bytes is not None and num_bytes > self._max_bytes:
                 return PutResult.NO_SPACE
             if self._max_bytes is not None and not self._index.totals.is_complete:
-                self._faults.observer.count("store_put_skipped")  # nobody knows yet what is there
+                self._faults.observer.count("store_put_skipped")  # the index is not complete
                 return PutResult.FAILED
             file, fd = self._directory.begin()
         except OSError as error:
@@ -515,12 +500,12 @@ class FileStore(Store):
             self._known.add(key)
             return PutResult.EXISTS
         namespace = namespace_of(bytes(views[0][:512])) if views else None
-        # While it has two names it is reserved: an eviction of the one would leave the other.
+        # The first name goes before the reservation does: an eviction would leave it behind.
         self._directory.drop(writing.file)
         try:
             self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
         except OSError as error:
-            self._faults.failed("index", error)  # stays reserved until somebody cleans
+            self._faults.failed("index", error)  # stays reserved until the next clean
         os.close(writing.fd)
         self._known.stored(key)
         self._faults.observer.count("store_put_records")

@@ -1,5 +1,5 @@
-"""What a store does on its own, in one thread: follow the index, compare it with the directory,
-write back what was used when, and clear away what dead writers left."""
+"""The background work of a store, in one thread: follow the index, compare it with the directory,
+write back times of use, and clean up after dead writers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Find out soon whether these are there; dropped when too many wait. Memory only."""
+        """Look for the files of these keys soon; dropped when too many wait. Memory only."""
         if len(self._probes) >= _MAX_PROBES:
             self._faults.observer.count("store_probe_dropped")
             return
@@ -135,8 +135,8 @@ class Upkeep:
         self._thread.start()
 
     def stop(self, timeout: float, last: Callable[[], None]) -> None:
-        """Stop after the step under way, and do `last`; waits `timeout` seconds at most, so that a
-        disk that hangs holds nobody. Once only."""
+        """Stop after the current step, and do `last`. Waits `timeout` seconds at most, so that a
+        hanging disk does not block the caller."""
         self._last = last
         self._stopping = True
         self._wake.set()
@@ -153,7 +153,7 @@ class Upkeep:
             pass
 
     def clean(self) -> None:
-        """Give back what dead writers reserved, and remove what they left."""
+        """Release the reservations of dead writers and remove their files."""
         if not self._changes:
             return
         for file, key in self._index.writing().items():
@@ -163,8 +163,8 @@ class Upkeep:
             self._directory.drop(file)  # counted until it is gone
             if self._index.release(file):
                 self._faults.observer.count("store_recovered_writes")
-        # Somebody is about to reserve room for a new one. On a network mount it may be another
-        # machine's, whose locks do not show here.
+        # A file without a reservation may be new: its writer is about to reserve. On a network
+        # mount it may belong to another machine, whose locks do not show here.
         files = set(self._directory.list_writing()) - self._index.writing().keys()
         bound = ABANDONED_SECONDS if self._machines_share else _YOUNG_SECONDS
         for file, silent in self._directory.silent_seconds(files).items():
@@ -223,8 +223,7 @@ class Upkeep:
             self._due = dict.fromkeys(self._due, 0.0)
 
     def _answer(self) -> None:
-        """Take in the keys asked for that are there: of each prefix, up to the first that is
-        not."""
+        """Add the probed keys that have files: of each prefix, up to the first that has none."""
         while self._probes:
             for key in self._probes.popleft():
                 if not self._index.knows(key) and not self._index.add([key]):
@@ -267,13 +266,14 @@ class Upkeep:
         return False
 
     def _keep_below_quota(self) -> None:
-        """What others wrote who have another index, or put there by hand, counts as well."""
+        """Evict for files that were not reserved here: of machines with another index, or placed by
+        hand."""
         quota, totals = self._max_bytes, self._index.totals
         if quota is not None and totals.is_complete and totals.num_bytes > quota:
             self._index.shrink(quota)
 
 
 def _batches(keys: set[ChunkKey]) -> list[list[ChunkKey]]:
-    """Some at a time: others wait meanwhile."""
+    """The keys in batches, between which other processes get a turn."""
     ordered = sorted(keys)
     return [ordered[start : start + _MAX_PROBES] for start in range(0, len(ordered), _MAX_PROBES)]
