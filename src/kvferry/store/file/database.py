@@ -68,7 +68,7 @@ class Database:
         self._inode = 0
         self._is_broken = False
         self._data_version = -1
-        self._schema_version = 0
+        self._identity = (0, 0)
         self._steps = 0.0
         os.register_at_fork(after_in_child=partial(_leak_after_fork, weakref.ref(self)))
 
@@ -85,7 +85,6 @@ class Database:
                 return False
             self._close()
             self._db = self._connect()
-            self._inode = self._inode_now()
             self._is_broken = False
             self._data_version = -1
             return True
@@ -143,9 +142,8 @@ class Database:
 
     def _check_content(self, db: sqlite3.Connection) -> None:
         """Raise if another database or an older copy was written over this one."""
-        schema_version = db.execute("PRAGMA schema_version").fetchone()[0]
         steps = db.execute("SELECT total(seq) FROM sqlite_sequence").fetchone()[0]
-        if schema_version != self._schema_version or not self._steps <= steps < _MAX_STEPS:
+        if _identity(db) != self._identity or not self._steps <= steps < _MAX_STEPS:
             raise Damaged("another database was written over it")
         self._steps = steps
 
@@ -193,6 +191,7 @@ class Database:
             # opened here: closing it would drop the locks of this process's other connections.
             with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        self._inode = self._inode_now()  # before it is opened: a later replacement is noticed
         db = sqlite3.connect(
             name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=True
         )
@@ -206,11 +205,12 @@ class Database:
                 if db.execute(query).fetchone() is None:
                     for statement in self._schema:
                         db.execute(statement)
+                    db.execute(f"PRAGMA user_version = {secrets.randbits(31)}")
                 db.execute("COMMIT")
             made = {text for text in self._schema if text.startswith("CREATE")}
             if {text for (text,) in db.execute(query)} != made:
                 raise Damaged("another schema")
-            self._schema_version = db.execute("PRAGMA schema_version").fetchone()[0]
+            self._identity = _identity(db)
             self._steps = 0.0
             self._check_content(db)
         except BaseException:
@@ -249,6 +249,12 @@ def _leak_after_fork(database: weakref.ref[Database]) -> None:
     forked = database()
     if forked is not None:
         forked.leak()
+
+
+def _identity(db: sqlite3.Connection) -> tuple[int, int]:
+    """Two numbers of its header: one changes with the schema, one is random for each database."""
+    schema = db.execute("PRAGMA schema_version").fetchone()[0]
+    return schema, db.execute("PRAGMA user_version").fetchone()[0]
 
 
 def _set_aside(path: str) -> None:

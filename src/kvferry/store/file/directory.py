@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -136,10 +137,13 @@ class Directory:
             if error.errno in _NOT_A_FILE:
                 raise NotARecord(name) from error
             raise
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotARecord(name)
+        except BaseException:
             os.close(fd)
-            raise NotARecord(name)
+            raise
         return fd, status.st_size
 
     def read_head(self, key: ChunkKey) -> bytes:
@@ -177,15 +181,18 @@ class Directory:
         return {key for key in keys if shard_of(key) == shard}
 
     def is_empty(self) -> bool:
-        """Whether there is no shard yet."""
-        return not self._listed("records")
+        """Whether there is no shard yet; False if that cannot be seen."""
+        try:
+            return not self._listed("records")
+        except OSError:
+            return False
 
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
         """Changes whenever a file came into this shard or left it."""
         try:
             with self.opened("records") as records:
                 status = _lstat(f"{shard:02x}", records)
-        except _ABSENT:
+        except OSError:  # absent, or listing it will say why
             return 0, 0
         return status.st_ino, status.st_mtime_ns
 
@@ -284,7 +291,10 @@ class Directory:
         for name in names:
             with suppress(*_ABSENT), self.opened("writing") as writing:
                 found[name] = _lstat(name, writing).st_mtime
-        now = self._clock() if found else 0.0
+        try:
+            now = self._clock() if found else 0.0
+        except OSError:  # the disk is full
+            now = time.time()
         return {name: now - written for name, written in found.items()}
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, Found] | None:
@@ -419,6 +429,8 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
                     "directory"
                 )
             _write_marker(directory)
+            with directory.opened("records", make=True):
+                pass
         elif version < STORE_FORMAT_VERSION and not read_only:
             with suppress(OSError):  # one that cannot be written is opened for reading
                 directory.remove_first_version()

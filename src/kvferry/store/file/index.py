@@ -109,6 +109,8 @@ class Index:
         self._notes: dict[ChunkKey, float] = {}
         self._last_record = self._last_removal = 0
         self._is_behind = True
+        self._read_only = read_only
+        self._was_open = False
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
         """As of the last look; without a lock."""
@@ -128,8 +130,17 @@ class Index:
         self._known.clear()
         self._last_record = self._last_removal = 0
         self._is_behind = True
-        with self._reading():
-            return True
+        # A database that came in place of ours may be an older copy: compare the directory again.
+        is_other = self._was_open and not self._read_only
+        try:
+            with self._changing() if is_other else self._reading() as db:
+                if is_other:
+                    db.execute("UPDATE totals SET is_complete = 0 WHERE is_complete = 1")
+        except OSError:
+            self._database.close()  # so that the next call starts again
+            raise
+        self._was_open = True
+        return True
 
     def close(self) -> None:
         """Idempotent."""
@@ -158,13 +169,14 @@ class Index:
         return True
 
     def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes) -> None:
-        """Turn a reservation into a record. Does nothing if the reservation was released: the
-        process that released it has added the record."""
+        """Turn a reservation into a record. Adds no row if the reservation was released, whose
+        releaser has added it, or if the file is gone again."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
-            self._insert(db, [(key, num_bytes, self.wall(), namespace)])
+            if self._directory.find(key) is not None:
+                self._insert(db, [(key, num_bytes, self.wall(), namespace)])
 
     def release(self, file: str) -> bool:
         """Drop a reservation. False if there is none."""
@@ -221,16 +233,18 @@ class Index:
     def bound_quarantine(self, max_bytes: int | None) -> None:
         """Count the files in quarantine; remove the oldest ones beyond 64 files or `max_bytes`, but
         keep the newest."""
-        with self._changing() as db:
-            files = sorted(self._directory.list_quarantine().items(), key=lambda f: f[1].modified)
-            total = sum(found.num_bytes for _, found in files)
-            while len(files) > 1 and (
-                len(files) > _MAX_QUARANTINE_FILES or (max_bytes is not None and total > max_bytes)
-            ):
-                file, found = files.pop(0)
+        files = sorted(self._directory.list_quarantine().items(), key=lambda f: f[1].modified)
+        total = sum(found.num_bytes for _, found in files)
+        while len(files) > 1 and (
+            len(files) > _MAX_QUARANTINE_FILES or (max_bytes is not None and total > max_bytes)
+        ):
+            file, found = files.pop(0)
+            with suppress(OSError):  # it cannot be removed: it stays counted
                 self._directory.remove_quarantined(file)
-                total -= found.num_bytes
-            rows = [(file, found.num_bytes) for file, found in files]
+            total -= found.num_bytes
+        with self._changing() as db:
+            there = self._directory.list_quarantine()
+            rows = [(file, found.num_bytes) for file, found in there.items()]
             if set(db.execute("SELECT file, num_bytes FROM quarantine")) != set(rows):
                 db.execute("DELETE FROM quarantine")
                 db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
@@ -256,7 +270,7 @@ class Index:
     def flush(self) -> None:
         """Write the noted times of use to the database."""
         notes, self._notes = self._notes, {}
-        used = iter(notes.items())
+        used = iter(list(notes.items()))  # another thread may still add to them
         while batch := list(islice(used, _BATCH)):
             with self._changing() as db:
                 db.executemany(
@@ -274,9 +288,16 @@ class Index:
         if not self._is_behind:
             return False
         with self._reading() as db:
-            ends = dict(db.execute("SELECT name, seq FROM sqlite_sequence"))
+            rows = db.execute("SELECT name, seq FROM sqlite_sequence")
+            ends = dict(_checked(row, "sn") for row in rows)
             last_record, last_removal = ends.get("records", 0), ends.get("removals", 0)
-            oldest = db.execute("SELECT min(id) FROM removals").fetchone()[0] or 0
+            row = db.execute(
+                "SELECT (SELECT ifnull(max(id), 0) FROM records), ifnull(min(id), 0), "
+                "ifnull(max(id), 0) FROM removals"
+            )
+            newest, oldest, newest_removal = _checked(row.fetchone(), "nnn")
+            if newest > last_record or newest_removal > last_removal:
+                raise Damaged("an id is beyond its sequence")
             if last_record < self._last_record or not (
                 oldest - 1 <= self._last_removal <= last_removal
             ):
@@ -353,17 +374,20 @@ class Index:
     def by_namespace(self) -> dict[bytes, tuple[int, int]]:
         """Records and bytes of each namespace."""
         query = (
-            "SELECT namespace, count(*), sum(num_bytes) FROM records WHERE id >= ? AND id < ? "
-            "GROUP BY namespace"
+            "SELECT namespace, count(*), sum(num_bytes), max(id) FROM (SELECT * FROM records "
+            "WHERE id > ? AND id <= ? ORDER BY id LIMIT ?) GROUP BY namespace"
         )
-        first, last = self._ends()
+        last, end = self._ends()
+        last -= 1
         found: dict[bytes, tuple[int, int]] = {}
-        for start in range(first, last + 1, 16 * _SLICE):
+        while last < end:
             with self._reading() as db:
-                for row in db.execute(query, (start, start + 16 * _SLICE)):
-                    namespace, count, num_bytes = _checked(row, "bnn")
-                    before = found.get(namespace, (0, 0))
-                    found[namespace] = (before[0] + count, before[1] + num_bytes)
+                slices = db.execute(query, (last, end, 16 * _SLICE))
+                rows = [_checked(row, "bnnn") for row in slices]
+            last = max((row[3] for row in rows), default=end)
+            for namespace, count, num_bytes, _ in rows:
+                before = found.get(namespace, (0, 0))
+                found[namespace] = (before[0] + count, before[1] + num_bytes)
         return found
 
     def removals(self, count: int) -> list[Removal]:
@@ -390,15 +414,20 @@ class Index:
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
                 excess -= num_bytes
         gone: list[tuple[ChunkKey, int]] = []
+        kept: list[tuple[float, ChunkKey]] = []
         query = "SELECT key, num_bytes FROM records ORDER BY last_used LIMIT ?"
         oldest = db.execute(query, (_EVICT_AT_ONCE,))
         while excess > 0 and (row := oldest.fetchone()) is not None:
             key, num_bytes = _checked(row, "kn")
-            with suppress(OSError):  # it cannot be removed: it stays counted
+            try:
                 self._directory.remove(key)
+            except OSError:  # it cannot be removed: the others come first from now on
+                kept.append((self.wall(), key))
+            else:
                 gone.append((key, num_bytes))
                 excess -= num_bytes
         oldest.close()
+        db.executemany("UPDATE records SET last_used = ? WHERE key = ?", kept)
         self._take_out(db, gone, "evicted", "")
         if gone:
             self._observer.count("store_evicted_records", len(gone))

@@ -46,6 +46,7 @@ ROOM_SECONDS = 2.0
 """How long a put waits for others to finish whose reservations fill the quota."""
 
 _BATCH = 256
+_MAX_BYTES = 1 << 62
 INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
 
@@ -227,13 +228,12 @@ class FileStore(Store):
             self._known.ban(key)  # the same broken hit is not offered twice
             self._faults.failed("quarantine", error)
             return
-        self._known.discard(key)
         self._faults.observer.count("store_quarantined")
-        self._forget([key], "quarantined", reason)
         if moved is not None:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
             with suppress(OSError):
                 self._index.count_quarantined(moved[0], moved[1].num_bytes)
+        self._forget(key, "quarantined", reason)
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -243,9 +243,10 @@ class FileStore(Store):
         except OSError as error:
             self._faults.failed("delete", error)
             return False
-        self._known.discard(key)
         if removed:
-            self._forget([key], "deleted", "")
+            self._forget(key, "deleted", "")
+        else:
+            self._known.discard(key)
         return removed
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
@@ -266,9 +267,8 @@ class FileStore(Store):
         if self._closed:
             return
         self._closed = True
-        sessions, self._sessions = self._sessions, {}
         if self._index.is_ours:  # else a forked child, whose locks stay locked for ever
-            self._upkeep.stop(CLOSE_SECONDS, partial(self._abort_all, list(sessions.values())))
+            self._upkeep.stop(CLOSE_SECONDS, self._abort_all)
         self._known.clear()
 
     def scan(
@@ -342,6 +342,9 @@ class FileStore(Store):
             self._abort(writing)
             return self._faults.write_failed(error)
         self._sessions[writing.file] = writing
+        if self._closed:  # by another thread
+            self._abort_all()
+            return PutResult.FAILED
         return writing.file
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
@@ -444,7 +447,7 @@ class FileStore(Store):
             if self._directory.find(key) is not None:
                 self._known.add(key)
                 return PutResult.EXISTS
-            if self._max_bytes is not None and num_bytes > self._max_bytes:
+            if num_bytes > (_MAX_BYTES if self._max_bytes is None else self._max_bytes):
                 return PutResult.NO_SPACE
             if self._max_bytes is not None and not self._index.totals.is_complete:
                 self._faults.observer.count("store_put_skipped")  # the index is not complete
@@ -519,13 +522,17 @@ class FileStore(Store):
             self._index.release(writing.file)
         os.close(writing.fd)
 
-    def _abort_all(self, sessions: Sequence[_Writing]) -> None:
-        for writing in sessions:
-            self._abort(writing)
+    def _abort_all(self) -> None:
+        with suppress(KeyError):  # all are gone
+            while True:
+                self._abort(self._sessions.popitem()[1])
 
-    def _forget(self, keys: Sequence[ChunkKey], reason: str, detail: str) -> None:
-        with suppress(OSError):  # found when the index is next compared with the directory
-            self._index.forget(keys, reason, detail)
+    def _forget(self, key: ChunkKey, reason: str, detail: str) -> None:
+        """Remove a key whose file is gone, unless another thread has stored it again."""
+        try:
+            self._index.forget([key], reason, detail)
+        except OSError:
+            self._known.discard(key)  # its row goes when the shard is next compared
 
 
 def _private_index(root: str) -> str:

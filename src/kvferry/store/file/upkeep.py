@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvferry.store.faults import Faults
 from kvferry.store.file.database import IndexUnavailable
@@ -45,6 +46,8 @@ class Comparison:
 
     def restart(self) -> None:
         """Compare everything (again)."""
+        self.is_done = False
+        """Whether everything was compared; set by the caller, who counts the rest too."""
         self._marks = [(-1, 0)] * NUM_SHARDS
         self._last = NUM_SHARDS - 1
 
@@ -75,7 +78,9 @@ class Comparison:
         listed = self._index.keys_between(bytes([shard << 3]), end)
         extra = there - listed
         if extra:
-            extra -= set(self._index.writing().values())  # who writes them counts them
+            written = extra & set(self._index.writing().values())  # who writes them counts them
+            extra -= written
+            is_settled &= not written  # unless another writer was first
         num_wrong = 0
         for batch in _batches(extra):
             num_wrong += self._index.add(batch)
@@ -156,12 +161,14 @@ class Upkeep:
         """Release the reservations of dead writers and remove their files."""
         if not self._changes:
             return
+        files = set(self._directory.list_writing())
         for file, key in self._index.writing().items():
             if self._directory.is_locked(file):
                 continue
             self._index.add([key])
             self._directory.drop(file)  # counted until it is gone
-            if self._index.release(file):
+            # A writer that lives may be about to confirm: it has dropped its file itself.
+            if self._index.release(file) and file in files:
                 self._faults.observer.count("store_recovered_writes")
         # A file without a reservation may be new: its writer is about to reserve. On a network
         # mount it may belong to another machine, whose locks do not show here.
@@ -185,10 +192,13 @@ class Upkeep:
         return more and not self._stopping
 
     def _try(self, job: Callable[..., bool | None], *arguments: bool) -> bool:
+        return not self._stopping and self._do(partial(job, *arguments))
+
+    def _do(self, job: Callable[[], object], name: str = "upkeep") -> bool:
         try:
-            return not self._stopping and bool(job(*arguments))
+            return bool(job())
         except OSError as error:
-            self._faults.failed("upkeep", error)
+            self._faults.failed(name, error)
         except Exception:
             # The outermost loop of this thread: one broken job must not stop the others.
             logger.exception("kvferry store: upkeep failed")
@@ -202,13 +212,10 @@ class Upkeep:
         self._end()
 
     def _end(self) -> None:
-        try:
-            if self._changes:
-                self._index.flush()
-        except OSError as error:
-            self._faults.failed("recency", error)
-        self._last()
-        self._index.close()
+        if self._changes:
+            self._do(self._index.flush, "recency")
+        self._do(self._last)
+        self._do(self._index.close)
 
     def _is_due(self, job: str, seconds: float) -> bool:
         now = self._faults.clock()
@@ -239,20 +246,22 @@ class Upkeep:
 
     def _compare(self, rests: bool) -> bool:
         """Compare the next shard: each once after opening, then those whose directory changed."""
-        if not self._compares and self._index.totals.is_complete:
+        if not self._compares and (not self._changes or self._index.totals.is_complete):
             return False
         started = self._faults.clock()
         if rests and started < self._due["compare"]:
             return False
         new, changed = self._comparison.due()
-        if not new and not self._index.totals.is_complete:
-            self.clean()  # which counts quarantine
-            self._index.complete()
+        is_complete = self._index.totals.is_complete
+        if not new and not (is_complete and self._comparison.is_done):
+            self._finish_comparison()
         if not changed:
             self._due["compare"] = started + COMPARE_SECONDS
             return False
         try:
-            num_wrong = self._comparison.compare((new or changed)[0])
+            # Once complete, a folder that is replaced all the time must not keep others waiting.
+            due = changed if is_complete else new or changed
+            num_wrong = self._comparison.compare(due[0])
             self._faults.observer.count("store_index_corrected", num_wrong)
         except IndexUnavailable:
             raise
@@ -264,6 +273,18 @@ class Upkeep:
         rest = 0.0 if new or self._machines_share else COMPARE_SECONDS
         self._due["compare"] = now + max(rest, _DUTY * (now - started))
         return False
+
+    def _finish_comparison(self) -> None:
+        """Count what is no record, and check the totals."""
+        try:
+            self.clean()
+        except IndexUnavailable:
+            raise
+        except OSError as error:
+            self._faults.failed("upkeep", error)
+        if self._changes or not self._index.totals.is_complete:
+            self._index.complete()
+        self._comparison.is_done = True
 
     def _keep_below_quota(self) -> None:
         """Evict for files that were not reserved here: of machines with another index, or placed by

@@ -1,0 +1,275 @@
+"""Unusual damage to an index, and races around it: the quota holds, and all files are found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from kvferry.store.base import PutResult
+from kvferry.store.file import FileStore
+from kvferry.store.file.database import IndexUnavailable
+from kvferry.store.file.directory import Directory
+from kvferry.testing.stores import make_key, make_value
+from kvferry.types import ChunkKey
+from tests.store.file.storing import assert_index_agrees, disk_bytes
+
+QUOTA = 100_000
+SIZE = 4000
+
+
+def key_in(shard: int, number: int) -> ChunkKey:
+    key = make_key(number)
+    return ChunkKey(bytes([shard << 3 | key[0] & 7]) + key[1:])
+
+
+def fill(store, numbers):
+    for number in numbers:
+        store.put(make_key(number), [make_value(SIZE)])
+
+
+def execute(root, *statements):
+    with closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None)) as db:
+        for statement in statements:
+            db.execute(statement)
+
+
+def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeypatch):
+    """Another process holds the lock of the new database when it is first read."""
+    store = bench.open(max_bytes=QUOTA)
+    fill(store, range(20))
+    store.maintain()
+    (bench.root / "index.sqlite3").unlink()
+    transaction, failures = store._index._database.transaction, [1]
+
+    def locked(*, writes):
+        if failures:
+            failures.pop()
+            raise IndexUnavailable(errno.EAGAIN, "locked")
+        return transaction(writes=writes)
+
+    monkeypatch.setattr(store._index._database, "transaction", locked)
+    for _ in range(100):
+        store._upkeep.step(rests=False)
+    assert store.stat().used_bytes == disk_bytes(bench.root)
+    fill(store, range(100, 140))
+    assert disk_bytes(bench.root) <= QUOTA
+
+
+def test_an_older_copy_moved_into_place_does_not_void_the_quota(bench):
+    store = bench.open(max_bytes=QUOTA)
+    fill(store, range(3))
+    store.maintain()
+    shutil.copy(bench.root / "index.sqlite3", bench.root / "older")
+    fill(store, range(3, 24))
+    os.replace(bench.root / "older", bench.root / "index.sqlite3")
+    for number in range(100, 160):
+        fill(store, [number])
+        assert disk_bytes(bench.root) <= QUOTA
+        store._upkeep.step()
+        bench.clock.advance(1)
+    assert store.put(make_key(200), [make_value(SIZE)]) is PutResult.STORED
+    assert disk_bytes(bench.root) <= QUOTA
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE totals SET num_bytes = 0",
+        "UPDATE totals SET num_records = 0",
+        "UPDATE totals SET num_bytes = num_bytes + 60000",
+    ],
+)
+def test_totals_that_are_wrong_are_found_when_the_store_is_opened(bench, damage):
+    store = bench.open(max_bytes=QUOTA)
+    fill(store, range(20))
+    store.maintain()
+    store.close()
+    execute(bench.root, damage)
+    store = bench.open(max_bytes=QUOTA)
+    for _ in range(3):
+        store.maintain()
+    fill(store, range(100, 140))
+    assert store.stat().used_bytes == disk_bytes(bench.root) <= QUOTA
+    assert_index_agrees(bench.root)
+
+
+def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch):
+    store = bench.open(max_bytes=700 * 100)
+    for number in range(600):
+        store.put(key_in(3, number), [make_value(100)])
+    remove = store._directory.remove
+
+    def refuse(key):
+        if key[0] >> 3 == 3:
+            raise OSError(errno.EACCES, "Permission denied")
+        return remove(key)
+
+    monkeypatch.setattr(store._directory, "remove", refuse)
+    results = []
+    for number in range(1000, 1300):
+        bench.wall.advance(1)
+        results.append(store.put(key_in(5, number), [make_value(100)]))
+    assert results.count(PutResult.STORED) >= 298
+    assert disk_bytes(bench.root) <= 700 * 100
+
+
+def test_a_quarantined_file_that_cannot_be_removed_stays_counted(bench, monkeypatch):
+    store = bench.open(max_bytes=QUOTA)
+    for number in range(10):
+        store.put(make_key(number), [make_value(SIZE)])
+        store.discard(make_key(number), "bad_leaf")
+    store.close()
+    (bench.root / "index.sqlite3").unlink()
+    store = bench.open(max_bytes=QUOTA)
+
+    def refuse(name):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store._directory, "remove_quarantined", refuse)
+    store.maintain()
+    assert store.stat().index_complete
+    assert store.stat().used_bytes == disk_bytes(bench.root)
+    assert store.put(make_key(99), [b"value"]) is PutResult.STORED
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_records_that_may_not_be_listed_are_no_reason_not_to_open(bench, monkeypatch, read_only):
+    bench.open().put(make_key(), [b"value"])
+    (bench.root / "index.sqlite3").unlink()
+    bench.io.fail["listdir"] = errno.EACCES
+    store = bench.open(read_only=read_only)
+    store.maintain()
+    assert not store.contains(make_key())
+
+
+def test_notes_may_come_while_others_are_written(bench):
+    store = bench.open()
+    keys = [make_key(number) for number in range(5000)]
+    stop = threading.Event()
+
+    def touch():
+        while not stop.is_set():
+            store.touch(keys)
+
+    threads = [threading.Thread(target=touch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            store._index.flush()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE sqlite_sequence SET seq = 'many'",
+        "UPDATE records SET id = 9223372036854775807 WHERE id = (SELECT max(id) FROM records)",
+        "UPDATE removals SET id = 9223372036854775807 WHERE id = (SELECT max(id) FROM removals)",
+        "UPDATE records SET id = 4503599627370496 WHERE id = (SELECT max(id) FROM records)",
+    ],
+)
+def test_hostile_numbers_of_rows_are_repaired(bench, caplog, damage):
+    store = bench.open(max_bytes=QUOTA)
+    fill(store, range(5))
+    store.delete(make_key(0))
+    store.maintain()
+    store.close()
+    execute(bench.root, damage)
+    store = bench.open(max_bytes=QUOTA)
+    for _ in range(4):
+        store.maintain()
+    assert [store.contains(make_key(number)) for number in range(5)] == [False] + [True] * 4
+    assert sum(count for count, _ in store.namespaces().values()) == 4
+    assert store.put(make_key(9), [b"value"]) is PutResult.STORED
+    assert store.delete(make_key(9))
+    assert "Traceback" not in caplog.text
+
+
+def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):
+    store = bench.open(max_bytes=QUOTA, wall=time.time)
+    store.maintain()
+    session = store.begin(make_key(), SIZE)
+    path = bench.path(make_key())
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(make_value(SIZE))
+    long_ago = time.time() - 100
+    os.utime(path.parent, (long_ago, long_ago))
+    store.maintain()
+    assert store.commit(session, b"head") is PutResult.EXISTS
+    for _ in range(3):
+        store._upkeep._due["compare"] = 0.0
+        store._upkeep.step(rests=False)
+    assert store.stat().num_records == 1
+    assert_index_agrees(bench.root)
+
+
+def test_a_folder_that_is_replaced_all_the_time_keeps_no_other_waiting(bench):
+    store = bench.open()
+    for number in range(64):
+        store.put(key_in(number % 32, number), [make_value(100)])
+    store.maintain()
+    next((bench.root / "records" / "10").iterdir()).unlink()
+    for number in range(80):
+        folder = bench.root / "records" / "05"
+        folder.rename(bench.root / "writing" / f"old{number}")
+        folder.mkdir()
+        bench.clock.advance(100)
+        store._upkeep.step()
+    assert store.stat().num_records == 64 - 2 - 1
+
+
+def test_a_key_deleted_while_it_is_confirmed_leaves_no_row(bench, monkeypatch):
+    store = bench.open()
+    confirm = store._index.confirm
+
+    def late(file, key, num_bytes, namespace):
+        store.delete(key)
+        confirm(file, key, num_bytes, namespace)
+
+    monkeypatch.setattr(store._index, "confirm", late)
+    store.put(make_key(), [b"value"])
+    assert store.stat().num_records == 0
+
+
+def test_closing_while_records_are_begun_leaves_nothing(tmp_path):
+    for round_number in range(10):
+        root = tmp_path / f"store{round_number}"
+        store = FileStore(root, max_bytes=10_000_000)
+
+        def begin(store=store):
+            for number in range(60):
+                store.begin(make_key(number), 10_000)
+
+        threads = [threading.Thread(target=begin)]
+        threads += [threading.Thread(target=store.close) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list((root / "writing").glob("*")) == []
+
+
+def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch):
+    store = bench.open(max_bytes=QUOTA)
+    fill(store, range(10))
+    dead = bench.root / "writing" / ("ab" * 16)
+    dead.write_bytes(b"left by a dead process")
+    os.utime(dead, (1, 1))
+
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Directory, "_clock", full)
+    report = store.gc(max_bytes=SIZE * 3)
+    assert report.removed_records == 7
