@@ -54,6 +54,8 @@ def demo(
     """Show reuse on a real model: computed, read back by a new process, one record corrupted.
 
     Prints one table and saves a plot. Exit code 1 if anything was not right.
+
+    Example: kvferry demo --document report.txt --question "What is it about?"
     """
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()

@@ -8,9 +8,15 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit, make_table, parse_duration
+from kvferry.cli.output import (
+    JsonOption,
+    emit,
+    make_table,
+    parse_duration,
+    require_size,
+)
 from kvferry.cli.stores import UrlArgument, look, open_existing
-from kvferry.config import format_size, parse_size
+from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry, Store
 
@@ -42,10 +48,12 @@ def gc(
 
     A dry run is an estimate: a real one also removes what is in quarantine, and a little more than
     asked for, so that the next write need not evict again.
+
+    Example: kvferry gc file:///var/cache/kvferry --max-bytes 10GiB
     """
     if max_bytes is None and older_than is None:
         raise ConfigError("nothing to do: give --max-bytes, --older-than or both")
-    keep_bytes = None if max_bytes is None else parse_size(max_bytes)
+    keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
     age = None if older_than is None else parse_duration(older_than)
     if dry_run:
         since = None if age is None else time.time() - age

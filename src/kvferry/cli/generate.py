@@ -6,7 +6,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,6 +15,8 @@ from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvferry.keys import JsonValue
 
 
@@ -38,6 +40,9 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of the sampling.")] = 1.0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes samples repeatable.")] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, bfloat16, or auto for what the model says.")
@@ -49,12 +54,16 @@ def generate(
 ) -> None:
     """Generate text; the prompt's KV is read from the store where it is there.
 
-    The text goes to stdout, hit tokens and time to first token to stderr.
+    A model with a chat template is given the prompt as a user's message. The text goes to stdout,
+    hit tokens and time to first token to stderr.
+
+    Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
     text = _read_prompt(prompt, prompt_file)
     if find_spec("transformers") is None:
         raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
     # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    from kvferry.demo.document import encode_message
     from kvferry.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -63,12 +72,14 @@ def generate(
     with LLM(
         model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
     ) as llm:
-        prompt_tokens = len(llm.encode(text))
+        prompt_token_ids = llm.encode(text)
+        if not raw:
+            prompt_token_ids = encode_message(cast("PreTrainedTokenizerBase", llm.tokenizer), text)
         token_ids: list[int] = []
         pieces: list[str] = []
         first_token_after = 0.0
         started = time.perf_counter()
-        for event in llm.stream(text, params):
+        for event in llm.stream(prompt_token_ids, params):
             if not token_ids:
                 first_token_after = time.perf_counter() - started
             token_ids.append(event.token_id)
@@ -78,7 +89,7 @@ def generate(
                 sys.stdout.flush()
         seconds = time.perf_counter() - started
     value: dict[str, JsonValue] = {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompt_token_ids),
         "hit_tokens": counters["hit_tokens"],
         "generated_tokens": len(token_ids),
         "ttft_s": first_token_after,
@@ -87,8 +98,8 @@ def generate(
     }
     emit(value, json, "")
     print(
-        f"{prompt_tokens} prompt tokens, {value['hit_tokens']} read from the store; first token "
-        f"after {first_token_after:.2f} s, {len(token_ids)} tokens in {seconds:.2f} s",
+        f"{len(prompt_token_ids)} prompt tokens, {value['hit_tokens']} read from the store; "
+        f"first token after {first_token_after:.2f} s, {len(token_ids)} tokens in {seconds:.2f} s",
         file=sys.stderr,
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit, format_age, make_table, shortened
+from kvferry.cli.output import JsonOption, emit, format_age, make_table, short_key
 from kvferry.cli.records import inspect
 from kvferry.cli.stores import UrlArgument, look, model_names
 from kvferry.config import format_size
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvferry.keys import JsonValue
     from kvferry.store.file import FileStore
 
-_SHOWN_DIGITS = 16
 _MAX_REMOVALS = 1 << 30
 
 
@@ -67,7 +66,10 @@ def ls(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """List the records of a store, or those that went last."""
+    """List the records of a store, or those that went last.
+
+    Example: kvferry ls file:///var/cache/kvferry --sort size --limit 20
+    """
     if removed:
         _show_removals(look(url, lambda store: store.removals(limit or _MAX_REMOVALS)), json)
     else:
@@ -96,14 +98,17 @@ def _place(row: _Row) -> tuple[bytes, int]:
 
 
 def _show(listing: _Listing, json: str | None) -> None:
-    table = make_table(
-        None, "key", "namespace", "first token", "tokens", "size", "last used", "model",
-        right=("first token", "tokens", "size", "last used"),
-    )  # fmt: skip
+    columns = ("key", "namespace", "position", "tokens", "size", "used")
+    table = make_table(None, *columns, right=columns[2:])
     for row in listing.rows:
-        table.add_row(*_cells(row), shortened(listing.models.get(row.namespace, "")))
+        table.add_row(*_cells(row))
+    # Beside each record, a long name would leave no room for the rest.
+    models = make_table(None, "namespace", "model")
+    for namespace, model in listing.models.items():
+        models.add_row(short_key(namespace), model)
     value = [_as_json(row, listing.models.get(row.namespace)) for row in listing.rows]
-    emit(value, json, table, f"{len(listing.rows)} of {listing.num_records} records")
+    count = f"{len(listing.rows)} of {listing.num_records} records"
+    emit(value, json, table, count, *([models] if listing.models else []))
 
 
 def _as_json(row: _Row, model: str | None) -> dict[str, JsonValue]:
@@ -127,10 +132,10 @@ def _as_json(row: _Row, model: str | None) -> dict[str, JsonValue]:
 def _cells(row: _Row) -> tuple[str, ...]:
     entry, record = row
     size, age = format_size(entry.num_bytes), format_age(entry.last_used)
-    key = entry.key.hex()[:_SHOWN_DIGITS]
+    key = short_key(entry.key)
     if isinstance(record, MissReason):
         return key, f"unreadable: {record}", "", "", size, age
-    namespace = record.schema.namespace.hex()[:_SHOWN_DIGITS]
+    namespace = short_key(record.schema.namespace)
     return key, namespace, str(record.first_token), str(record.schema.chunk_tokens), size, age
 
 
@@ -140,10 +145,10 @@ def _show_removals(removals: list[Removal], json: str | None) -> None:
     for each in removals:
         why = f"{each.reason}: {each.detail}" if each.detail else each.reason
         table.add_row(
-            each.key.hex()[:_SHOWN_DIGITS],
+            short_key(each.key),
             format_size(each.num_bytes),
             f"{format_age(each.at)} ago",
-            shortened(why),
-            shortened(each.by),
+            why,
+            each.by,
         )
     emit(value, json, table, f"{len(removals)} records went last")

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.config import printable
+from kvferry.config import parse_size, printable
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ JsonOption = Annotated[
     ),
 ]
 
-_PIPE_WIDTH = 160
-"""Columns when stdout is no terminal: nothing is cut off in a log."""
+_PIPE_WIDTH = 80
+"""Columns of a table when stdout is no terminal."""
 
-_SHORT = 48
+_KEY_DIGITS = 16
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
@@ -67,7 +67,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         value: the result, for programs.
         json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
             as a whole.
-        *renderables: the result, for people; text is shown as it is.
+        *renderables: the result, for people; text is shown as it is, a line of it on one line.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -79,7 +79,10 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
-        console.print(plain(renderable) if isinstance(renderable, str) else renderable)
+        if isinstance(renderable, str):
+            console.print(plain(renderable), soft_wrap=True)
+        else:
+            console.print(renderable)
     if json_target is not None:
         write_json(Path(json_target), value)
 
@@ -124,12 +127,22 @@ class PlainTable(Table):
 
 
 def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> PlainTable:
-    """An empty table; the columns named in `right` hold numbers."""
+    """An empty table. The columns named in `right` hold numbers; a longer text in another column
+    goes on in a second line, so that nothing is cut off."""
     shown = None if title is None else plain(title)
-    table = PlainTable(title=shown, title_justify="left", header_style="bold")
+    table = PlainTable(
+        title=shown,
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     for column in columns:
-        justify = "right" if column in right else "left"
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        if column in right:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
     return table
 
 
@@ -147,9 +160,9 @@ def progress() -> Progress:
     )
 
 
-def shortened(text: str) -> str:
-    """The end of `text`, which tells more of a path than its beginning, if it is long."""
-    return text if len(text) <= _SHORT else f"…{text[1 - _SHORT :]}"
+def short_key(key: bytes) -> str:
+    """The first digits of a key or namespace, which `kvferry show` takes for the whole."""
+    return key.hex()[:_KEY_DIGITS]
 
 
 def format_age(since: float, now: float | None = None) -> str:
@@ -159,6 +172,18 @@ def format_age(since: float, now: float | None = None) -> str:
         if seconds >= 2 * _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def require_size(option: str, text: str) -> int:
+    """Bytes meant by the text of `option`, which names its unit. Zero needs none.
+
+    Raises:
+        ConfigError: it is not a size, or has no unit.
+    """
+    num_bytes = parse_size(text)
+    if num_bytes and not text.strip().lower().endswith("b"):
+        raise ConfigError(f"{option} {text}: no unit; write for example 512MiB, or {text.strip()}B")
+    return num_bytes
 
 
 def parse_duration(text: str) -> float:

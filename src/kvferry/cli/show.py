@@ -31,6 +31,8 @@ def show(
     """Show one record: header, components and the result of checking every leaf.
 
     Exit code 1 if the record is not right; it stays where it is (`kvferry verify` takes it out).
+
+    Example: kvferry show file:///var/cache/kvferry 3f9a
     """
     entry, record, fault = look(url, lambda store: _look_at(store, key_prefix))
     facts: dict[str, JsonValue] = {

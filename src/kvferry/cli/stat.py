@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.cli.output import JsonOption, emit, format_age, make_table, shortened
+from kvferry.cli.output import JsonOption, emit, format_age, make_table, short_key
 from kvferry.cli.stores import UrlArgument, look, model_names
 from kvferry.config import format_size, parse_store_url
 from kvferry.store.base import Removal, StoreStat
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvferry.store.file import FileStore
 
 _SHOWN_NAMESPACES = 20
-_SHOWN_DIGITS = 16
 _MAX_REMOVALS = 1 << 30
 
 
@@ -33,6 +32,8 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     `used_bytes` counts what all processes that share the store have stored or reserved, and what is
     in quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes`
     is the host memory for KV, per engine, unless the option of that name says otherwise.
+
+    Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.connectors.registry import default_options
@@ -112,9 +113,12 @@ def _namespace_table(rows: list[dict[str, JsonValue]]) -> Table:
         right=("records", "size"),
     )
     for row in rows[:_SHOWN_NAMESPACES]:
-        namespace = str(row["namespace"] or "not known yet")[:_SHOWN_DIGITS]
+        namespace = bytes.fromhex(str(row["namespace"] or ""))
         table.add_row(
-            namespace, str(row["num_records"]), _size(row["num_bytes"]), _model(row["model"])
+            short_key(namespace) or "not known yet",
+            str(row["num_records"]),
+            _size(row["num_bytes"]),
+            str(row["model"] or ""),
         )
     return table
 
@@ -133,10 +137,6 @@ def _removed_table(rows: list[dict[str, JsonValue]], since: float) -> Table:
 
 def _size(num_bytes: JsonValue) -> str:
     return format_size(num_bytes) if isinstance(num_bytes, int) else ""
-
-
-def _model(name: JsonValue) -> str:
-    return shortened(name) if isinstance(name, str) else ""
 
 
 def _quarantine(root: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from kvferry.cli.output import JsonOption, emit, make_table, progress
+from kvferry.cli.output import JsonOption, emit, make_table, progress, short_key
 from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 
@@ -27,6 +27,8 @@ def verify(
 
     A record that vanishes meanwhile (evicted) is not counted; one that the medium does not give
     stays. Exit code 1 if any record was bad or could not be read.
+
+    Example: kvferry verify file:///var/cache/kvferry --dry-run
     """
     with open_existing(url, writable=not dry_run) as store, progress() as bar:
         task = bar.add_task("verifying", total=store.stat().num_records)
@@ -52,7 +54,7 @@ def _lines(report: VerifyReport, *, dry_run: bool) -> list[RenderableType]:
     if report.bad:
         table = make_table(None, "key", "reason", "action")
         for key, reason in report.bad:
-            table.add_row(key.hex(), reason, "left" if dry_run else "quarantined")
+            table.add_row(short_key(key), reason, "left" if dry_run else "quarantined")
         lines.append(table)
     lines.append(
         f"{report.num_records} records, {format_size(report.num_bytes)} checked: "

@@ -93,7 +93,7 @@ def make_prompts(
             "give a longer one, or ask for less"
         )
     document = str(tokenizer.decode(token_ids[:num_tokens]))
-    return [_tokenize(tokenizer, _message(document, question)) for question in questions]
+    return [encode_message(tokenizer, _message(document, question)) for question in questions]
 
 
 def _message(document: str, question: str) -> str:
@@ -103,9 +103,20 @@ def _message(document: str, question: str) -> str:
     )
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": message}]
+def encode_message(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
+    """Token ids of a user's message as the model's chat template renders it, or of the message
+    itself where a model has no template.
+
+    Raises:
+        ConfigError: the template cannot be rendered.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return list(tokenizer(message, verbose=False)["input_ids"])
+    chat = [{"role": "user", "content": message}]
+    try:
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(tokenizer(message, verbose=False)["input_ids"])
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
