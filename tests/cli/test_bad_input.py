@@ -226,9 +226,9 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_ctrl_c_is_one_line_and_130():
     script = (
-        "import sys, kvferry.cli.main as m, kvferry.cli.ls as ls\n"
+        "import sys, kvferry.cli.main as m, kvferry.cli.records as records\n"
         "def interrupted(*a, **k): raise KeyboardInterrupt\n"
-        "ls.look = interrupted\n"
+        "records.look = interrupted\n"
         "sys.exit(m.main(['ls', 'file:///x']))\n"
     )
     done = _python("-c", script)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvferry.cli.gc import choose_victims
+from kvferry.cli.upkeep import choose_victims
 from kvferry.store.base import Entry
 from kvferry.types import ChunkKey
 from tests.cli.conftest import CHUNK_TOKENS

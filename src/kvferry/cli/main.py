@@ -17,12 +17,10 @@ import typer
 import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
-from kvferry.cli.gc import gc
 from kvferry.cli.generate import generate
-from kvferry.cli.ls import ls
-from kvferry.cli.show import show
+from kvferry.cli.records import ls, show
 from kvferry.cli.stat import stat
-from kvferry.cli.verify import verify
+from kvferry.cli.upkeep import gc, verify
 from kvferry.config import printable
 from kvferry.errors import KVError
 

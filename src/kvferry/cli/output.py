@@ -7,9 +7,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.config import parse_size, printable
+from kvferry.config import format_size, parse_size, printable
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,19 +119,17 @@ def plain(text: str) -> Text:
     return Text(printable(text))
 
 
-class PlainTable(Table):
-    """A table whose cells are shown as they are."""
-
-    def add_row(self, *cells: str, **options: Any) -> None:  # type: ignore[override] # noqa: ANN401
-        super().add_row(*map(plain, cells), **options)
-
-
-def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> PlainTable:
-    """An empty table. The columns named in `right` hold numbers; a longer text in another column
-    goes on in a second line, so that nothing is cut off."""
-    shown = None if title is None else plain(title)
-    table = PlainTable(
-        title=shown,
+def make_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    right: Sequence[str] = (),
+) -> Table:
+    """A table of texts as they are. The columns named in `right` hold numbers; a long text in
+    another column goes on in a second line, so that nothing is cut off."""
+    table = Table(
+        title=None if title is None else plain(title),
         title_justify="left",
         header_style="bold",
         box=None,
@@ -143,7 +141,27 @@ def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> P
             table.add_column(column, justify="right", no_wrap=True)
         else:
             table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
     return table
+
+
+def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
+    """One line per fact; what a value means follows from its type and the end of its name."""
+    rows = [(name.replace("_", " "), _readable(name, value)) for name, value in facts.items()]
+    return make_table(("what", "value"), rows)
+
+
+def _readable(name: str, value: JsonValue) -> str:
+    if value is None:
+        return "no limit"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{format_size(value)} ({value} bytes)"
+    if name == "last_used" and isinstance(value, float):
+        return f"{format_age(value)} ago"
+    return str(value)
 
 
 def progress() -> Progress:
