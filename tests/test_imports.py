@@ -156,7 +156,7 @@ LAZY = {
     "testing": {"transformers"},
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
-    "demo": {"transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
+    "demo": {"torch", "transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"matplotlib", "torch", "vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.demo.compare import Comparison, compare
 from kvferry.demo.document import QUESTIONS, load_tokenizer, make_prompts, read_document
-from kvferry.demo.messages import Answer
 from kvferry.demo.model import prepare_model
+from kvferry.demo.phase import Answer
 from kvferry.demo.report import Summary, summarise, verdict
-from kvferry.demo.run import DemoOptions, DemoResult
+from kvferry.demo.run import Comparison, DemoOptions, DemoResult, compare
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer

@@ -60,7 +60,6 @@ def demo(
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()
     from kvferry.demo import report
-    from kvferry.demo.plot import save_plot
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
@@ -77,7 +76,7 @@ def demo(
     result = _run(options, console)
     summary = report.summarise(model_dir.resolve().name, result)
     plot = directory / "demo.png"
-    save_plot(plot, summary, result)
+    report.save_plot(plot, summary, result)
     emit(
         report.as_json(summary, result),
         json,
