@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.cli.output import JsonOption, emit, plain, progress
+from kvferry.cli.output import JsonOption, emit, plain, progress, read_text
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,11 +60,15 @@ def demo(
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()
     from kvferry.demo import report
+    from kvferry.demo.model import prepare_model
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
     asked = _questions(questions, prompts, has_own_document=document is not None)
-    model_dir = model_dir or _prepared_model(directory, wheel, console)
+    if model_dir is None:
+        model_dir = prepare_model(
+            directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
+        )
     options = DemoOptions(
         model_dir=model_dir,
         prompts=_prompts(model_dir, document, document_tokens, asked),
@@ -107,24 +111,13 @@ def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -
     return list(known[:count])
 
 
-def _prepared_model(directory: Path, wheel: Path | None, console: Console) -> Path:
-    from kvferry.demo.model import prepare_model
-
-    with console.status("looking for the model") as status:
-
-        def report(line: str) -> None:
-            console.print(plain(f"demo: {line}"))
-            status.update(plain(line))
-
-        return prepare_model(directory, wheel=wheel, report=report)
-
-
 def _prompts(
     model_dir: Path, document: Path | None, num_tokens: int, questions: list[str]
 ) -> list[list[int]]:
-    from kvferry.demo.document import load_tokenizer, make_prompts, read_document
+    from kvferry.demo.document import default_document, load_tokenizer, make_prompts
 
-    text = read_document(document)  # first: it fails sooner than the tokenizer loads
+    # First: it fails sooner than the tokenizer loads.
+    text = default_document() if document is None else read_text("document", document)
     return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit
+from kvferry.cli.output import JsonOption, emit, read_text
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
@@ -108,10 +108,5 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give a prompt, '-' to read it from stdin, or --prompt-file FILE")
     if prompt_file is not None:
-        try:
-            return prompt_file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read prompt {prompt_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"prompt {prompt_file} is not UTF-8 text ({error.reason})") from error
+        return read_text("prompt", prompt_file)
     return sys.stdin.read() if prompt == "-" else str(prompt)

@@ -87,6 +87,20 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         write_json(Path(json_target), value)
 
 
+def read_text(what: str, path: Path) -> str:
+    """The text of a file that the user named.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} is not UTF-8 text ({error.reason})") from error
+
+
 def write_json(path: Path, value: JsonValue) -> None:
     """Replace `path` by `value` as JSON: a reader sees the old file or the new one. A device or
     pipe is written into.

@@ -36,8 +36,8 @@ _NO_INDEX = "none.sqlite3"
 
 
 def look(url: str, question: Callable[[FileStore], T]) -> T:
-    """What `question` finds in the store at `url`, opened read-only. If the index turns out to be
-    damaged, or stays locked, it is asked again of the directory alone.
+    """Answer `question` about the store at `url`, opened read-only: with its index, or from the
+    directory alone if the index turns out to be damaged or stays locked.
 
     Raises:
         ConfigError: see `open_existing`.
@@ -72,7 +72,7 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
     options = {**parsed.options, "create": "false", "read_only": str(not writable)}
     # What a file URL opens; the class itself is not imported here, since that takes its time.
-    # Nobody here asks what the store contains: a million keys need not be kept in memory.
+    # No command asks what the store contains: a million keys need not be kept in memory.
     opened = open_store(str(dataclasses.replace(parsed, options=options)), index=writable)
     store = cast("FileStore", opened)
     until = time.monotonic() + INDEX_SECONDS
@@ -99,8 +99,7 @@ def find(store: FileStore, key_prefix: str) -> Entry:
 
 
 def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, str]:
-    """What the models of namespaces are called, of those for which the store keeps a description
-    that is right."""
+    """Names of the models of namespaces, where the store keeps a description that fits."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.keys import Namespace
 

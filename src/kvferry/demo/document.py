@@ -36,19 +36,12 @@ _TOPICS = (
 )  # fmt: skip
 
 
-def read_document(path: Path | None) -> str:
-    """The text of `path`, or chapters of the Python reference, which come with every CPython.
+def default_document() -> str:
+    """Chapters of the Python reference, which come with every CPython.
 
     Raises:
-        ConfigError: no such file, not text, or a Python without its `pydoc_data`.
+        ConfigError: a Python without its `pydoc_data`.
     """
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read document {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"document {path} is not UTF-8 text ({error.reason})") from error
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -93,14 +86,14 @@ def make_prompts(
             "give a longer one, or ask for less"
         )
     document = str(tokenizer.decode(token_ids[:num_tokens]))
-    return [encode_message(tokenizer, _message(document, question)) for question in questions]
-
-
-def _message(document: str, question: str) -> str:
-    return (
-        f"Read this text.\n\n{document}\n\n"
-        f"Question about the text: {question} Answer in one short sentence."
-    )
+    return [
+        encode_message(
+            tokenizer,
+            f"Read this text.\n\n{document}\n\n"
+            f"Question about the text: {question} Answer in one short sentence.",
+        )
+        for question in questions
+    ]
 
 
 def encode_message(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:

@@ -175,13 +175,11 @@ def save_plot(path: Path, summary: Summary, result: DemoResult) -> None:
     """Write a PNG; needs no display.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("the plot needs matplotlib: pip install 'kvferry[demo]'") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     runs = [*result.warm, result.corrupted]
     figure = Figure(figsize=(10, 1.9 + 0.85 * len(runs)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
