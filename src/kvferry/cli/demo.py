@@ -59,7 +59,6 @@ def demo(
     """
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()
-    from kvferry.demo import report
     from kvferry.demo.model import prepare_model
     from kvferry.demo.run import DemoOptions
 
@@ -77,9 +76,15 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    result = _run(options, console)
+    if not _show(model_dir, _run(options, console), directory / "demo.png", json):
+        raise typer.Exit(1)
+
+
+def _show(model_dir: Path, result: DemoResult, plot: Path, json: str | None) -> bool:
+    """Plot and print the result; whether all of it was right."""
+    from kvferry.demo import report
+
     summary = report.summarise(model_dir.resolve().name, result)
-    plot = directory / "demo.png"
     report.save_plot(plot, summary, result)
     emit(
         report.as_json(summary, result),
@@ -88,8 +93,7 @@ def demo(
         Text.from_markup(report.verdict(summary)),
         f"Plot: {plot}   Store: kvferry ls {result.store}",
     )
-    if not summary.is_right:
-        raise typer.Exit(1)
+    return summary.is_right
 
 
 def _require_extra() -> None:

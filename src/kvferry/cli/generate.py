@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 
@@ -17,6 +18,7 @@ from kvferry.observe import Counters
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvferry.engine import TokenEvent
     from kvferry.keys import JsonValue
 
 
@@ -66,7 +68,6 @@ def generate(
     from kvferry.demo.document import encode_message
     from kvferry.engine import LLM, SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     counters = Counters()
     options = {"chunk_tokens": chunk_tokens} if store is not None else None
     with LLM(
@@ -75,31 +76,48 @@ def generate(
         prompt_token_ids = llm.encode(text)
         if not raw:
             prompt_token_ids = encode_message(cast("PreTrainedTokenizerBase", llm.tokenizer), text)
-        token_ids: list[int] = []
-        pieces: list[str] = []
-        first_token_after = 0.0
-        started = time.perf_counter()
-        for event in llm.stream(prompt_token_ids, params):
-            if not token_ids:
-                first_token_after = time.perf_counter() - started
-            token_ids.append(event.token_id)
-            pieces.append(event.text)
-            if json != "-":
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        seconds = time.perf_counter() - started
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
+    _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
+
+
+class _Answer(NamedTuple):
+    text: str
+    num_tokens: int
+    ttft_seconds: float
+    seconds: float
+
+
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
+    """Take all tokens; with `echo`, write each to stdout as it comes."""
+    pieces: list[str] = []
+    ttft = 0.0
+    started = time.perf_counter()
+    for event in events:
+        if not pieces:
+            ttft = time.perf_counter() - started
+        pieces.append(event.text)
+        if echo:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    return _Answer("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
+
+
+def _report(prompt_tokens: int, hit_tokens: float, answer: _Answer, json: str | None) -> None:
     value: dict[str, JsonValue] = {
-        "prompt_tokens": len(prompt_token_ids),
-        "hit_tokens": counters["hit_tokens"],
-        "generated_tokens": len(token_ids),
-        "ttft_s": first_token_after,
-        "total_s": seconds,
-        "text": "".join(pieces),
+        "prompt_tokens": prompt_tokens,
+        "hit_tokens": hit_tokens,
+        "generated_tokens": answer.num_tokens,
+        "ttft_s": answer.ttft_seconds,
+        "total_s": answer.seconds,
+        "text": answer.text,
     }
     emit(value, json, "")
     print(
-        f"{len(prompt_token_ids)} prompt tokens, {value['hit_tokens']} read from the store; "
-        f"first token after {first_token_after:.2f} s, {len(token_ids)} tokens in {seconds:.2f} s",
+        f"{prompt_tokens} prompt tokens, {hit_tokens} read from the store; first token after "
+        f"{answer.ttft_seconds:.2f} s, {answer.num_tokens} tokens in {answer.seconds:.2f} s",
         file=sys.stderr,
     )
 
