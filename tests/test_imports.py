@@ -156,7 +156,7 @@ LAZY = {
     "testing": {"transformers"},
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
-    "demo": {"transformers", "matplotlib", "gguf", "pydoc_data"},
+    "demo": {"torch", "transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"matplotlib", "torch", "vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
@@ -279,7 +279,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         ("runner/lifecycle.py", "from kvferry.connectors.registry import Roles", "beside runner"),
-        ("cli/ls.py", "import kvferry.connectors.shared_storage.worker", "not for cli/ls.py"),
+        ("cli/stat.py", "import kvferry.connectors.shared_storage.worker", "not for cli/stat.py"),
         ("blocks/copies.py", "import kvferry.connectors.registry", "above blocks"),
         ("blocks/copies.py", "import kvferry.store.base", "not for blocks/copies.py"),
         ("blocks/tables.py", "import torch", "torch is not for blocks"),

@@ -56,3 +56,32 @@ def test_a_seed_repeats_a_sample(run, model_dir):
 
     assert sample(1) == sample(1)
     assert len({sample(seed) for seed in range(1, 5)}) > 1
+
+
+@pytest.fixture(scope="module")
+def chat_model_dir(tmp_path_factory):
+    directory = make_tiny_model(tmp_path_factory.mktemp("chat"))
+    save_tiny_tokenizer(directory)
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}reply:"
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_the_chat_template_of_a_model_is_applied_unless_raw_is_asked_for(
+    run, model_dir, chat_model_dir
+):
+    def asked(directory, *options):
+        ran = run("generate", directory, *options, "--max-tokens", 5, "--json", "-")
+        assert ran.code == 0, ran.err
+        value = json.loads(ran.out)
+        return value["prompt_tokens"], value["text"]
+
+    rendered = f"<s>user: {PROMPT}</s>reply:"
+    assert asked(chat_model_dir, PROMPT) == asked(model_dir, rendered)
+    assert asked(chat_model_dir, PROMPT, "--raw") == asked(model_dir, PROMPT)
+    assert asked(chat_model_dir, PROMPT) != asked(model_dir, PROMPT)
+
+
+def test_a_chat_template_that_is_wrong_is_refused_in_one_line(run, chat_model_dir):
+    (chat_model_dir / "chat_template.jinja").write_text("{{ raise_exception('not for you') }}")
+    assert "not for you" in run("generate", chat_model_dir, PROMPT).error_line

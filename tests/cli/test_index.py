@@ -55,7 +55,7 @@ def test_ls_and_stat_name_the_model_of_each_record(make_store, run):
             "num_bytes": 2 * made.schema.record_bytes,
         }
     ]
-    assert run("ls", made.url).out.count("org/model-7b") == 2
+    assert run("ls", made.url).out.count("org/model-7b") == 1
     assert run("stat", made.url).out.count("org/model-7b") == 1
 
 

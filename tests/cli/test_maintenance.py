@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvferry.cli.gc import choose_victims
+from kvferry.cli.upkeep import choose_victims
 from kvferry.store.base import Entry
 from kvferry.types import ChunkKey
 from tests.cli.conftest import CHUNK_TOKENS
@@ -190,7 +190,7 @@ def test_gc_keeps_the_most_recently_used(make_store, run):
     for index in range(4):
         made.set_last_used(index, 1_700_000_000.0 + index)
     room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
-    ran = run("gc", made.url, "--max-bytes", room, "--json", "-")
+    ran = run("gc", made.url, "--max-bytes", f"{room}B", "--json", "-")
     value = json.loads(ran.out)
     assert (value["removed_records"], value["used_bytes"]) == (2, 2 * made.schema.record_bytes)
     assert [made.path(index).exists() for index in range(4)] == [False, False, True, True]
@@ -199,7 +199,9 @@ def test_gc_keeps_the_most_recently_used(make_store, run):
 def test_gc_dry_run_says_what_would_go(make_store, run):
     made = make_store(num_records=4)
     room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
-    value = json.loads(run("gc", made.url, "--max-bytes", room, "--dry-run", "--json", "-").out)
+    value = json.loads(
+        run("gc", made.url, "--max-bytes", f"{room}B", "--dry-run", "--json", "-").out
+    )
     assert value["dry_run"] is True
     assert (value["removed_records"], value["used_bytes"]) == (2, 2 * made.schema.record_bytes)
     assert all(made.path(index).exists() for index in range(4))

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.demo.compare import Comparison, compare
-from kvferry.demo.document import QUESTIONS, load_tokenizer, make_prompts, read_document
-from kvferry.demo.messages import Answer
+from kvferry.demo.document import QUESTIONS, default_document, load_tokenizer, make_prompts
 from kvferry.demo.model import prepare_model
+from kvferry.demo.phase import Answer
 from kvferry.demo.report import Summary, summarise, verdict
-from kvferry.demo.run import DemoOptions, DemoResult
+from kvferry.demo.run import Comparison, DemoOptions, DemoResult, compare
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer
@@ -94,7 +93,7 @@ def test_a_half_made_model_directory_is_made_again(tmp_path):
 
 def test_prompts_share_the_document_and_end_in_their_question(model_dir):
     tokenizer = load_tokenizer(model_dir)
-    one, two = make_prompts(tokenizer, read_document(None), 200, QUESTIONS[:2])
+    one, two = make_prompts(tokenizer, default_document(), 200, QUESTIONS[:2])
     shared = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
     assert shared >= 200
     assert QUESTIONS[0] in tokenizer.decode(one[shared - 10 :])
@@ -103,7 +102,7 @@ def test_prompts_share_the_document_and_end_in_their_question(model_dir):
 
 def test_the_default_document_is_long_enough_for_the_default_length(model_dir):
     # A byte-level tokenizer of few words makes more tokens than any real one; count characters.
-    assert len(read_document(None)) > 30_000
+    assert len(default_document()) > 30_000
 
 
 def test_a_document_shorter_than_asked_is_refused(model_dir):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.cli.records import inspect
+from kvferry.cli.stores import inspect
 from kvferry.record.check import RecordInfo
 from kvferry.store.base import SupportsScan
 from kvferry.store.url import open_store

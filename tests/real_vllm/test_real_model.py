@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.demo.document import load_tokenizer, read_document
+from kvferry.demo.document import default_document, load_tokenizer
 from kvferry.demo.model import prepare_model
 from tests.real_vllm.harness import Process, assert_same, expected_hit, kvferry, wait_for_records
 
@@ -23,7 +23,7 @@ def smollm() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(smollm: Path) -> list[list[int]]:
-    tokens = load_tokenizer(smollm)(read_document(None)[:40_000])["input_ids"]
+    tokens = load_tokenizer(smollm)(default_document()[:40_000])["input_ids"]
     return [tokens[start : start + n] for start, n in zip((0, 2000, 5000), LENGTHS, strict=True)]
 
 

@@ -5,19 +5,26 @@ No host, user or path names: a result can be published as it is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from kvferry.bench.registry import Row
 from kvferry.store.filesystem import file_system
 
 MachineFacts = Mapping[str, str | int | float | None]
+
+_MAX_WIDTH = 80
+_MAX_TEXT = 18
+_GAP = 2
 
 
 def machine(directory: Path) -> MachineFacts:
@@ -50,22 +57,56 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:
-    """The rows as a table; below it the machine, and what rows have as `note`."""
+def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Group:
+    """The rows as a table; below it the machine, and what rows have as `note`.
+
+    Columns beyond 80 characters stand in further tables, which repeat the leading columns of text.
+    """
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "note"))
+    cells = {column: [_cell(row.get(column)) for row in rows] for column in columns}
+    numbers = {
+        column
+        for column in columns
+        if any(isinstance(row.get(column), int | float) for row in rows)
+    }
     notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
-    result = Table(
-        title=name,
-        title_justify="left",
-        caption="\n".join([", ".join(str(fact) for fact in _caption(facts)), *notes]),
-        caption_justify="left",
-    )
-    for column in columns:
-        is_number = any(isinstance(row.get(column), int | float) for row in rows)
-        result.add_column(column, justify="right" if is_number else "left", no_wrap=True)
-    for row in rows:
-        result.add_row(*(_cell(row.get(column)) for column in columns))
-    return result
+    shown: list[Text | Table] = [Text(name)]
+    for part in _parts(cells, numbers):
+        shown += [_part({column: cells[column] for column in part}, numbers), Text("")]
+    caption = "\n".join([", ".join(str(fact) for fact in _caption(facts)), *notes])
+    return Group(*shown, Text(caption))
+
+
+def _parts(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> list[list[str]]:
+    """Columns of each table: as many as fit."""
+    columns = list(cells)
+    leading = list(itertools.takewhile(lambda column: column not in numbers, columns))
+    leading = leading or columns[:1]
+    parts = [list(leading)]
+    for column in columns[len(leading) :]:
+        if sum(_width(each, cells[each]) + _GAP for each in [*parts[-1], column]) > _MAX_WIDTH:
+            parts.append(list(leading))
+        parts[-1].append(column)
+    return parts
+
+
+def _width(column: str, cells: Sequence[str]) -> int:
+    """The least at which no word of a name and no number is cut; a long text goes on below."""
+    return max(*map(len, column.split("_")), min(_MAX_TEXT, max(map(len, cells))))
+
+
+def _part(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> Table:
+    part = Table(box=None, padding=(0, _GAP, 0, 0))
+    for column, values in cells.items():
+        part.add_column(
+            column.replace("_", " "),
+            justify="right" if column in numbers else "left",
+            width=_width(column, values),
+            overflow="fold",
+        )
+    for row in zip(*cells.values(), strict=True):
+        part.add_row(*map(Text, row))
+    return part
 
 
 def _caption(facts: MachineFacts) -> list[object]:

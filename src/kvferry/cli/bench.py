@@ -36,7 +36,10 @@ def bench(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure one part of kvferry beside the machine's own limits."""
+    """Measure one part of kvferry beside the machine's own limits.
+
+    Example: kvferry bench lookup --quick --json lookup.json
+    """
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.bench import report
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.cli.output import JsonOption, emit, plain, progress
+from kvferry.cli.output import JsonOption, emit, plain, progress, read_text
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,16 +54,20 @@ def demo(
     """Show reuse on a real model: computed, read back by a new process, one record corrupted.
 
     Prints one table and saves a plot. Exit code 1 if anything was not right.
+
+    Example: kvferry demo --document report.txt --question "What is it about?"
     """
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
     _require_extra()
-    from kvferry.demo import report
-    from kvferry.demo.plot import save_plot
+    from kvferry.demo.model import prepare_model
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
     asked = _questions(questions, prompts, has_own_document=document is not None)
-    model_dir = model_dir or _prepared_model(directory, wheel, console)
+    if model_dir is None:
+        model_dir = prepare_model(
+            directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
+        )
     options = DemoOptions(
         model_dir=model_dir,
         prompts=_prompts(model_dir, document, document_tokens, asked),
@@ -72,10 +76,16 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    result = _run(options, console)
+    if not _show(model_dir, _run(options, console), directory / "demo.png", json):
+        raise typer.Exit(1)
+
+
+def _show(model_dir: Path, result: DemoResult, plot: Path, json: str | None) -> bool:
+    """Plot and print the result; whether all of it was right."""
+    from kvferry.demo import report
+
     summary = report.summarise(model_dir.resolve().name, result)
-    plot = directory / "demo.png"
-    save_plot(plot, summary, result)
+    report.save_plot(plot, summary, result)
     emit(
         report.as_json(summary, result),
         json,
@@ -83,8 +93,7 @@ def demo(
         Text.from_markup(report.verdict(summary)),
         f"Plot: {plot}   Store: kvferry ls {result.store}",
     )
-    if not summary.is_right:
-        raise typer.Exit(1)
+    return summary.is_right
 
 
 def _require_extra() -> None:
@@ -106,24 +115,13 @@ def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -
     return list(known[:count])
 
 
-def _prepared_model(directory: Path, wheel: Path | None, console: Console) -> Path:
-    from kvferry.demo.model import prepare_model
-
-    with console.status("looking for the model") as status:
-
-        def report(line: str) -> None:
-            console.print(plain(f"demo: {line}"))
-            status.update(plain(line))
-
-        return prepare_model(directory, wheel=wheel, report=report)
-
-
 def _prompts(
     model_dir: Path, document: Path | None, num_tokens: int, questions: list[str]
 ) -> list[list[int]]:
-    from kvferry.demo.document import load_tokenizer, make_prompts, read_document
+    from kvferry.demo.document import default_document, load_tokenizer, make_prompts
 
-    text = read_document(document)  # first: it fails sooner than the tokenizer loads
+    # First: it fails sooner than the tokenizer loads.
+    text = default_document() if document is None else read_text("document", document)
     return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit
+from kvferry.cli.output import JsonOption, emit, read_text
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvferry.engine import TokenEvent
     from kvferry.keys import JsonValue
 
 
@@ -38,6 +42,9 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of the sampling.")] = 1.0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes samples repeatable.")] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, bfloat16, or auto for what the model says.")
@@ -49,46 +56,68 @@ def generate(
 ) -> None:
     """Generate text; the prompt's KV is read from the store where it is there.
 
-    The text goes to stdout, hit tokens and time to first token to stderr.
+    A model with a chat template is given the prompt as a user's message. The text goes to stdout,
+    hit tokens and time to first token to stderr.
+
+    Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
     text = _read_prompt(prompt, prompt_file)
     if find_spec("transformers") is None:
         raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
     # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    from kvferry.demo.document import encode_message
     from kvferry.engine import LLM, SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     counters = Counters()
     options = {"chunk_tokens": chunk_tokens} if store is not None else None
     with LLM(
         model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
     ) as llm:
-        prompt_tokens = len(llm.encode(text))
-        token_ids: list[int] = []
-        pieces: list[str] = []
-        first_token_after = 0.0
-        started = time.perf_counter()
-        for event in llm.stream(text, params):
-            if not token_ids:
-                first_token_after = time.perf_counter() - started
-            token_ids.append(event.token_id)
-            pieces.append(event.text)
-            if json != "-":
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        seconds = time.perf_counter() - started
+        prompt_token_ids = llm.encode(text)
+        if not raw:
+            prompt_token_ids = encode_message(cast("PreTrainedTokenizerBase", llm.tokenizer), text)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
+    _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
+
+
+class _Answer(NamedTuple):
+    text: str
+    num_tokens: int
+    ttft_seconds: float
+    seconds: float
+
+
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
+    """Take all tokens; with `echo`, write each to stdout as it comes."""
+    pieces: list[str] = []
+    ttft = 0.0
+    started = time.perf_counter()
+    for event in events:
+        if not pieces:
+            ttft = time.perf_counter() - started
+        pieces.append(event.text)
+        if echo:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    return _Answer("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
+
+
+def _report(prompt_tokens: int, hit_tokens: float, answer: _Answer, json: str | None) -> None:
     value: dict[str, JsonValue] = {
         "prompt_tokens": prompt_tokens,
-        "hit_tokens": counters["hit_tokens"],
-        "generated_tokens": len(token_ids),
-        "ttft_s": first_token_after,
-        "total_s": seconds,
-        "text": "".join(pieces),
+        "hit_tokens": hit_tokens,
+        "generated_tokens": answer.num_tokens,
+        "ttft_s": answer.ttft_seconds,
+        "total_s": answer.seconds,
+        "text": answer.text,
     }
     emit(value, json, "")
     print(
-        f"{prompt_tokens} prompt tokens, {value['hit_tokens']} read from the store; first token "
-        f"after {first_token_after:.2f} s, {len(token_ids)} tokens in {seconds:.2f} s",
+        f"{prompt_tokens} prompt tokens, {hit_tokens} read from the store; first token after "
+        f"{answer.ttft_seconds:.2f} s, {answer.num_tokens} tokens in {answer.seconds:.2f} s",
         file=sys.stderr,
     )
 
@@ -97,10 +126,5 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give a prompt, '-' to read it from stdin, or --prompt-file FILE")
     if prompt_file is not None:
-        try:
-            return prompt_file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read prompt {prompt_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"prompt {prompt_file} is not UTF-8 text ({error.reason})") from error
+        return read_text("prompt", prompt_file)
     return sys.stdin.read() if prompt == "-" else str(prompt)

@@ -1,12 +1,13 @@
 """The `kvferry` command: collects the sub-commands, and turns every failure into one line.
 
 Exit codes: 0 done; 1 the command ran and found something wrong (`verify`, `demo`); 2 it could not
-run as asked; 130 interrupted.
+run as asked; 130 interrupted; 141 the reader of stdout left early, as `head` does.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Protocol, cast
@@ -16,17 +17,17 @@ import typer
 import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
-from kvferry.cli.gc import gc
 from kvferry.cli.generate import generate
-from kvferry.cli.ls import ls
-from kvferry.cli.show import show
+from kvferry.cli.records import ls, show
 from kvferry.cli.stat import stat
-from kvferry.cli.verify import verify
+from kvferry.cli.upkeep import gc, verify
 from kvferry.config import printable
 from kvferry.errors import KVError
 
 EXIT_MISUSE = 2
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 141
+"""What a shell reports of a command that SIGPIPE ended."""
 
 
 class _UsageProblem(Protocol):
@@ -86,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = build_app()
     try:
         code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):
+        # click and rich turn a broken pipe into SystemExit, and raise it for nothing else here.
+        return _reader_left()
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _CLICK_ERROR as error:
@@ -105,6 +110,14 @@ class _Formatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
+
+
+def _reader_left() -> int:
+    """Send to nowhere what Python would still write at its end, with a complaint."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return EXIT_READER_LEFT
 
 
 def _fail(message: str, code: int) -> int:

@@ -7,9 +7,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.config import printable
+from kvferry.config import format_size, parse_size, printable
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ JsonOption = Annotated[
     ),
 ]
 
-_PIPE_WIDTH = 160
-"""Columns when stdout is no terminal: nothing is cut off in a log."""
+_PIPE_WIDTH = 80
+"""Columns of a table when stdout is no terminal."""
 
-_SHORT = 48
+_KEY_DIGITS = 16
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
@@ -67,7 +67,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         value: the result, for programs.
         json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
             as a whole.
-        *renderables: the result, for people; text is shown as it is.
+        *renderables: the result, for people; text is shown as it is, a line of it on one line.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -79,9 +79,26 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
-        console.print(plain(renderable) if isinstance(renderable, str) else renderable)
+        if isinstance(renderable, str):
+            console.print(plain(renderable), soft_wrap=True)
+        else:
+            console.print(renderable)
     if json_target is not None:
         write_json(Path(json_target), value)
+
+
+def read_text(what: str, path: Path) -> str:
+    """The text of a file that the user named.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} is not UTF-8 text ({error.reason})") from error
 
 
 def write_json(path: Path, value: JsonValue) -> None:
@@ -116,21 +133,49 @@ def plain(text: str) -> Text:
     return Text(printable(text))
 
 
-class PlainTable(Table):
-    """A table whose cells are shown as they are."""
-
-    def add_row(self, *cells: str, **options: Any) -> None:  # type: ignore[override] # noqa: ANN401
-        super().add_row(*map(plain, cells), **options)
-
-
-def make_table(title: str | None, *columns: str, right: Sequence[str] = ()) -> PlainTable:
-    """An empty table; the columns named in `right` hold numbers."""
-    shown = None if title is None else plain(title)
-    table = PlainTable(title=shown, title_justify="left", header_style="bold")
+def make_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    right: Sequence[str] = (),
+) -> Table:
+    """A table of texts as they are. The columns named in `right` hold numbers; a long text in
+    another column goes on in a second line, so that nothing is cut off."""
+    table = Table(
+        title=None if title is None else plain(title),
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     for column in columns:
-        justify = "right" if column in right else "left"
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        if column in right:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
     return table
+
+
+def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
+    """One line per fact; what a value means follows from its type and the end of its name."""
+    rows = [(name.replace("_", " "), _readable(name, value)) for name, value in facts.items()]
+    return make_table(("what", "value"), rows)
+
+
+def _readable(name: str, value: JsonValue) -> str:
+    if value is None:
+        return "no limit"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{format_size(value)} ({value} bytes)"
+    if name == "last_used" and isinstance(value, float):
+        return f"{format_age(value)} ago"
+    return str(value)
 
 
 def progress() -> Progress:
@@ -147,9 +192,9 @@ def progress() -> Progress:
     )
 
 
-def shortened(text: str) -> str:
-    """The end of `text`, which tells more of a path than its beginning, if it is long."""
-    return text if len(text) <= _SHORT else f"…{text[1 - _SHORT :]}"
+def short_key(key: bytes) -> str:
+    """The first digits of a key or namespace, which `kvferry show` takes for the whole."""
+    return key.hex()[:_KEY_DIGITS]
 
 
 def format_age(since: float, now: float | None = None) -> str:
@@ -159,6 +204,18 @@ def format_age(since: float, now: float | None = None) -> str:
         if seconds >= 2 * _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def require_size(option: str, text: str) -> int:
+    """Bytes meant by the text of `option`, which names its unit. Zero needs none.
+
+    Raises:
+        ConfigError: it is not a size, or has no unit.
+    """
+    num_bytes = parse_size(text)
+    if num_bytes and not text.strip().lower().endswith("b"):
+        raise ConfigError(f"{option} {text}: no unit; write for example 512MiB, or {text.strip()}B")
+    return num_bytes
 
 
 def parse_duration(text: str) -> float:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.cli.output import JsonOption, emit, format_age, make_table, shortened
+from kvferry.cli.output import (
+    JsonOption,
+    emit,
+    format_age,
+    make_fact_table,
+    make_table,
+    short_key,
+)
 from kvferry.cli.stores import UrlArgument, look, model_names
 from kvferry.config import format_size, parse_store_url
 from kvferry.store.base import Removal, StoreStat
@@ -16,15 +23,23 @@ if TYPE_CHECKING:
     from kvferry.store.file import FileStore
 
 _SHOWN_NAMESPACES = 20
-_SHOWN_DIGITS = 16
 _MAX_REMOVALS = 1 << 30
 
 
-class _Found(NamedTuple):
-    stat: StoreStat
-    namespaces: dict[bytes, tuple[int, int]]
-    models: dict[bytes, str]
-    removals: list[Removal]
+class _Namespace(NamedTuple):
+    digest: bytes
+    model: str | None
+    num_records: int
+    num_bytes: int
+
+
+class _Removed(NamedTuple):
+    """What went for one reason."""
+
+    reason: str
+    num_records: int
+    num_bytes: int
+    last_at: float
 
 
 def stat(url: UrlArgument, json: JsonOption = None) -> None:
@@ -33,110 +48,101 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     `used_bytes` counts what all processes that share the store have stored or reserved, and what is
     in quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes`
     is the host memory for KV, per engine, unless the option of that name says otherwise.
+
+    Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.connectors.registry import default_options
 
-    found = look(url, _ask)
+    counts, namespaces, removals = look(url, _ask)
     quarantined, quarantined_bytes = _quarantine(parse_store_url(url).path)
     facts: dict[str, JsonValue] = {
         "url": url,
-        "num_records": found.stat.num_records,
-        "used_bytes": found.stat.used_bytes,
-        "max_bytes": found.stat.max_bytes,
-        "index_complete": found.stat.index_complete,
+        "num_records": counts.num_records,
+        "used_bytes": counts.used_bytes,
+        "max_bytes": counts.max_bytes,
+        "index_complete": counts.index_complete,
         "quarantined": quarantined,
         "quarantined_bytes": quarantined_bytes,
         "memory_bytes": default_options("shared_storage")["memory_bytes"],
     }
-    namespaces = _by_namespace(found)
-    removed = _by_reason(found.removals)
-    table = make_table(None, "what", "value")
-    for name, fact in facts.items():
-        table.add_row(name, _readable(name, fact))
-    tables: list[Table] = [table]
+    removed = _by_reason(removals)
+    since = removals[-1].at if removals else None
+    tables = [make_fact_table(facts)]
     if namespaces:
         tables.append(_namespace_table(namespaces))
-    if removed:
-        tables.append(_removed_table(removed, found.removals[-1].at))
+    if since is not None:
+        tables.append(_removed_table(removed, since))
     value: JsonValue = {
         **facts,
-        "namespaces": list(namespaces),
-        "removed": list(removed),
-        "removed_since": found.removals[-1].at if removed else None,
+        "namespaces": [
+            {
+                "namespace": each.digest.hex() or None,
+                "model": each.model,
+                "num_records": each.num_records,
+                "num_bytes": each.num_bytes,
+            }
+            for each in namespaces
+        ],
+        "removed": [each._asdict() for each in removed],
+        "removed_since": since,
     }
     emit(value, json, *tables)
 
 
-def _ask(store: FileStore) -> _Found:
-    namespaces = store.namespaces()
-    models = model_names(store, namespaces)
-    return _Found(store.stat(), namespaces, models, store.removals(_MAX_REMOVALS))
+def _ask(store: FileStore) -> tuple[StoreStat, list[_Namespace], list[Removal]]:
+    """Counts, namespaces (the largest first) and removals (the latest first)."""
+    counts = store.namespaces()
+    models = model_names(store, counts)
+    namespaces = [_Namespace(each, models.get(each), *count) for each, count in counts.items()]
+    namespaces.sort(key=lambda each: -each.num_bytes)
+    return store.stat(), namespaces, store.removals(_MAX_REMOVALS)
 
 
-def _by_namespace(found: _Found) -> list[dict[str, JsonValue]]:
-    """The largest first."""
-    return [
-        {
-            "namespace": namespace.hex() or None,
-            "model": found.models.get(namespace),
-            "num_records": num_records,
-            "num_bytes": num_bytes,
-        }
-        for namespace, (num_records, num_bytes) in sorted(
-            found.namespaces.items(), key=lambda item: -item[1][1]
-        )
-    ]
-
-
-def _by_reason(removals: list[Removal]) -> list[dict[str, JsonValue]]:
+def _by_reason(removals: list[Removal]) -> list[_Removed]:
     """The latest first."""
-    rows: dict[str, dict[str, JsonValue]] = {}
+    found = []
     for reason in dict.fromkeys(each.reason for each in removals):
         went = [each for each in removals if each.reason == reason]
-        rows[reason] = {
-            "reason": reason,
-            "num_records": len(went),
-            "num_bytes": sum(each.num_bytes for each in went),
-            "last_at": went[0].at,
-        }
-    return list(rows.values())
+        found.append(_Removed(reason, len(went), sum(each.num_bytes for each in went), went[0].at))
+    return found
 
 
-def _namespace_table(rows: list[dict[str, JsonValue]]) -> Table:
-    left = len(rows) - _SHOWN_NAMESPACES
-    title = f"records by namespace, {left} smaller ones not shown" if left > 0 else None
-    table = make_table(
-        title or "records by namespace",
-        *("namespace", "records", "size", "model"),
+def _namespace_table(namespaces: list[_Namespace]) -> Table:
+    left = len(namespaces) - _SHOWN_NAMESPACES
+    rows = [
+        (
+            short_key(each.digest) or "not known yet",
+            str(each.num_records),
+            format_size(each.num_bytes),
+            each.model or "",
+        )
+        for each in namespaces[:_SHOWN_NAMESPACES]
+    ]
+    return make_table(
+        ("namespace", "records", "size", "model"),
+        rows,
+        title="records by namespace" + (f", {left} smaller ones not shown" if left > 0 else ""),
         right=("records", "size"),
     )
-    for row in rows[:_SHOWN_NAMESPACES]:
-        namespace = str(row["namespace"] or "not known yet")[:_SHOWN_DIGITS]
-        table.add_row(
-            namespace, str(row["num_records"]), _size(row["num_bytes"]), _model(row["model"])
+
+
+def _removed_table(removed: list[_Removed], since: float) -> Table:
+    rows = [
+        (
+            each.reason,
+            str(each.num_records),
+            format_size(each.num_bytes),
+            f"{format_age(each.last_at)} ago",
         )
-    return table
-
-
-def _removed_table(rows: list[dict[str, JsonValue]], since: float) -> Table:
-    table = make_table(
-        f"went in the last {format_age(since)}",
-        *("why", "records", "size", "last"),
+        for each in removed
+    ]
+    return make_table(
+        ("why", "records", "size", "last"),
+        rows,
+        title=f"went in the last {format_age(since)}",
         right=("records", "size", "last"),
     )
-    for row in rows:
-        age = f"{format_age(float(str(row['last_at'])))} ago"
-        table.add_row(str(row["reason"]), str(row["num_records"]), _size(row["num_bytes"]), age)
-    return table
-
-
-def _size(num_bytes: JsonValue) -> str:
-    return format_size(num_bytes) if isinstance(num_bytes, int) else ""
-
-
-def _model(name: JsonValue) -> str:
-    return shortened(name) if isinstance(name, str) else ""
 
 
 def _quarantine(root: str) -> tuple[int, int]:
@@ -146,11 +152,3 @@ def _quarantine(root: str) -> tuple[int, int]:
 
     files = Directory(root).list_quarantine().values()
     return len(files), sum(file.num_bytes for file in files)
-
-
-def _readable(name: str, fact: JsonValue) -> str:
-    if fact is None:
-        return "no limit"
-    if name.endswith("_bytes") and isinstance(fact, int):
-        return f"{format_size(fact)} ({fact} bytes)"
-    return {True: "yes", False: "no"}.get(fact, "") if isinstance(fact, bool) else str(fact)

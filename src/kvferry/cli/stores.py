@@ -1,4 +1,5 @@
-"""Opening a store to look at it: nothing is created, and nothing changes unless asked for."""
+"""A store and its records as commands look at them: without creating anything or, unless asked to,
+changing anything. Hostile bytes become a reason instead of an error."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import typer
 
 from kvferry.config import build_config, parse_store_url
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.base import Entry
+from kvferry.record.check import MissReason, RecordInfo, parse_head
+from kvferry.record.schema import MAX_HEADER_BYTES
+from kvferry.store.base import Entry, Source, Store
 from kvferry.store.url import FileOptions, open_store
 
 if TYPE_CHECKING:
@@ -26,13 +29,15 @@ UrlArgument = Annotated[
 INDEX_SECONDS = 60.0
 """How long a command waits for a large directory to be listed, where there is no index."""
 
+_WINDOW_BYTES = 1024 * 1024
+
 _NO_INDEX = "none.sqlite3"
 """A file that no store has."""
 
 
 def look(url: str, question: Callable[[FileStore], T]) -> T:
-    """What `question` finds in the store at `url`, opened read-only. If the index turns out to be
-    damaged, or stays locked, it is asked again of the directory alone.
+    """Answer `question` about the store at `url`, opened read-only: with its index, or from the
+    directory alone if the index turns out to be damaged or stays locked.
 
     Raises:
         ConfigError: see `open_existing`.
@@ -67,7 +72,7 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
     options = {**parsed.options, "create": "false", "read_only": str(not writable)}
     # What a file URL opens; the class itself is not imported here, since that takes its time.
-    # Nobody here asks what the store contains: a million keys need not be kept in memory.
+    # No command asks what the store contains: a million keys need not be kept in memory.
     opened = open_store(str(dataclasses.replace(parsed, options=options)), index=writable)
     store = cast("FileStore", opened)
     until = time.monotonic() + INDEX_SECONDS
@@ -94,8 +99,7 @@ def find(store: FileStore, key_prefix: str) -> Entry:
 
 
 def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, str]:
-    """What the models of namespaces are called, of those for which the store keeps a description
-    that is right."""
+    """Names of the models of namespaces, where the store keeps a description that fits."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.keys import Namespace
 
@@ -106,3 +110,40 @@ def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, st
         if namespace is not None:
             names[digest] = namespace.title
     return names
+
+
+def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
+    """Read the header of a value; hostile bytes and a failing medium become a reason."""
+    return _with_source(store, entry, _read_info)
+
+
+def check(store: Store, entry: Entry) -> MissReason | None:
+    """Read all of a value and compare every checksum; None if it is right. Changes nothing."""
+    return _with_source(store, entry, _check)
+
+
+def _with_source(store: Store, entry: Entry, read: Callable[[Source, Entry], T]) -> T | MissReason:
+    try:
+        source = store.open_read(entry.key)
+        if source is None:
+            return MissReason.ABSENT
+        with source:
+            return read(source, entry)
+    except StoreError:
+        return MissReason.IO_ERROR
+
+
+def _read_info(source: Source, entry: Entry) -> RecordInfo | MissReason:
+    head = memoryview(bytearray(min(source.size, 8 + MAX_HEADER_BYTES)))
+    got = source.read_into(head, 0)
+    info = parse_head(head[:got], source.size)
+    if isinstance(info, RecordInfo) and info.key != entry.key:
+        return MissReason.WRONG_KEY
+    return info
+
+
+def _check(source: Source, entry: Entry) -> MissReason | None:
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.store.checking import check_source
+
+    return check_source(source, entry.key, memoryview(bytearray(_WINDOW_BYTES)))

@@ -1,4 +1,4 @@
 """The demonstration: one long document, several questions, three processes.
 
-`run` is the whole of it; `phase` and `convert` run in processes of their own.
+`run` is the whole of it; `phase` is also the program of each process.
 """

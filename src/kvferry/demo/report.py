@@ -1,8 +1,11 @@
-"""The outcome of the demonstration: one table, one verdict, one JSON value."""
+"""The outcome of the demonstration: one table, one verdict, one JSON value, one picture."""
 
 from __future__ import annotations
 
+import dataclasses
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.compare import Comparison
-from kvferry.demo.run import DemoResult
+from kvferry.demo.run import Comparison, DemoResult
+from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.keys import JsonValue
+
+_COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
 MAX_LOGIT_DIFF = 1e-3
 """Bound in float32. Honest reuse differs by some 1e-5: parts of another size round in another
@@ -80,65 +85,43 @@ def summarise(model: str, result: DemoResult) -> Summary:
 
 def as_json(summary: Summary, result: DemoResult) -> dict[str, JsonValue]:
     """The summary's fields, and every comparison under `runs`."""
-    runs = [_run_json("warm", run) for run in result.warm]
-    runs.append(_run_json("corrupted", result.corrupted))
+    runs = [("warm", run) for run in result.warm] + [("corrupted", result.corrupted)]
     return {
-        "model": summary.model,
-        "prompts": summary.prompts,
-        "prompt_tokens": summary.prompt_tokens,
-        "hit_tokens": summary.hit_tokens,
-        "cold_ttft_s": summary.cold_ttft_s,
-        "warm_ttft_s": summary.warm_ttft_s,
-        "speedup": summary.speedup,
-        "max_abs_logit_diff": summary.max_abs_logit_diff,
-        "tokens_equal": summary.tokens_equal,
-        "quarantined": summary.quarantined,
-        "runs": runs,
-    }
-
-
-def _run_json(phase: str, run: Comparison) -> dict[str, JsonValue]:
-    return {
-        "phase": phase,
-        "question": run.question,
-        "prompt_tokens": run.prompt_tokens,
-        "hit_tokens": run.hit_tokens,
-        "cold_ttft_s": run.cold_ttft_seconds,
-        "ttft_s": run.ttft_seconds,
-        "speedup": run.speedup,
-        "max_abs_logit_diff": run.max_abs_logit_diff,
-        "tokens_equal": run.tokens_equal,
-        "answer": run.answer,
+        **dataclasses.asdict(summary),
+        "runs": [
+            {
+                "phase": phase,
+                "question": run.question,
+                "prompt_tokens": run.prompt_tokens,
+                "hit_tokens": run.hit_tokens,
+                "cold_ttft_s": run.cold_ttft_seconds,
+                "ttft_s": run.ttft_seconds,
+                "speedup": run.speedup,
+                "max_abs_logit_diff": run.max_abs_logit_diff,
+                "tokens_equal": run.tokens_equal,
+                "answer": run.answer,
+            }
+            for phase, run in runs
+        ],
     }
 
 
 def table(summary: Summary, result: DemoResult) -> Table:
     """One line per question in a new process, one with a corrupted record, one for all."""
-    table = Table(
-        title=_text(
-            f"{summary.model}, float32: a prompt computed once, read back by other processes"
-        ),
-        title_justify="left",
-    )
-    table.add_column("from the store")
+    title = f"{summary.model}, float32: computed once, read back by other processes"
+    table = Table(title=_text(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("from the\nstore")
     table.add_column("question", overflow="fold")
-    for column in ("prompt\ntokens", "hit\ntokens", "cold\nTTFT", "TTFT", "speed-up"):
+    for column in ("prompt\ntokens", "hit\ntokens", "cold\nTTFT", "\nTTFT", "times\nfaster"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("max\n|Δlogit|", justify="right", no_wrap=True)
-    table.add_column("same\nanswer")
-    table.add_column("quaran-\ntined", justify="right")
+    table.add_column("same\nanswer", no_wrap=True)
     for run in result.warm:
-        table.add_row("new process", _text(run.question), *_figures(run), "0")
+        table.add_row("in a new\nprocess", _text(run.question), *_figures(run))
     corrupted = result.corrupted
+    table.add_row("one byte\nflipped", _text(corrupted.question), *_figures(corrupted))
     table.add_row(
-        "one byte flipped",
-        _text(corrupted.question),
-        *_figures(corrupted),
-        str(result.quarantined),
-    )
-    table.add_section()
-    table.add_row(
-        "[bold]median / worst[/]",
+        "[bold]median,\nworst[/]",
         f"{summary.prompts} questions",
         f"{summary.prompt_tokens:.0f}",
         f"{summary.hit_tokens:.0f}",
@@ -146,14 +129,17 @@ def table(summary: Summary, result: DemoResult) -> Table:
         f"{summary.warm_ttft_s:.2f} s",
         f"[bold]{summary.speedup:.1f} x[/]",
         f"{summary.max_abs_logit_diff:.1e}",
-        "yes" if summary.tokens_equal else "[bold red]no[/]",
-        str(summary.quarantined),
+        _yes_or_no(summary.tokens_equal),
     )
     return table
 
 
 def _text(foreign: str) -> Text:
     return Text(printable(foreign))
+
+
+def _yes_or_no(tokens_equal: bool) -> str:
+    return "yes" if tokens_equal else "[bold red]no[/]"
 
 
 def _figures(run: Comparison) -> tuple[str, ...]:
@@ -164,7 +150,7 @@ def _figures(run: Comparison) -> tuple[str, ...]:
         f"{run.ttft_seconds:.2f} s",
         f"{run.speedup:.1f} x",
         f"{run.max_abs_logit_diff:.1e}",
-        "yes" if run.tokens_equal else "[bold red]no[/]",
+        _yes_or_no(run.tokens_equal),
     )
 
 
@@ -183,3 +169,60 @@ def verdict(summary: Summary) -> str:
     if summary.quarantined != 1:
         faults.append(f"{summary.quarantined} records quarantined instead of 1")
     return f"[bold red]Wrong:[/] {'; '.join(faults)}."
+
+
+def save_plot(path: Path, summary: Summary, result: DemoResult) -> None:
+    """Write a PNG; needs no display.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs = [*result.warm, result.corrupted]
+    figure = Figure(figsize=(10, 1.9 + 0.85 * len(runs)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places = range(len(runs))
+    colours = [_WARM] * len(result.warm) + [_CORRUPTED]
+    cold = [run.cold_ttft_seconds for run in runs]
+    reused = [run.ttft_seconds for run in runs]
+    axes.barh([y - 0.2 for y in places], cold, 0.36, color=_COLD, label="computed")
+    axes.barh([y + 0.2 for y in places], reused, 0.36, color=colours)
+    # Names for the legend only; the bars above have one colour each.
+    axes.barh([0], [0], color=_WARM, label="from the store, in a new process")
+    axes.barh([0], [0], color=_CORRUPTED, label="from the store, one record corrupted")
+    reach = max(cold + reused)
+    for y, run in zip(places, runs, strict=True):
+        axes.text(run.cold_ttft_seconds + reach * 0.01, y - 0.2, _cold_label(run), va="center")
+        axes.text(run.ttft_seconds + reach * 0.01, y + 0.2, _hit_label(run), va="center")
+    axes.set_yticks(list(places), [textwrap.fill(run.question, 28) for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlim(0, reach * 1.35)  # room for the text behind the longest bar
+    axes.set_xlabel("time to first token, seconds")
+    figure.suptitle(_title(summary), x=0.01, ha="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cold_label(run: Comparison) -> str:
+    return f"{run.cold_ttft_seconds:.2f} s   {run.prompt_tokens} tokens computed"
+
+
+def _hit_label(run: Comparison) -> str:
+    share = 100 * run.hit_tokens / run.prompt_tokens
+    return f"{run.ttft_seconds:.2f} s   {run.hit_tokens} tokens read ({share:.0f} %)"
+
+
+def _title(summary: Summary) -> str:
+    changed = "same answers" if summary.tokens_equal else "ANSWERS CHANGED"
+    return (
+        f"{summary.model}, float32: {summary.prompts} questions about one document\n"
+        f"first token {summary.speedup:.1f} times sooner (median), {changed}, "
+        f"max |Δlogit| {summary.max_abs_logit_diff:.0e}"
+    )

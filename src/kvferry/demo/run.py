@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from safetensors import safe_open
 
-from kvferry.demo.compare import Comparison, compare
-from kvferry.demo.messages import Answer, Ask, PhaseResult, PhaseSpec
+from kvferry.demo.phase import Answer, Ask, PhaseSpec
 from kvferry.errors import ConfigError, StoreError
 
 RUN_DIR = "kvferry-demo-run"
@@ -57,6 +57,52 @@ class DemoOptions:
                 f"the shortest prompt has {shortest} tokens and a stored chunk "
                 f"{self.chunk_tokens}; ask about a document of at least three chunks"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One prompt, computed and reused.
+
+    Attributes:
+        question: what the prompt asked.
+        prompt_tokens: length of the prompt.
+        hit_tokens: of these, read from the store.
+        cold_ttft_seconds: time to first token when all of it was computed.
+        ttft_seconds: the same with the store.
+        max_abs_logit_diff: largest difference of any logit at the first answered position.
+        tokens_equal: the answers are the same, token for token.
+        answer: the text.
+    """
+
+    question: str
+    prompt_tokens: int
+    hit_tokens: int
+    cold_ttft_seconds: float
+    ttft_seconds: float
+    max_abs_logit_diff: float
+    tokens_equal: bool
+    answer: str
+
+    @property
+    def speedup(self) -> float:
+        return self.cold_ttft_seconds / self.ttft_seconds
+
+
+def compare(question: str, cold: Answer, reused: Answer) -> Comparison:
+    """Compare by logits first: greedy text can agree while the KV cache is wrong."""
+    a = np.load(cold.logits, allow_pickle=False)
+    b = np.load(reused.logits, allow_pickle=False)
+    return Comparison(
+        question=question,
+        prompt_tokens=reused.prompt_tokens,
+        hit_tokens=reused.hit_tokens,
+        cold_ttft_seconds=cold.ttft_seconds,
+        ttft_seconds=reused.ttft_seconds,
+        # No number is no agreement; but JSON knows no infinity.
+        max_abs_logit_diff=float(np.nan_to_num(np.abs(a - b), nan=np.finfo(a.dtype).max).max()),
+        tokens_equal=cold.token_ids == reused.token_ids,
+        answer=reused.text,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +144,15 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     count = len(options.prompts)
     # The first question's store is the one that later phases read; the others are thrown away.
     stores = [root / ("store" if index == 0 else f"cold-{index}") for index in range(count)]
-    phases = _Phases(options, root, advance)
-    cold = phases.run("cold", list(zip(options.prompts, stores, strict=True)))
+    cold = _run_phase("cold", options, list(zip(options.prompts, stores, strict=True)), advance)
     for store in stores[1:]:
         shutil.rmtree(store)
-    warm = phases.run("warm", [(prompt, stores[0]) for prompt in options.prompts])
+    asks = [(prompt, stores[0]) for prompt in options.prompts]
+    warm = _run_phase("warm", options, asks, advance)
     shared = _common_prefix(options.prompts)
     _flip_byte(_middle_record(stores[0], shared, options.chunk_tokens))
     before = _num_quarantined(stores[0])
-    [corrupted] = phases.run("corrupted", [(options.prompts[0], stores[0])])
+    [corrupted] = _run_phase("corrupted", options, asks[:1], advance)
     return DemoResult(
         warm=[compare(*pair) for pair in zip(options.questions, cold, warm, strict=False)],
         corrupted=compare(options.questions[0], cold[0], corrupted),
@@ -115,52 +161,48 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     )
 
 
-class _Phases:
-    """Starts the processes."""
+def _run_phase(
+    name: str, options: DemoOptions, asks: Sequence[tuple[list[int], Path]], advance: Advance
+) -> list[Answer]:
+    directory = options.work_dir / RUN_DIR / name
+    directory.mkdir()
+    spec, result = directory / "spec.json", directory / "result.json"
+    order = PhaseSpec(
+        model_dir=str(options.model_dir),
+        asks=[Ask(prompt=prompt, store=_url(store)) for prompt, store in asks],
+        max_tokens=options.max_tokens,
+        chunk_tokens=options.chunk_tokens,
+        logits_dir=str(directory),
+    )
+    spec.write_bytes(msgspec.json.encode(order))
+    command = [sys.executable, "-m", "kvferry.demo.phase", str(spec), str(result)]
+    log = directory / "stderr.txt"
+    code = _wait(command, log, lambda: advance(name))
+    if code != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        why = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        kind = ConfigError if code == 2 else StoreError
+        raise kind(f"the {name} phase failed: {why} (its output: {log})")
+    return msgspec.json.decode(result.read_bytes(), type=list[Answer])
 
-    def __init__(self, options: DemoOptions, root: Path, advance: Advance) -> None:
-        self._options = options
-        self._root = root
-        self._advance = advance
 
-    def run(self, name: str, asks: Sequence[tuple[list[int], Path]]) -> list[Answer]:
-        directory = self._root / name
-        directory.mkdir()
-        spec, result = directory / "spec.json", directory / "result.json"
-        order = PhaseSpec(
-            model_dir=str(self._options.model_dir),
-            dtype="float32",
-            asks=[Ask(prompt=prompt, store=_url(store)) for prompt, store in asks],
-            max_tokens=self._options.max_tokens,
-            chunk_tokens=self._options.chunk_tokens,
-            logits_dir=str(directory),
+def _wait(command: list[str], log: Path, advance: Callable[[], None]) -> int:
+    """Exit code of `command`; calls `advance` for each line that it prints."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
-        spec.write_bytes(msgspec.json.encode(order))
-        command = [sys.executable, "-m", "kvferry.demo.phase", str(spec), str(result)]
-        self._wait(name, command, directory / "stderr.txt")
-        return msgspec.json.decode(result.read_bytes(), type=PhaseResult).answers
-
-    def _wait(self, name: str, command: list[str], log: Path) -> None:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-            )
-            timer = threading.Timer(_PHASE_SECONDS, process.kill)
-            timer.start()
-            try:
-                for _ in process.stdout or ():
-                    self._advance(name)
-                code = process.wait()
-            finally:
-                timer.cancel()
-                process.kill()  # nothing if it ended; else we were interrupted
-                process.communicate()
-        if code != 0:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            why = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-            kind = ConfigError if code == 2 else StoreError
-            raise kind(f"the {name} phase failed: {why} (its output: {log})")
+        timer = threading.Timer(_PHASE_SECONDS, process.kill)
+        timer.start()
+        try:
+            for _ in process.stdout or ():
+                advance()
+            return process.wait()
+        finally:
+            timer.cancel()
+            process.kill()  # nothing if it ended; else we were interrupted
+            process.communicate()
 
 
 def _url(store: Path) -> str:

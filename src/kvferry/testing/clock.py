@@ -8,8 +8,8 @@ import threading
 class FakeClock:
     """Stands in for `time.monotonic` or `time.time` (call it) and for `time.sleep` (`sleep`).
 
-    Thread-safe. Time moves only when told to: `sleep` moves it and returns at once, so code that
-    polls until a deadline runs through without waiting.
+    Thread-safe. Only `advance` and `sleep` move time, and return at once: code that polls until a
+    deadline runs through without waiting.
     """
 
     def __init__(self, start: float = 1_000_000.0) -> None:

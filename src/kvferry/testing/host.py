@@ -133,12 +133,14 @@ class SimulatedHost:
     def admit(
         self, request: HostRequest, *, num_local_tokens: int = 0, timeout: float = 20.0
     ) -> int:
-        """Look up until there is an answer, allocate, tell the connector. Returns the hit."""
+        """Look up until there is an answer, allocate, notify the connector. Returns the hit."""
         deadline = time.monotonic() + timeout
         while (answer := self.scheduler.lookup(request, num_local_tokens)).num_tokens is None:
             self.step([])
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{request.request_id} was told to ask again for {timeout} s")
+                raise TimeoutError(
+                    f"{request.request_id} had no answer to its look-up for {timeout} s"
+                )
             time.sleep(0.0005)
         hit = answer.num_tokens
         tokens = len(request.all_token_ids)
@@ -185,7 +187,7 @@ class SimulatedHost:
             rank.check_null_block()
 
     def preempt(self, request: HostRequest) -> None:
-        """Take the blocks away at once, as a host does; the next step tells the connector."""
+        """Take the blocks away at once, as a host does; the connector learns of it in a step."""
         self._release(request)
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
@@ -220,7 +222,7 @@ class SimulatedHost:
         tokens: int = 0,
         preempted: set[str] | None = None,
     ) -> bool:
-        """One engine step over all ranks. True if no rank had news."""
+        """One engine step over all ranks. True if no rank reports anything."""
         self.num_steps += 1
         for request in scheduled:
             request.num_scheduled_tokens = tokens

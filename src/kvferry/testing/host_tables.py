@@ -83,7 +83,7 @@ def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
 def parts_of_tables(
     groups: Sequence[KVGroup], tables: Sequence[HostTable]
 ) -> tuple[TablePart, ...]:
-    """The tables as a connector is told of them."""
+    """The tables as an `EngineSpec` lists them."""
     names = layer_names(groups)
     return tuple(
         TablePart(
@@ -254,15 +254,15 @@ class HostRank:
         return tokens, blocks, torch.tensor(tokens, dtype=torch.int64) % size
 
     def poison(self, blocks: Collection[int]) -> None:
-        """Fill blocks with garbage: whoever still reads or writes them is seen."""
+        """Fill blocks with garbage, to detect a connector that still reads or writes them."""
         for region in self._memory:
             region[list(blocks)] = float("nan")
 
     def check_null_block(self) -> None:
-        """Nobody ever wrote to the null block.
+        """Check that the null block was never written.
 
         Raises:
-            AssertionError: somebody did.
+            AssertionError: it was.
         """
         if not all(region[NULL_BLOCK].isnan().all() for region in self._memory):
             raise AssertionError("the null block was written")

@@ -16,39 +16,20 @@
 an ability and does not run its tests fails `test_every_ability_is_tested`. Asserts read better
 after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a `conftest.py`."""
 
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests
-from kvferry.testing.stores.hooks import (
-    StoreHooks,
-    awkward_sizes,
-    make_key,
-    make_value,
-    read_value,
-)
-from kvferry.testing.stores.lifecycle import LifecycleTests
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests, ShardedWriteTests
+from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
 from kvferry.testing.stores.machine import StoreMachine, store_machine
-from kvferry.testing.stores.quota import QuotaTests
-from kvferry.testing.stores.races import RaceTests
-from kvferry.testing.stores.sharded import ShardedWriteTests
-from kvferry.testing.stores.values import ValueTests
+from kvferry.testing.stores.required import StoreTests
 
 __all__ = [
-    "LifecycleTests",
     "ProbeTests",
-    "QuotaTests",
-    "RaceTests",
     "ScanTests",
     "ShardedWriteTests",
     "StoreHooks",
     "StoreMachine",
     "StoreTests",
-    "ValueTests",
-    "awkward_sizes",
     "make_key",
     "make_value",
     "read_value",
     "store_machine",
 ]
-
-
-class StoreTests(ValueTests, QuotaTests, RaceTests, LifecycleTests):
-    """What every store must pass."""

@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert result is PutResult.EXISTS
             return
         if result is PutResult.NO_SPACE and may_evict and self.vanished_bytes:
-            # It believed in room taken that is free. Once told to look, it must know better.
+            # It counted free room as taken. After `settle` its count must be right.
             self.hooks.settle(self.opened)
             result = self.opened.put(key, buffers)
         assert result is PutResult.STORED

@@ -1,0 +1,145 @@
+"""`kvferry verify` and `gc`: take out of a store what is wrong, and what is too much."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.console import RenderableType
+
+from kvferry.cli import output
+from kvferry.cli.output import JsonOption, emit, make_table, short_key
+from kvferry.cli.stores import UrlArgument, look, open_existing
+from kvferry.config import format_size
+from kvferry.errors import ConfigError
+from kvferry.store.base import Entry
+
+if TYPE_CHECKING:
+    from kvferry.store.checking import VerifyReport
+    from kvferry.store.file import FileStore
+
+
+def verify(
+    url: UrlArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only report; leave bad records where they are.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Check every checksum of every record; quarantine what is wrong.
+
+    A record that vanishes meanwhile (evicted) is not counted; one that the medium does not give
+    stays. Exit code 1 if any record was bad or could not be read.
+
+    Example: kvferry verify file:///var/cache/kvferry --dry-run
+    """
+    with open_existing(url, writable=not dry_run) as store, output.progress() as bar:
+        task = bar.add_task("verifying", total=store.stat().num_records)
+        report = store.verify(lambda num_records, _: bar.update(task, completed=num_records))
+    emit(
+        {
+            "dry_run": dry_run,
+            "records": report.num_records,
+            "num_bytes": report.num_bytes,
+            "unreadable": report.num_unreadable,
+            "bad": [{"key": key.hex(), "reason": str(reason)} for key, reason in report.bad],
+            "reasons": dict(Counter(str(reason) for _, reason in report.bad)),
+        },
+        json,
+        *_verdict(report, action="left" if dry_run else "quarantined"),
+    )
+    if report.bad or report.num_unreadable:
+        raise typer.Exit(1)
+
+
+def _verdict(report: VerifyReport, *, action: str) -> list[RenderableType]:
+    count = (
+        f"{report.num_records} records, {format_size(report.num_bytes)} checked: "
+        f"{len(report.bad)} bad, {report.num_unreadable} unreadable"
+    )
+    if not report.bad:
+        return [count]
+    rows = [(short_key(key), reason, action) for key, reason in report.bad]
+    return [make_table(("key", "reason", "action"), rows), count]
+
+
+class _Outcome(NamedTuple):
+    removed_records: int
+    removed_bytes: int
+    used_bytes: int
+
+
+def gc(
+    url: UrlArgument,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option("--max-bytes", metavar="SIZE", help="Keep at most this much, e.g. 10GiB."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than", metavar="AGE", help="Delete what was not used for this long, e.g. 36h."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Delete records not used for long, then the least recently used, until the rest fits.
+
+    A dry run is an estimate: a real one also removes what is in quarantine, and a little more than
+    asked for, so that the next write need not evict again.
+
+    Example: kvferry gc file:///var/cache/kvferry --max-bytes 10GiB
+    """
+    if max_bytes is None and older_than is None:
+        raise ConfigError("nothing to do: give --max-bytes, --older-than or both")
+    keep_bytes = None if max_bytes is None else output.require_size("--max-bytes", max_bytes)
+    age = None if older_than is None else output.parse_duration(older_than)
+    if dry_run:
+        since = None if age is None else time.time() - age
+        done = look(url, lambda store: _estimate(store, keep_bytes, since))
+    else:
+        with open_existing(url, writable=True) as store:
+            report = store.gc(keep_bytes, age)
+        done = _Outcome(report.removed_records, report.removed_bytes, report.used_bytes)
+    verb = "would delete" if dry_run else "deleted"
+    rows = [
+        (verb, str(done.removed_records), format_size(done.removed_bytes)),
+        ("in use after it", "", format_size(done.used_bytes)),
+    ]
+    columns = ("", "records", "size")
+    emit({"dry_run": dry_run, **done._asdict()}, json, make_table(columns, rows, right=columns[1:]))
+
+
+def _estimate(store: FileStore, max_bytes: int | None, not_used_since: float | None) -> _Outcome:
+    victims = choose_victims(store.scan(), max_bytes=max_bytes, not_used_since=not_used_since)
+    removed_bytes = sum(entry.num_bytes for entry in victims)
+    return _Outcome(len(victims), removed_bytes, store.stat().used_bytes - removed_bytes)
+
+
+def choose_victims(
+    entries: Iterable[Entry], *, max_bytes: int | None, not_used_since: float | None
+) -> list[Entry]:
+    """What to delete, least recently used first. Pure.
+
+    Args:
+        entries: everything stored.
+        max_bytes: keep at most this much; None for no bound.
+        not_used_since: delete what was last used before this time, whatever the size.
+    """
+    oldest_first = sorted(entries, key=lambda entry: entry.last_used)
+    kept_bytes = sum(entry.num_bytes for entry in oldest_first)
+    victims = []
+    for entry in oldest_first:
+        too_old = not_used_since is not None and entry.last_used < not_used_since
+        too_much = max_bytes is not None and kept_bytes > max_bytes
+        if not (too_old or too_much):
+            break
+        victims.append(entry)
+        kept_bytes -= entry.num_bytes
+    return victims

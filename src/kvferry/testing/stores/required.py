@@ -1,0 +1,484 @@
+"""What every store must do: values, quota, races of threads, and its life from open to close."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvferry.observe import Counters
+from kvferry.store.base import (
+    Buffer,
+    PutResult,
+    Store,
+    SupportsProbe,
+    SupportsScan,
+    SupportsShardedWrite,
+)
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests, ShardedWriteTests
+from kvferry.testing.stores.hooks import (
+    StoreHooks,
+    awkward_sizes,
+    make_key,
+    make_value,
+    read_value,
+    run_together,
+    same_bytes,
+    wait_until,
+)
+
+SIZE = 8191
+"""Of most values where there is a quota."""
+
+ROUNDS = 20
+"""How often threads race, each time with fresh keys."""
+
+
+class ValueTests(StoreHooks):
+    """One thread, no quota: absent is None, the index is a hint, and the read is the truth."""
+
+    @pytest.mark.parametrize("num_bytes", awkward_sizes)
+    def test_a_value_comes_back_as_it_was_put(self, tmp_path: Path, num_bytes: int) -> None:
+        key, value = make_key(), make_value(num_bytes)
+        with self.make_store(tmp_path) as store:
+            assert store.put(key, [value]) is PutResult.STORED
+            assert store.contains(key)
+            assert same_bytes(self.peek(store, key), value)
+            assert same_bytes(read_value(store, key), value)
+
+    def test_buffers_are_joined_whatever_they_are(self, tmp_path: Path) -> None:
+        value = make_value(3 * 4099)
+        parts: list[Buffer] = [
+            value[i : i + 11] for i in range(0, 4099, 11)
+        ]  # more than IOV_MAX in one call
+        parts += [b"", bytearray(value[4099:8000])]
+        parts += [memoryview(bytearray(value[8000:]))]
+        whole = b"".join(parts)
+        with self.make_store(tmp_path) as store:
+            assert store.put(make_key(), [*parts, *[b"x"] * 2000]) is PutResult.STORED
+            assert same_bytes(read_value(store, make_key()), whole + b"x" * 2000)
+
+    def test_a_buffer_may_be_reused_after_put(self, tmp_path: Path) -> None:
+        value = make_value(70_001)
+        buffer = bytearray(value)
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [buffer])
+            buffer[:] = bytes(len(buffer))
+            assert same_bytes(read_value(store, make_key()), value)
+
+    def test_ranges_are_read_at_any_offset_and_end_where_the_value_ends(
+        self, tmp_path: Path
+    ) -> None:
+        value = make_value(9001)
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [value])
+            source = store.open_read(make_key())
+            assert source is not None
+            with source:
+                assert source.size == len(value)
+                for offset, length in [(0, 9001), (1, 1), (4095, 2), (4096, 4096), (8999, 2)]:
+                    buffer = bytearray(length)
+                    assert source.read_into(memoryview(buffer), offset) == length
+                    assert same_bytes(buffer, value[offset : offset + length])
+
+    def test_reading_past_the_end_returns_what_is_there(self, tmp_path: Path) -> None:
+        value = make_value(9001)
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [value])
+            source = store.open_read(make_key())
+            assert source is not None
+            with source:
+                buffer = bytearray(b"?" * 100)
+                assert source.read_into(memoryview(buffer), 9000) == 1
+                assert same_bytes(buffer, value[9000:] + b"?" * 99)
+                assert source.read_into(memoryview(buffer), 9001) == 0
+                assert source.read_into(memoryview(buffer), 2**40) == 0
+                assert source.read_into(memoryview(bytearray(0)), 0) == 0
+
+    def test_an_absent_key_is_none_and_false(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            assert not store.contains(make_key())
+            assert store.open_read(make_key()) is None
+            assert store.delete(make_key()) is False
+            store.discard(make_key(), "test")
+            store.touch([make_key()])
+            assert store.stat().num_records == 0
+
+    def test_the_first_writer_wins_and_its_value_stands(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            assert store.put(make_key(), [b"first"]) is PutResult.STORED
+            assert store.put(make_key(), [b"second, longer"]) is PutResult.EXISTS
+            assert read_value(store, make_key()) == b"first"
+            assert store.stat().used_bytes >= self.charge(5)
+
+    def test_a_deleted_value_is_gone_and_can_be_put_again(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [b"old"])
+            assert store.delete(make_key()) is True
+            assert store.delete(make_key()) is False
+            assert not store.contains(make_key())
+            assert store.open_read(make_key()) is None
+            assert self.peek(store, make_key()) is None
+            assert store.put(make_key(), [b"new"]) is PutResult.STORED
+            assert read_value(store, make_key()) == b"new"
+
+    def test_a_discarded_value_is_not_served_and_can_be_put_again(self, tmp_path: Path) -> None:
+        counters = Counters()
+        with self.make_store(tmp_path, observer=counters) as store:
+            store.put(make_key(), [b"rotten"])
+            store.discard(make_key(), "bad_leaf")
+            store.discard(make_key(), "bad_leaf")
+            assert not store.contains(make_key())
+            assert store.open_read(make_key()) is None
+            assert counters["store_quarantined"] == 1
+            assert store.put(make_key(), [b"sound"]) is PutResult.STORED
+            assert read_value(store, make_key()) == b"sound"
+
+    def test_a_reason_to_discard_is_text_and_no_path(self, tmp_path: Path) -> None:
+        root = tmp_path / "a" / "root"
+        root.mkdir(parents=True)
+        with self.make_store(root) as store:
+            for number, reason in enumerate(["../../escaped", "/escaped", "", "x" * 5000, "a\0b"]):
+                store.put(make_key(number), [b"rotten"])
+                store.discard(make_key(number), reason)
+                assert store.open_read(make_key(number)) is None
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_an_open_value_stays_readable_when_it_is_deleted(self, tmp_path: Path) -> None:
+        value = make_value(8193)
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [value])
+            source = store.open_read(make_key())
+            assert source is not None
+            with source:
+                store.delete(make_key())
+                buffer = bytearray(8193)
+                assert source.read_into(memoryview(buffer), 0) == 8193
+                assert same_bytes(buffer, value)
+            source.close()
+
+    def test_what_appears_behind_the_index_is_read(self, tmp_path: Path) -> None:
+        value = make_value(5003)
+        with self.make_store(tmp_path) as store:
+            self.poke(store, make_key(), value)
+            assert same_bytes(read_value(store, make_key()), value)
+            assert store.put(make_key(), [b"later"]) is PutResult.EXISTS
+
+    def test_what_vanishes_behind_the_index_is_none_and_forgotten(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [b"value"])
+            self.poke(store, make_key(), None)
+            assert store.open_read(make_key()) is None
+            assert not store.contains(make_key())
+
+    def test_a_store_verifies_nothing(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value(4097)])
+            self.poke(store, make_key(), b"shorter")
+            assert read_value(store, make_key()) == b"shorter"
+
+    def test_values_under_similar_keys_do_not_mix(self, tmp_path: Path) -> None:
+        first = make_key()
+        last_byte = type(first)(first[:-1] + bytes([first[-1] ^ 1]))
+        first_byte = type(first)(bytes([first[0] ^ 1]) + first[1:])
+        with self.make_store(tmp_path) as store:
+            for key in (first, last_byte, first_byte):
+                assert store.put(key, [key]) is PutResult.STORED
+            for key in (first, last_byte, first_byte):
+                assert same_bytes(read_value(store, key), key)
+
+
+class QuotaTests(StoreHooks):
+    """One thread, `max_bytes` set: the quota holds, and makes room by recency without
+    evicting more than it must."""
+
+    def _room_for(self, num_values: int) -> int:
+        return num_values * self.charge(SIZE)
+
+    def test_the_quota_is_never_exceeded(self, tmp_path: Path) -> None:
+        quota = self._room_for(4) + self.charge(1)
+        with self.make_store(tmp_path, max_bytes=quota) as store:
+            for number in range(23):
+                value = make_value(1 + (number * 2731) % (2 * SIZE), number)
+                assert store.put(make_key(number), [value]) is PutResult.STORED
+                assert store.stat().used_bytes <= quota
+                stored = [self.peek(store, make_key(i)) for i in range(number + 1)]
+                assert sum(self.charge(len(v)) for v in stored if v is not None) <= quota
+                assert stored[number] == value
+            assert store.stat().max_bytes == quota
+
+    def test_the_least_recently_put_goes_first(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(4):
+                self.settle(store)
+                assert store.put(make_key(number), [make_value(SIZE)]) is PutResult.STORED
+            assert store.open_read(make_key(0)) is None
+            assert not store.contains(make_key(0))
+            assert same_bytes(read_value(store, make_key(3)), make_value(SIZE))
+
+    def test_a_touched_value_outlives_an_untouched_one(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE)])
+                self.settle(store)
+            store.touch([make_key(0)])
+            self.settle(store)
+            store.put(make_key(3), [make_value(SIZE)])
+            assert self.peek(store, make_key(0)) is not None
+            assert self.peek(store, make_key(1)) is None
+
+    def test_of_one_touched_chain_the_root_outlives_the_end(self, tmp_path: Path) -> None:
+        # A chain without its root is useless; without its end it is only shorter.
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE)])
+                self.settle(store)
+            store.touch(make_key(number) for number in range(3))
+            self.settle(store)
+            store.put(make_key(3), [make_value(SIZE)])
+            assert self.peek(store, make_key(0)) is not None
+            assert self.peek(store, make_key(2)) is None
+
+    def test_reading_does_not_make_recent(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE)])
+                self.settle(store)
+            assert read_value(store, make_key(0)) is not None
+            self.settle(store)
+            store.put(make_key(3), [make_value(SIZE)])
+            assert self.peek(store, make_key(0)) is None
+
+    def test_a_value_that_can_never_fit_evicts_nothing(self, tmp_path: Path) -> None:
+        quota = self._room_for(3)
+        with self.make_store(tmp_path, max_bytes=quota) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE, number)])
+            too_large = make_value(quota + 1)
+            assert store.put(make_key(9), [too_large]) is PutResult.NO_SPACE
+            assert store.open_read(make_key(9)) is None
+            for number in range(3):
+                assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
+
+    def test_an_existing_key_evicts_nothing(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE, number)])
+            assert store.put(make_key(0), [make_value(SIZE)]) is PutResult.EXISTS
+            for number in range(3):
+                assert same_bytes(self.peek(store, make_key(number)), make_value(SIZE, number))
+
+    def test_deleting_gives_the_space_back(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
+            for number in range(3):
+                store.put(make_key(number), [make_value(SIZE)])
+            store.delete(make_key(2))
+            assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
+            for number in (0, 1, 3):
+                assert self.peek(store, make_key(number)) is not None
+
+    def test_stat_counts_what_is_held(self, tmp_path: Path) -> None:
+        sizes = (1, 4097, SIZE)
+        with self.make_store(tmp_path) as store:
+            for number, size in enumerate(sizes):
+                store.put(make_key(number), [make_value(size)])
+            stat = store.stat()
+            assert (stat.url, stat.max_bytes, stat.num_records) == (store.url, None, 3)
+            if self.exact_accounting:
+                assert stat.used_bytes == sum(map(self.charge, sizes))
+            store.delete(make_key(1))
+            assert store.stat().num_records == 2
+            if self.exact_accounting:
+                assert store.stat().used_bytes == self.charge(1) + self.charge(SIZE)
+
+
+class RaceTests(StoreHooks):
+    """Several threads: values appear whole, one writer wins, one remover removes."""
+
+    def test_readers_see_a_value_whole_or_not_at_all(self, tmp_path: Path) -> None:
+        value = make_value(300_007)
+        seen: list[bytes] = []
+
+        def read_until_there(store: Store, number: int) -> None:
+            found = None
+            for _ in range(100_000):
+                found = read_value(store, make_key(number))
+                if found is not None:
+                    break
+            assert found is not None, "the value never appeared"
+            seen.append(found)
+
+        with self.make_store(tmp_path) as store:
+            for number in range(ROUNDS):
+                read = functools.partial(read_until_there, store, number)
+                halves = [value[:150_001], value[150_001:]]
+                write = functools.partial(store.put, make_key(number), halves)
+                run_together(read, read, write)  # type: ignore[arg-type]  # result unused
+        assert len(seen) == 2 * ROUNDS
+        assert set(seen) == {value}
+
+    def test_one_of_racing_writers_stores_and_the_others_find_it(self, tmp_path: Path) -> None:
+        results: list[PutResult] = []
+        with self.make_store(tmp_path) as store:
+            for number in range(ROUNDS):
+                results.clear()
+
+                def write(writer: int, key: int = number) -> None:
+                    results.append(store.put(make_key(key), [make_value(70_001, writer)]))
+
+                run_together(*(functools.partial(write, writer) for writer in range(3)))
+                assert sorted(results) == ["exists", "exists", "stored"]
+                assert read_value(store, make_key(number)) in [
+                    make_value(70_001, writer) for writer in range(3)
+                ]
+            assert store.stat().num_records == ROUNDS
+            if self.exact_accounting:
+                assert store.stat().used_bytes == ROUNDS * self.charge(70_001)
+
+    def test_one_of_racing_deletes_deletes(self, tmp_path: Path) -> None:
+        results: list[bool] = []
+        with self.make_store(tmp_path) as store:
+            for number in range(ROUNDS):
+                results.clear()
+                store.put(make_key(number), [b"value"])
+
+                def remove(key: int = number) -> None:
+                    results.append(store.delete(make_key(key)))
+
+                run_together(remove, remove, remove)
+                assert sorted(results) == [False, False, True]
+            assert store.stat().num_records == 0
+            if self.exact_accounting:
+                assert store.stat().used_bytes == 0
+
+    def test_racing_discards_are_one(self, tmp_path: Path) -> None:
+        counters = Counters()
+        with self.make_store(tmp_path, observer=counters) as store:
+            for number in range(ROUNDS):
+                store.put(make_key(number), [b"rotten"])
+                discard = functools.partial(store.discard, make_key(number), "bad_leaf")
+                run_together(discard, discard, discard)
+                assert store.open_read(make_key(number)) is None
+            assert counters["store_quarantined"] == ROUNDS
+            assert store.stat().num_records == 0
+
+    def test_the_quota_holds_under_racing_writers(self, tmp_path: Path) -> None:
+        size = 20_011
+        quota = 5 * self.charge(size)
+        with self.make_store(tmp_path, max_bytes=quota) as store:
+
+            def write(writer: int) -> None:
+                for number in range(ROUNDS):
+                    result = store.put(make_key(writer * ROUNDS + number), [make_value(size)])
+                    assert result in (PutResult.STORED, PutResult.NO_SPACE)
+
+            run_together(*(functools.partial(write, writer) for writer in range(3)))
+            held = [self.peek(store, make_key(number)) for number in range(3 * ROUNDS)]
+            assert 0 < sum(value is not None for value in held) <= 5
+            assert {value for value in held if value is not None} == {make_value(size)}
+            assert store.stat().used_bytes <= quota
+            # What the race did must not have lost room: a full quota's worth fits when it is empty.
+            for number in range(3 * ROUNDS):
+                store.delete(make_key(number))
+            for number in range(5):
+                assert store.put(make_key(1000 + number), [make_value(size)]) is PutResult.STORED
+            for number in range(5):
+                assert same_bytes(read_value(store, make_key(1000 + number)), make_value(size))
+
+
+class LifecycleTests(StoreHooks):
+    """Opening, closing, and what a closed store answers."""
+
+    def test_every_ability_is_tested(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            abilities = {
+                ScanTests: isinstance(store, SupportsScan),
+                ProbeTests: isinstance(store, SupportsProbe),
+                ShardedWriteTests: isinstance(store, SupportsShardedWrite),
+            }
+        for tests, is_able in abilities.items():
+            assert isinstance(self, tests) is is_able, f"{tests.__name__} and ability disagree"
+
+    def test_it_says_what_it_is(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            assert "://" in store.url
+            assert store.multi_process in (True, False)
+            assert store.stat().url == store.url
+
+    def test_close_is_idempotent_and_leaves_no_thread(self, tmp_path: Path) -> None:
+        gc.collect()  # threads of stores that earlier tests dropped are not ours
+        before = set(threading.enumerate())
+        store = self.make_store(tmp_path)
+        store.put(make_key(), [make_value()])
+        store.touch([make_key()])
+        store.close()
+        store.close()
+        wait_until(
+            lambda: set(threading.enumerate()) <= before,
+            "all threads of the store end",
+            self.patience_seconds,
+        )
+
+    def test_close_in_two_threads_is_one(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        closers = [threading.Thread(target=store.close, daemon=True) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(20)
+        assert not any(closer.is_alive() for closer in closers)
+
+    def test_a_closed_store_answers_every_call(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        store.put(make_key(), [make_value()])
+        store.close()
+        assert store.put(make_key(1), [b"late"]) is PutResult.FAILED
+        assert store.open_read(make_key()) is None
+        assert store.contains(make_key()) is False
+        assert store.delete(make_key()) is False
+        store.discard(make_key(), "late")
+        store.touch([make_key()])
+        assert store.stat().url == store.url
+        assert self.peek(store, make_key(1)) is None
+        if self.persistent:
+            assert same_bytes(self.peek(store, make_key()), make_value())
+
+    def test_closed_abilities_answer_too(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        store.put(make_key(), [make_value()])
+        store.close()
+        if isinstance(store, SupportsScan):
+            assert list(store.scan()) == []
+        if isinstance(store, SupportsProbe):
+            store.probe([make_key()])
+            assert store.wait_indexed(0.0) in (True, False)
+        if isinstance(store, SupportsShardedWrite):
+            assert store.begin(make_key(2), 4096) is PutResult.FAILED
+            assert store.write_at("gone", 0, [b"x"]) is False
+            assert store.commit("gone", b"x") is PutResult.FAILED
+            store.abort("gone")
+
+    def test_a_source_outlives_its_store(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        store.put(make_key(), [make_value()])
+        source = store.open_read(make_key())
+        assert source is not None
+        with source:
+            store.close()
+            buffer = bytearray(source.size)
+            assert source.read_into(memoryview(buffer), 0) == source.size
+            assert same_bytes(buffer, make_value())
+
+    def test_a_store_opened_again_holds_what_its_kind_promises(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            store.put(make_key(), [make_value()])
+        with self.make_store(tmp_path) as again:
+            expected = make_value() if self.persistent else None
+            assert same_bytes(read_value(again, make_key()), expected)
+
+
+class StoreTests(ValueTests, QuotaTests, RaceTests, LifecycleTests):
+    """What every store must pass."""
