@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.kv_codec import KeyValueCodec, LatentCodec
-from kvferry.engine.model import PagedModel, load_tokenizer
+from kvferry.engine.connector import engine_spec
+from kvferry.engine.kv_pool import KeyValueCodec, LatentCodec
+from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.probe import Probe
-from kvferry.engine.scores import Scores
-from kvferry.engine.spec import engine_spec
+from kvferry.engine.paged_attention import Scores
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 

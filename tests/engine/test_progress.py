@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kvferry.engine.progress import GenerationProgress
+from kvferry.engine.generation import GenerationProgress
 from kvferry.engine.request import FinishReason, Outcome, Request
 
 

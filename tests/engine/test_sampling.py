@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.engine.sampling import Sampler, SamplingParams
+from kvferry.engine.generation import Sampler, SamplingParams
 from kvferry.errors import ConfigError
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
-from kvferry.engine.lookups import MAX_FAILED_LOADS
 from kvferry.engine.request import FinishReason, RequestStatus
+from kvferry.engine.scheduler import MAX_FAILED_LOADS
 from kvferry.errors import ContractError
 from tests.engine.simulation import Choices, Simulation, reference
 

@@ -18,7 +18,7 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.rank_group import RankGroup
+from kvferry.engine.tensor_parallel import RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Counters
 from tests.engine.memory_connector import Behaviour, memory_roles

@@ -1,11 +1,15 @@
-"""What the first rank's process and the others say to each other, in this order.
+"""What the first rank's process and the others send each other, and the socket pair between them.
 
-`Start` down, `Loaded` up, `Connect` down, `Ready` up; then `RunStep` down and `StepDone` up, step
-by step, until `Close`. A rank that cannot go on says `Failed` instead, and ends.
+In this order: `Start` down, `Loaded` up, `Connect` down, `Ready` up; then `RunStep` down and
+`StepDone` up, step by step, until `Close`. A rank that cannot go on sends `Failed` instead, and
+ends.
 """
 
 from __future__ import annotations
 
+import pickle
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +18,66 @@ from typing import Any, NamedTuple
 from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.step import Batch
+from kvferry.engine.request import Batch
+from kvferry.errors import RankError
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Channel:
+    """One end. Not thread-safe; after any error it is of no more use."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: object, timeout_seconds: float) -> None:
+        """Hand over a message.
+
+        Raises:
+            RankError: the other end is gone, or does not read.
+        """
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            self._socket.settimeout(timeout_seconds)
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        except OSError as error:  # TimeoutError is one
+            raise RankError(f"cannot reach the other process: {error}") from error
+
+    def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
+        """The next message; None as timeout waits as long as the other end lives.
+
+        Raises:
+            TimeoutError: nothing has come yet; may be called again.
+            RankError: the other end is gone, or stopped within a message.
+        """
+        try:
+            self._socket.settimeout(timeout_seconds)
+            first = self._socket.recv(1)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise RankError(f"the other process is gone: {error}") from error
+        try:
+            (length,) = _LENGTH.unpack(first + self._exactly(_LENGTH.size - 1, first))
+            return pickle.loads(self._exactly(length, first))
+        except (OSError, EOFError) as error:
+            raise RankError(f"the other process is gone: {error or 'it closed'}") from error
+
+    def _exactly(self, count: int, first: bytes) -> bytes:
+        if not first:
+            raise EOFError
+        parts = []
+        while count:
+            part = self._socket.recv(min(count, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Idempotent. The other end sees it."""
+        self._socket.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

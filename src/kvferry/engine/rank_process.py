@@ -22,12 +22,11 @@ from kvferry.connectors.registry import create_worker
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import RankWorker
-from kvferry.engine.channel import Channel
+from kvferry.engine.connector import NoWorker
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
-from kvferry.engine.no_connector import NoWorker
-from kvferry.engine.rank_group import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
 from kvferry.engine.rank_messages import (
+    Channel,
     Close,
     Connect,
     ConnectorChoice,
@@ -39,6 +38,7 @@ from kvferry.engine.rank_messages import (
     StepDone,
 )
 from kvferry.engine.runner import ModelRunner
+from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
 from kvferry.errors import ContractError, RankError
 from kvferry.observe import Observer
 from kvferry.topology import tensor_parallel_shard

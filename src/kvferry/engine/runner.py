@@ -13,7 +13,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import PoolSpec, allocate_pool
 from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import GatherBuffer, PagedStep, Span
-from kvferry.engine.step import Batch, Step
+from kvferry.engine.request import Batch, Step
 from kvferry.observe import Observer
 from kvferry.runner import lifecycle
 

@@ -9,22 +9,74 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
-from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.integrity import check_queues
-from kvferry.engine.kv_cache import KVCache
-from kvferry.engine.lent_blocks import LentBlocks, LentFor
-from kvferry.engine.lookups import Lookups
-from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus
-from kvferry.engine.step import Step
+from kvferry.engine.kv_cache import KVCache, LentBlocks, LentFor
+from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus, Step
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
+
+MAX_FAILED_LOADS = 3
+"""After so many failed loads a request is not offered a hit again. A connector that keeps promising
+what it cannot bring would otherwise keep the request going round for ever."""
+
+
+class Lookups:
+    """The questions of one scheduler to its connector.
+
+    A request is answered with a miss, and the connector not asked again, once it has been told to
+    ask again for longer than the deadline, or its loads have failed too often. Runs in: scheduler.
+    """
+
+    def __init__(
+        self,
+        role: SchedulerRole,
+        deadline_seconds: float,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._role = role
+        self._deadline_seconds = deadline_seconds
+        self._observer = observer
+        self._clock = clock
+        self._asked_since: dict[str, float] = {}
+        self._failed_loads: dict[str, int] = {}
+
+    def ask(self, request: Request, num_local_tokens: int) -> LookupResult:
+        """What the connector can bring beyond the local hit; `num_tokens` None to ask again."""
+        request_id = request.request_id
+        if self._failed_loads.get(request_id, 0) >= MAX_FAILED_LOADS:
+            return MISS
+        result = self._role.lookup(request, num_local_tokens)
+        if result.num_tokens is not None:
+            self._asked_since.pop(request_id, None)
+            return result
+        now = self._clock()
+        if now - self._asked_since.setdefault(request_id, now) < self._deadline_seconds:
+            return ASK_AGAIN
+        self._observer.count("lookup_deadline")
+        self.give_up(request)
+        return MISS
+
+    def load_failed(self, request: Request) -> None:
+        """A load of this request did not bring all that was promised."""
+        self._failed_loads[request.request_id] = self._failed_loads.get(request.request_id, 0) + 1
+
+    def give_up(self, request: Request) -> None:
+        """Do not ask for this request again."""
+        self._failed_loads[request.request_id] = MAX_FAILED_LOADS
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._asked_since.pop(request.request_id, None)
+        self._failed_loads.pop(request.request_id, None)
+
 
 logger = logging.getLogger(__name__)
 
@@ -397,3 +449,32 @@ class Scheduler:
         tables = [request.block_ids for request in self._requests.values()]
         self._kv.pool.check_integrity([*tables, *self._lent.tables()])
         check_queues(self._requests, self._waiting, self._running, self._loading)
+
+
+def check_queues(
+    requests: Mapping[str, Request],
+    waiting: Iterable[Request],
+    running: Iterable[Request],
+    loading: Iterable[str],
+) -> None:
+    """Raise AssertionError unless every request is in the one queue that its status says, and holds
+    blocks as its status says."""
+    queued = [
+        *((request.request_id, _WAITING) for request in waiting),
+        *((request.request_id, (RequestStatus.RUNNING,)) for request in running),
+        *((request_id, (RequestStatus.WAITING_FOR_REMOTE_KV,)) for request_id in loading),
+    ]
+    assert len({request_id for request_id, _ in queued}) == len(queued), "in two queues"
+    assert {request_id for request_id, _ in queued} == requests.keys(), "in no queue, or a stranger"
+    for request_id, statuses in queued:
+        request = requests[request_id]
+        assert request.status in statuses, f"{request!r} is in the wrong queue"
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            assert not request.block_ids, f"{request!r} waits, yet holds blocks"
+            assert request.num_computed_tokens == 0, f"{request!r} has KV without blocks"
+        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+            assert request.block_ids, f"{request!r} holds no blocks"
+            assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"
+
+
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LOADED)

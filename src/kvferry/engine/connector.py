@@ -1,14 +1,67 @@
-"""What an engine tells its connector about itself, and how large its KV pool is."""
+"""The engine's connector: how it is chosen and made, and the one of an engine without a store."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+import torch
+
+from kvferry.contract.messages import EMPTY_OUTPUT, MISS, LookupResult, Plan, WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
+from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, ModelGeometry
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, weights_digest
 from kvferry.topology import tensor_parallel_shard
-from kvferry.types import KVGroup, TablePart
+from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
+
+_NOTHING = Plan()
+
+
+class NoScheduler(SchedulerRole):
+    """Answers every look-up with a miss."""
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        return MISS
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        pass
+
+    def build_plan(self, step: StepView) -> Plan:
+        return _NOTHING
+
+    def update_output(self, output: WorkerOutput) -> None:
+        pass
+
+
+class NoWorker(WorkerRole):
+    """Moves nothing."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def begin_step(self, plan: Plan) -> None:
+        pass
+
+    def start_load(self) -> None:
+        pass
+
+    def save(self) -> None:
+        pass
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        return EMPTY_OUTPUT
+
+    def end_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 DEFAULT_KV_BYTES = 1 << 30
 
