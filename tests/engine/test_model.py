@@ -59,7 +59,7 @@ def test_attention_with_extras_is_refused_when_it_is_seen(model_dir):
     probe = Probe(KeyValueCodec())
     kv = torch.zeros(1, 4, 3, 8)
     rest = {"is_causal": True, "dropout": 0.1, "position_bias": torch.zeros(1)}
-    probe.attend(0, kv, kv, kv, scores=Scores(), window=None, rest=rest)
+    probe.attend(0, kv, kv, kv, scores=Scores(), rest=rest)
     with pytest.raises(ConfigError, match="its attention uses position_bias, which"):
         probe.check(geometry, model_dir())
 

@@ -53,12 +53,11 @@ class Probe:
         value: torch.Tensor,
         *,
         scores: Scores,
-        window: int | None,
         rest: dict[str, object],
     ) -> torch.Tensor:
         """See `AttentionContext.attend`."""
         self._layers.append(layer_index)
-        self._windows[layer_index] = window
+        self._windows[layer_index] = scores.window
         rows = self._codec.encode(layer_index, key, value)
         decoded = self._codec.decode(layer_index, rows, query.shape[-1])
         same = all(torch.equal(*pair) for pair in zip((key, value), decoded, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import PoolSpec, allocate_pool
 from kvferry.engine.model import PagedModel
-from kvferry.engine.paged_attention import GatherBuffer, PagedStep, Span
+from kvferry.engine.paged_attention import PagedAttention
 from kvferry.engine.request import Batch, Step
 from kvferry.observe import Observer
 from kvferry.runner import lifecycle
@@ -59,11 +60,10 @@ class ModelRunner:
             dtype=geometry.torch_dtype,
         )
         self._model = model
-        self._block_size = engine.block_size
-        self._layers = allocate_pool(pool, engine.kv_layout, model.device)
-        self._buffer = GatherBuffer()
+        kv_caches = allocate_pool(pool, engine.kv_layout, model.device)
         self._lifecycle = lifecycle.StepLifecycle(worker, observer=observer)
-        worker.register_kv_caches(dict(self._layers))
+        self._attention = PagedAttention(kv_caches, model.codec, self._lifecycle.layerwise)
+        worker.register_kv_caches(dict(kv_caches))
 
     def around(self, step: StepPlan) -> lifecycle.Step:
         """The connector's part of a step that has tokens: `with runner.around(step) as ...:` the
@@ -88,26 +88,8 @@ class ModelRunner:
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch: logits (`[vocab]` float32) of the last token of each entry that wants
         them, in order."""
-        token_ids: list[int] = []
-        positions: list[torch.Tensor] = []
-        block_ids: list[torch.Tensor] = []
-        spans: list[Span] = []
-        wanted: list[int] = []
-        device = self._model.device
-        for entry in batch:
-            first, start = entry.num_computed_tokens, len(token_ids)
-            token_ids += entry.token_ids
-            table = torch.tensor(entry.block_ids, dtype=torch.int64)
-            at = torch.arange(first, first + len(entry.token_ids))
-            spans.append(Span(start, len(token_ids), first, table.to(device)))
-            positions.append(at)
-            block_ids.append(table[at // self._block_size])
-            if entry.wants_logits:
-                wanted.append(len(token_ids) - 1)
-        position = torch.cat(positions)
-        slots = (torch.cat(block_ids).to(device), (position % self._block_size).to(device))
-        context = PagedStep(
-            *(self._layers, spans, slots, self._buffer, self._model.codec),
-            self._lifecycle.layerwise,
-        )
-        return self._model.forward(torch.tensor(token_ids), position, context, wanted)
+        positions = self._attention.begin_step(batch)
+        token_ids = [token_id for entry in batch for token_id in entry.token_ids]
+        ends = accumulate(len(entry.token_ids) for entry in batch)
+        wanted = [end - 1 for end, entry in zip(ends, batch, strict=True) if entry.wants_logits]
+        return self._model.forward(torch.tensor(token_ids), positions, self._attention, wanted)
