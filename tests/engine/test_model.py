@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
-from kvferry.engine.kv_pool import KeyValueCodec, LatentCodec
+from kvferry.engine.kv_pool import KVCodec, LatentCodec
 from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.paged_attention import Scores
@@ -56,7 +56,7 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(
 
 def test_attention_with_extras_is_refused_when_it_is_seen(model_dir):
     geometry = ModelConfig(model_dir(num_hidden_layers=1), EngineConfig()).geometry
-    probe = Probe(KeyValueCodec())
+    probe = Probe(KVCodec())
     kv = torch.zeros(1, 4, 3, 8)
     rest = {"is_causal": True, "dropout": 0.1, "position_bias": torch.zeros(1)}
     probe.attend(0, kv, kv, kv, scores=Scores(), rest=rest)

@@ -199,7 +199,7 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
 def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
-        first = llm._core._runner._first
+        first = llm._runner._first
         forward = first.forward
 
         def interrupted(step):

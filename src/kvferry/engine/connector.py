@@ -3,67 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from kvferry.connectors import registry
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, RankWorker, Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model_config import ModelConfig, ModelGeometry
+from kvferry.engine.model_config import ModelConfig
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, weights_digest
+from kvferry.observe import Observer
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
-_NOTHING = Plan()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorChoice:
+    """Which connector an engine uses.
+
+    Attributes:
+        name: of the connector.
+        spec: of rank 0.
+        options: the connector's own.
+    """
+
+    name: str
+    spec: EngineSpec
+    options: Mapping[str, Any]
 
 
-class NoScheduler(SchedulerRole):
-    """Answers every look-up with a miss."""
+def choose_connector(
+    name: str,
+    store: str | None,
+    options: Mapping[str, Any] | None,
+    model: ModelConfig,
+    engine: EngineConfig,
+) -> ConnectorChoice | None:
+    """The connector `name` with a store; None without a store.
 
-    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        return MISS
-
-    def update_after_alloc(
-        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
-    ) -> None:
-        pass
-
-    def build_plan(self, step: StepView) -> Plan:
-        return _NOTHING
-
-    def update_output(self, output: WorkerOutput) -> None:
-        pass
-
-
-class NoWorker(WorkerRole):
-    """Moves nothing."""
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        pass
-
-    def begin_step(self, plan: Plan) -> None:
-        pass
-
-    def start_load(self) -> None:
-        pass
-
-    def save(self) -> None:
-        pass
-
-    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        return EMPTY_OUTPUT
-
-    def end_step(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    Raises:
+        ConfigError: there are options and no store.
+    """
+    if store is None:
+        if options:
+            raise ConfigError("connector_options are given without a store")
+        return None
+    spec = engine_spec(model, engine)
+    return ConnectorChoice(name=name, spec=spec, options={"store": store, **(options or {})})
 
 
-DEFAULT_KV_BYTES = 1 << 30
+def create_roles(choice: ConnectorChoice | None, observer: Observer) -> Roles:
+    """Both roles of an engine of one rank, or of the first of several; None is for no connector.
+
+    Raises:
+        ConfigError: unknown name or option, or a store that cannot be used.
+    """
+    if choice is None:
+        return Roles(NoScheduler(), NoWorker())
+    return registry.create_roles(choice.name, choice.spec, choice.options, observer)
+
+
+def create_worker(choice: ConnectorChoice | None, rank: int, observer: Observer) -> RankWorker:
+    """The worker role of `rank`; errors as for `create_roles`."""
+    if choice is None:
+        return RankWorker(NoWorker())
+    spec = choice.spec
+    shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
+    return registry.create_worker(choice.name, replace(spec, shard=shard), choice.options, observer)
 
 
 def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> EngineSpec:
@@ -110,22 +121,47 @@ def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> Engi
     )
 
 
-def num_blocks_for(engine: EngineConfig, geometry: ModelGeometry) -> int:
-    """Blocks of the KV pool, the null block included.
+_NOTHING = Plan()
 
-    Raises:
-        ConfigError: `kv_cache_bytes` is too little for any request.
-    """
-    if engine.num_blocks is not None:
-        return engine.num_blocks
-    block_bytes = geometry.block_bytes(engine.block_size)
-    if engine.kv_cache_bytes is not None:
-        num_blocks = engine.kv_cache_bytes // block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache_bytes is {engine.kv_cache_bytes}; two blocks of this model are "
-                f"{2 * block_bytes} bytes"
-            )
-        return num_blocks
-    enough = 1 + engine.max_num_seqs * -(-geometry.context_length // engine.block_size)
-    return max(2, min(enough, DEFAULT_KV_BYTES // block_bytes))
+
+class NoScheduler(SchedulerRole):
+    """Answers every look-up with a miss."""
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        return MISS
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        pass
+
+    def build_plan(self, step: StepView) -> Plan:
+        return _NOTHING
+
+    def update_output(self, output: WorkerOutput) -> None:
+        pass
+
+
+class NoWorker(WorkerRole):
+    """Moves nothing."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def begin_step(self, plan: Plan) -> None:
+        pass
+
+    def start_load(self) -> None:
+        pass
+
+    def save(self) -> None:
+        pass
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        return EMPTY_OUTPUT
+
+    def end_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

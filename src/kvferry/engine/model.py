@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from kvferry.engine.kv_pool import KeyValueCodec, KVCodec, LatentCodec
+from kvferry.engine.kv_pool import KVCodec, LatentCodec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, ModelGeometry, first_line
 from kvferry.engine.paged_attention import (
     ATTENTION_NAME,
@@ -25,7 +25,7 @@ from kvferry.engine.paged_attention import (
     attention,
     register_attention,
 )
-from kvferry.engine.tensor_parallel import Heads, RankGroup, split_layers
+from kvferry.engine.tensor_parallel import RankGroup, split_layers
 from kvferry.errors import ConfigError
 from kvferry.topology.shards import heads_of_rank
 
@@ -148,7 +148,7 @@ class PagedModel:
         self._model_dir = config.model_dir
         self._model = _load_weights(config).to(self.device).eval()
         self._latents = _latent_codec(self._model, config)
-        self.codec: KVCodec = self._latents or KeyValueCodec()
+        self.codec = self._latents or KVCodec()
         self.eos_token_ids = _eos_token_ids(self._model)
         try:
             self._probe()
@@ -167,8 +167,7 @@ class PagedModel:
         """
         geometry = self.geometry
         whole = self._probe()
-        heads = Heads(geometry.num_query_heads, geometry.num_kv_heads)
-        num_split = split_layers(self._model, heads, group)
+        num_split = split_layers(self._model, geometry, group)
         if num_split != geometry.num_layers:
             raise ConfigError(
                 f"{self._model_dir}: {num_split} of {geometry.num_layers} attention layers are of "

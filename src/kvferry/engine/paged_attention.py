@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.contract.abilities import SupportsLayerwise
 from kvferry.engine.kv_pool import KVCodec
-from kvferry.engine.request import Batch
+from kvferry.engine.request import BatchEntry
 from kvferry.errors import ConfigError
 
 ATTENTION_NAME = "kvferry_paged"
@@ -158,7 +158,7 @@ class PagedAttention:
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._gathered = torch.empty(0)
 
-    def begin_step(self, batch: Batch) -> torch.Tensor:
+    def begin_step(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
         """Take the tokens of a step, request after request.
 
         Returns:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvferry.contract.messages import Plan, WorkerOutput
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import Batch
+from kvferry.engine.connector import ConnectorChoice
 from kvferry.errors import RankError
 
 _LENGTH = struct.Struct("<Q")
@@ -50,49 +48,27 @@ class Channel:
             TimeoutError: nothing has come yet; may be called again.
             RankError: the other end is gone, or stopped within a message.
         """
-        try:
-            self._socket.settimeout(timeout_seconds)
-            first = self._socket.recv(1)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise RankError(f"the other process is gone: {error}") from error
-        try:
-            (length,) = _LENGTH.unpack(first + self._exactly(_LENGTH.size - 1, first))
-            return pickle.loads(self._exactly(length, first))
-        except (OSError, EOFError) as error:
-            raise RankError(f"the other process is gone: {error or 'it closed'}") from error
+        self._socket.settimeout(timeout_seconds)
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, may_time_out=True))
+        return pickle.loads(self._exactly(length))
 
-    def _exactly(self, count: int, first: bytes) -> bytes:
-        if not first:
-            raise EOFError
-        parts = []
-        while count:
-            part = self._socket.recv(min(count, 1 << 20))
+    def _exactly(self, count: int, *, may_time_out: bool = False) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            try:
+                part = self._socket.recv(min(count - len(received), 1 << 20))
+            except OSError as error:  # TimeoutError is one
+                if isinstance(error, TimeoutError) and may_time_out and not received:
+                    raise
+                raise RankError(f"the other process is gone: {error}") from error
             if not part:
-                raise EOFError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+                raise RankError("the other process is gone: it closed")
+            received += part
+        return bytes(received)
 
     def close(self) -> None:
         """Idempotent. The other end sees it."""
         self._socket.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorChoice:
-    """Which connector a rank's worker role belongs to.
-
-    Attributes:
-        name: of the connector.
-        spec: of rank 0.
-        options: the connector's own.
-    """
-
-    name: str
-    spec: EngineSpec
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +102,6 @@ class Connect(NamedTuple):
 
 class Ready(NamedTuple):
     """Steps may come."""
-
-
-class RunStep(NamedTuple):
-    """One step; satisfies `kvferry.engine.runner.StepPlan`."""
-
-    plan: Plan
-    finished_request_ids: frozenset[str]
-    batch: Batch
-    """Empty in a step without tokens."""
 
 
 class StepDone(NamedTuple):

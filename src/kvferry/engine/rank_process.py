@@ -13,35 +13,30 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
-from kvferry.connectors.registry import create_worker
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
-from kvferry.contract.spec import RankWorker
-from kvferry.engine.connector import NoWorker
+from kvferry.engine.connector import create_worker
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
 from kvferry.engine.rank_messages import (
     Channel,
     Close,
     Connect,
-    ConnectorChoice,
     Failed,
     Loaded,
     Ready,
-    RunStep,
     Start,
     StepDone,
 )
+from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
 from kvferry.errors import ContractError, RankError
 from kvferry.observe import Observer
-from kvferry.topology import tensor_parallel_shard
 
 _Message = TypeVar("_Message")
 
@@ -90,7 +85,7 @@ class RankProcess:
         torch.set_num_threads(engine.num_threads or cores)
         device = device_of_rank(engine.device, start.rank)
         model = PagedModel(ModelConfig(start.model_dir, engine), device)
-        half = self._worker(start.connector, start.rank)
+        half = create_worker(start.connector, start.rank, self._observer)
         try:
             self._say(Loaded())
             self._expect(Connect)
@@ -115,20 +110,11 @@ class RankProcess:
                 raise ContractError(f"{message!r} came instead of a step")
             if message.batch:
                 with runner.around(message) as around:
-                    runner.run(message.batch)
+                    runner.forward(message)
                 output = around.output
             else:
                 output = runner.idle(message)
             self._say(self._observer.done(output))
-
-    def _worker(self, connector: ConnectorChoice | None, rank: int) -> RankWorker:
-        if connector is None:
-            return RankWorker(NoWorker())
-        spec = connector.spec
-        shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
-        return create_worker(
-            connector.name, replace(spec, shard=shard), connector.options, self._observer
-        )
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)

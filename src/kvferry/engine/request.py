@@ -73,21 +73,6 @@ class Request:
         outcome: None until it is finished.
     """
 
-    __slots__ = (
-        "all_token_ids",
-        "block_ids",
-        "extra_keys",
-        "hit",
-        "max_total_tokens",
-        "num_cached_blocks",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "outcome",
-        "request_id",
-        "status",
-        "stop_token_ids",
-    )
-
     def __init__(
         self,
         request_id: str,
@@ -182,13 +167,9 @@ class Step:
         self.scheduled.append(ScheduledTokens(request, request.num_computed_tokens, num_tokens))
         self.budget -= num_tokens
 
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self.scheduled)
-
-    def batch(self) -> Batch:
-        """A copy of what the forward needs."""
-        return tuple(
+    def run_step(self) -> RunStep:
+        """A copy of what the ranks need."""
+        batch = tuple(
             BatchEntry(
                 entry.request.all_token_ids[
                     entry.num_computed_tokens : entry.num_computed_tokens
@@ -200,6 +181,7 @@ class Step:
             )
             for entry in self.scheduled
         )
+        return RunStep(self.plan, self.finished_request_ids, batch)
 
 
 class BatchEntry(NamedTuple):
@@ -211,5 +193,10 @@ class BatchEntry(NamedTuple):
     wants_logits: bool
 
 
-Batch = tuple[BatchEntry, ...]
-"""In the order of `Step.scheduled`."""
+class RunStep(NamedTuple):
+    """A step as every rank runs it."""
+
+    plan: Plan
+    finished_request_ids: frozenset[str]
+    batch: tuple[BatchEntry, ...]
+    """In the order of `Step.scheduled`; empty in a step without tokens."""

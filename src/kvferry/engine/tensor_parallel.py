@@ -11,25 +11,38 @@ Process groups are made directly and handed around, not through torch's process-
 an application may have one of its own, and a process may hold several engines.
 """
 
-# ruff: noqa: ANN401 - torch's stubs know these classes by halves.
-
-# ruff: noqa: ANN401 - the modules of Transformers share no typed surface.
+# ruff: noqa: ANN401 - torch's process groups and Transformers' modules have no typed surface.
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from kvferry.engine.model_config import ModelGeometry
 from kvferry.errors import ConfigError, RankError
 from kvferry.topology.shards import heads_of_rank
 
 RANK_TIMEOUT_SECONDS = 60.0
 """How long one rank waits for another that should be at the same place: a sum, an answer."""
+
+_PER_QUERY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
+"""Projections whose rows belong to query heads, head after head."""
+
+_PER_KV_HEAD = ("k_proj", "v_proj")
+
+_OUTPUTS = ("o_proj", "dense")
+"""Projections whose columns belong to query heads."""
+
+_BEFORE_HEADS = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Projections of an attention layer that know no heads: replicated."""
+
+_MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("dense_h_to_4h",), "dense_4h_to_h"))
+"""Projections into an MLP and out of it."""
 
 
 class RankGroup:
@@ -74,7 +87,7 @@ class RankGroup:
         try:
             store = distributed.FileStore(str(rendezvous), size)
             store.set_timeout(timeout)
-            group = (_nccl if device.type == "cuda" else _gloo)(store, rank, size, timeout)
+            group = _process_group(device, store, rank, size, timeout)
         except RuntimeError as error:
             raise RankError(f"rank {rank} of {size} cannot reach the others: {error}") from error
         return cls(rank, size, group)
@@ -99,45 +112,23 @@ def device_of_rank(device: str, rank: int) -> str:
     return f"cuda:{rank}" if device == "cuda" else device
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # torch has no public name for it
+def _process_group(
+    device: torch.device, store: Any, rank: int, size: int, timeout: timedelta
+) -> Any:
+    backend: Any
+    if device.type == "cuda":
+        backend = dist.ProcessGroupNCCL
+        options = backend.Options()
+    else:
+        backend = dist.ProcessGroupGloo
+        options = backend._Options()  # torch has no public name for it
+        # All ranks are on this machine; its name need not resolve.
+        options._devices = [backend.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    # All ranks are on this machine; its name need not resolve.
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    return gloo(store, rank, size, options)
+    return backend(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    return nccl(store, rank, size, options)
-
-
-_PER_QUERY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
-"""Projections whose rows belong to query heads, head after head."""
-
-_PER_KV_HEAD = ("k_proj", "v_proj")
-
-_OUTPUTS = ("o_proj", "dense")
-"""Projections whose columns belong to query heads."""
-
-_BEFORE_HEADS = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Projections of an attention layer that know no heads: replicated."""
-
-_MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("dense_h_to_4h",), "dense_4h_to_h"))
-"""Projections into an MLP and out of it."""
-
-
-class Heads(NamedTuple):
-    """Attention heads of the whole model."""
-
-    num_query_heads: int
-    num_kv_heads: int
-
-
-def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
+def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) -> int:
     """Leave of every layer what this rank computes.
 
     Returns:
@@ -151,7 +142,7 @@ def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
     for module in list(model.modules()):
         children = dict(module.named_children())
         if isinstance(getattr(module, "layer_idx", None), int) and children.keys() & {*_OUTPUTS}:
-            _split_attention(module, children, heads, group)
+            _split_attention(module, children, geometry, group)
             num_attention_layers += 1
         for inputs, output in _MLPS:
             if all(isinstance(children.get(name), nn.Linear) for name in (*inputs, output)):
@@ -160,8 +151,10 @@ def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
 
 
 def _split_attention(
-    module: nn.Module, children: dict[str, nn.Module], heads: Heads, group: RankGroup
+    module: nn.Module, children: dict[str, nn.Module], geometry: ModelGeometry, group: RankGroup
 ) -> None:
+    num_heads, num_kv_heads = geometry.num_query_heads, geometry.num_kv_heads
+    mine = _share(num_heads, group)
     known = {*_PER_QUERY_HEAD, *_PER_KV_HEAD, *_OUTPUTS, *_BEFORE_HEADS}
     for name, child in children.items():
         if not isinstance(child, nn.Linear):
@@ -172,19 +165,18 @@ def _split_attention(
                 "set tensor_parallel_size=1"
             )
         if name in _PER_QUERY_HEAD:
-            _keep_rows(child, _share(heads.num_query_heads, group), heads.num_query_heads)
+            _keep_rows(child, mine, num_heads)
         elif name in _PER_KV_HEAD:
-            mine = heads_of_rank(heads.num_kv_heads, group.rank, group.size)
-            _keep_rows(child, mine, heads.num_kv_heads)
+            _keep_rows(child, heads_of_rank(num_kv_heads, group.rank, group.size), num_kv_heads)
         elif name in _OUTPUTS:
-            _keep_columns(child, _share(heads.num_query_heads, group), heads.num_query_heads, group)
+            _keep_columns(child, mine, num_heads, group)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name != "sinks":
             raise ConfigError(
                 f"{type(module).__name__} has a parameter {name!r} that the engine cannot split; "
                 "set tensor_parallel_size=1"
             )
-        setattr(module, name, _frozen(parameter[slice(*_share(heads.num_query_heads, group))]))
+        setattr(module, name, _frozen(parameter[slice(*mine)]))
 
 
 def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
