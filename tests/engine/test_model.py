@@ -16,7 +16,7 @@ from kvferry.engine.connector import engine_spec
 from kvferry.engine.kv_pool import KVCodec, LatentCodec
 from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.paged_attention import Scores
+from kvferry.engine.paged_attention import AttentionCall, Scores
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 
@@ -59,7 +59,7 @@ def test_attention_with_extras_is_refused_when_it_is_seen(model_dir):
     probe = Probe(KVCodec())
     kv = torch.zeros(1, 4, 3, 8)
     rest = {"is_causal": True, "dropout": 0.1, "position_bias": torch.zeros(1)}
-    probe.attend(0, kv, kv, kv, scores=Scores(), rest=rest)
+    probe.attend(AttentionCall(0, kv, kv, kv, Scores(), rest))
     with pytest.raises(ConfigError, match="its attention uses position_bias, which"):
         probe.check(geometry, model_dir())
 

@@ -180,8 +180,8 @@ class KVCache:
     """Block tables of all requests over one pool, and the local prefix cache between them.
 
     A block is offered to the prefix cache only when the KV of all its tokens is really there: after
-    the step that computed or loaded it has reported success. So nobody shares a block that a failed
-    load left empty.
+    the step that computed or loaded it has reported success. So no request shares a block that a
+    failed load left empty.
 
     Not thread-safe; belongs to the scheduler.
     """

@@ -20,8 +20,8 @@ from kvferry.engine.kv_pool import KVCodec, LatentCodec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, ModelGeometry, first_line
 from kvferry.engine.paged_attention import (
     ATTENTION_NAME,
+    AttentionCall,
     AttentionContext,
-    Scores,
     attention,
     register_attention,
 )
@@ -34,6 +34,27 @@ _HARMLESS_ARGUMENTS = frozenset(
 )
 """What layers pass to attention that changes nothing here: inference, no Transformers cache."""
 
+_UNLOADABLE = (
+    *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
+    *(SafetensorError, pickle.UnpicklingError),
+)
+"""What Transformers lets through when weight files are damaged or belong to another config."""
+
+_UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
+"""What a model raises whose config contradicts itself."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+_LOADING = threading.Lock()
+"""Held while Transformers loads: it patches torch and its own settings for the whole process, so
+that of two models loaded by two threads one can end up without its tied weights."""
+
+_PROBE_TOKENS = 5
+
+_SPLIT_TOLERANCE = 0.05
+"""How far logits of a split model may be from those of the whole, against the largest of them. A
+wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
+
 
 class Probe:
     """An attention context that looks, and attends among the tokens it gets, causally."""
@@ -45,17 +66,9 @@ class Probe:
         self._shapes: set[tuple[int, int, bool]] = set()
         self._unknown: set[str] = set()
 
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scores: Scores,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionContext.attend`."""
+        layer_index, query, key, value, scores, rest = call
         self._layers.append(layer_index)
         self._windows[layer_index] = scores.window
         rows = self._codec.encode(layer_index, key, value)
@@ -100,28 +113,6 @@ class Probe:
 
 def _kinds(windows: Sequence[int | None]) -> str:
     return ", ".join("all" if window is None else str(window) for window in dict.fromkeys(windows))
-
-
-_UNLOADABLE = (
-    *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
-    *(SafetensorError, pickle.UnpicklingError),
-)
-"""What Transformers lets through when weight files are damaged or belong to another config."""
-
-_UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
-"""What a model raises whose config contradicts itself."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-_LOADING = threading.Lock()
-"""Held while Transformers loads: it patches torch and its own settings for the whole process, so
-that of two models loaded by two threads one can end up without its tied weights."""
-
-_PROBE_TOKENS = 5
-
-_SPLIT_TOLERANCE = 0.05
-"""How far logits of a split model may be from those of the whole, against the largest of them. A
-wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
 
 
 class PagedModel:

@@ -87,32 +87,27 @@ def attention(
     return weights[..., : value.shape[2]] @ value
 
 
+class AttentionCall(NamedTuple):
+    """What a layer hands to attention, for all tokens of a step."""
+
+    layer_index: int
+    """The layer's own number."""
+    query: torch.Tensor
+    """`[1, num_heads, num_tokens, head_dim]`."""
+    key: torch.Tensor
+    """`[1, num_key_heads, num_tokens, head_dim]`."""
+    value: torch.Tensor
+    """`[1, num_key_heads, num_tokens, value_dim]`."""
+    scores: Scores
+    rest: dict[str, object]
+    """Every other argument that the layer passed."""
+
+
 class AttentionContext(Protocol):
     """What stands behind the attention calls of one forward."""
 
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scores: Scores,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer_index: the layer's own number.
-            query: `[1, num_heads, num_tokens, head_dim]`.
-            key: `[1, num_key_heads, num_tokens, head_dim]`.
-            value: `[1, num_key_heads, num_tokens, value_dim]`.
-            scores: what is special about the layer.
-            rest: every other argument the layer passed.
-
-        Returns:
-            `[1, num_tokens, num_heads, value_dim]`.
-        """
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of one layer: `[1, num_tokens, num_heads, value_dim]`."""
 
 
 class _Span(NamedTuple):
@@ -183,18 +178,10 @@ class PagedAttention:
         )
         return position
 
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scores: Scores,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        del rest  # judged once, when the model was loaded
+        # `rest` was judged once, when the model was loaded.
+        layer_index, query, key, value, scores, _ = call
         name, kv_cache = self._kv_caches[layer_index]
         if self._layerwise is not None:
             self._layerwise.wait_for_layer_load(name)
@@ -303,7 +290,7 @@ def paged_attention(
     kvferry_context: AttentionContext | None = None,
     **rest: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function Transformers calls. Tensors as in `AttentionContext.attend`."""
+    """The function Transformers calls. Tensors as in `AttentionCall`."""
     if kvferry_context is None:
         raise ConfigError(
             f"attention {ATTENTION_NAME!r} ran without its context: the model calls it from a "
@@ -317,15 +304,10 @@ def paged_attention(
     is_causal = rest.get("is_causal")
     if is_causal is None:
         rest["is_causal"] = getattr(module, "is_causal", True)
-    output = kvferry_context.attend(
-        layer_index,
-        query,
-        key,
-        value,
-        scores=Scores(scaling, softcap, s_aux, sliding_window),
-        rest={**rest, "attention_mask": attention_mask},
-    )
-    return output, None
+    scores = Scores(scaling, softcap, s_aux, sliding_window)
+    rest["attention_mask"] = attention_mask
+    call = AttentionCall(layer_index, query, key, value, scores, rest)
+    return kvferry_context.attend(call), None
 
 
 def register_attention() -> None:

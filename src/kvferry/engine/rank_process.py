@@ -1,7 +1,7 @@
 """A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
 
-Started by `kvferry.engine.ranks`; `FD` is the socket over which it is told what to do. It ends when
-it is told to, when anything fails, and when the first rank's process ends in whatever way.
+Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends on `Close`,
+when anything fails, and when the first rank's process ends in whatever way.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankProcess:
         self._observer = RankObserver()
 
     def run(self) -> None:
-        """Load, connect, run steps until told to close.
+        """Load, connect, run steps until `Close`.
 
         Raises:
             RankError: the first rank's process is gone, or another rank is.
@@ -127,10 +127,10 @@ class RankProcess:
 
 
 def report_failure(channel: Channel, run: Callable[[], None]) -> int:
-    """Exit status of `run`; what it raises is told to the first rank, if it still listens."""
+    """Exit status of `run`; sends what it raises to the first rank, if that still listens."""
     try:
         run()
-    except Exception as error:  # this process's outermost frame: nobody else could tell
+    except Exception as error:  # the outermost frame of this process
         with contextlib.suppress(RankError):  # it is gone, or has seen enough
             channel.send(Failed(first_line(error), type(error).__name__), 1.0)
         return 1

@@ -45,10 +45,10 @@ CLOSE_SECONDS = 15.0
 """How long a rank may take to close its worker role; then it is killed."""
 
 _POLL_SECONDS = 0.5
-"""How often it is looked whether a process that owes an answer still runs."""
+"""How often to check whether a process that owes an answer still runs."""
 
 _DYING_SECONDS = 2.0
-"""How long a process that closed its socket may take to be seen as ended."""
+"""How long a process that closed its socket may take to end."""
 
 _Message = TypeVar("_Message")
 
@@ -262,7 +262,7 @@ class Ranks:
 
 
 def _last_words(channel: Channel) -> Failed | None:
-    """What a process that has ended still had to say, behind answers that nobody will read."""
+    """The failure that an ended process sent, behind answers that are of no more use."""
     while True:
         try:
             message = channel.receive(0.01)

@@ -31,8 +31,10 @@ what it cannot bring would otherwise keep the request going round for ever."""
 class Lookups:
     """The questions of one scheduler to its connector.
 
-    A request is answered with a miss, and the connector not asked again, once it has been told to
-    ask again for longer than the deadline, or its loads have failed too often. Runs in: scheduler.
+    A request gets a miss, and the connector is not asked again, once the connector has answered
+    "ask again" for longer than the deadline, or its loads have failed too often.
+
+    Runs in: scheduler.
     """
 
     def __init__(
@@ -111,9 +113,9 @@ class Scheduler:
     Requests run first come, first served, and the last to come is the first to be preempted. The
     order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
 
-    Guarantees: `request_finished` is called once per request; blocks that a connector may touch are
-    in nobody else's hands; ids that nobody waits for, repeated ones included, are counted as
-    `unknown_report` and ignored; no request waits for the connector beyond the deadline.
+    Guarantees: `request_finished` is called once per request; no request gets blocks that a
+    connector may still touch; ids of no load or save under way, repeated ones included, are counted
+    as `unknown_report` and ignored; no request waits for the connector beyond the deadline.
 
     Not thread-safe.
     """
@@ -178,7 +180,7 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """True while there is a reason to step: requests, ends that workers have not been told,
+        """True while there is a reason to step: requests, ends that workers do not know of,
         lent blocks that are not overdue, or the connector says so."""
         return bool(
             self._requests
@@ -197,7 +199,7 @@ class Scheduler:
         self._finished_ids.clear()
         self._abandon_overdue_loads()
         self._schedule_running(step)
-        # Whoever lost blocks in this step would lose them again to a newcomer.
+        # A request that lost blocks in this step would lose them again to a newcomer.
         if not step.preempted_request_ids:
             self._schedule_waiting(step)
         step.plan = self._role.build_plan(step)
@@ -239,7 +241,7 @@ class Scheduler:
         for request_id in sent:
             self._take_back(request_id, _LentFor.SAVE)
         for _ in self._role.take_events():
-            pass  # nobody subscribes to this engine; what is not drained piles up
+            pass  # this engine has no subscribers; what is not drained piles up
 
     # ---- running requests
 
@@ -255,7 +257,7 @@ class Scheduler:
             index += 1
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Grow a running request, at the cost of whoever came last; False if that is itself."""
+        """Grow a running request, at the cost of the last that came; False if that is itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
             alone = victim is request and len(self._running) == 1
