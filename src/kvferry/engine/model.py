@@ -57,7 +57,8 @@ wrong split is off by as much as the logits themselves; 16-bit sums in another o
 
 
 class Probe:
-    """An attention context that looks, and attends among the tokens it gets, causally."""
+    """Looks at a model's attention, to refuse at load what the engine would serve wrongly. As an
+    attention context it attends among the tokens it gets, causally."""
 
     def __init__(self, codec: KVCodec) -> None:
         self._codec = codec

@@ -23,7 +23,13 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Channel:
-    """One end. Not thread-safe; after any error it is of no more use."""
+    """One end of the socket pair between the first rank's process and a child of it.
+
+    Messages are pickled: both ends are this package in two processes of ours, and no other process
+    has the socket. What comes from a network or a file never goes this way.
+
+    Not thread-safe; after any error it is of no more use.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

@@ -100,7 +100,7 @@ class _Loan(NamedTuple):
     """Blocks that no request owns any more but the connector may still read or write.
 
     An overdue loan is not ended, since the connector might still write: it only stops counting as
-    something to wait for.
+    something to wait for. One request may have a loan of each kind.
     """
 
     block_ids: list[int]
@@ -158,8 +158,7 @@ class Scheduler:
             ContractError: its id is in use, or it can never fit into the pool.
         """
         request_id = request.request_id
-        lent_by = {lender_id for lender_id, _ in self._lent}
-        if request_id in self._requests or request_id in lent_by:
+        if request_id in self._requests or request_id in {lender for lender, _ in self._lent}:
             raise ContractError(f"request id {request_id!r} is in use; ids are used once")
         needed = self._kv.num_blocks_for(request.max_total_tokens)
         if needed > self._kv.pool.num_usable:
