@@ -327,18 +327,6 @@ def test_text_goes_in_and_comes_out_whole_or_in_pieces(text_model):
 # ---- faults and ends
 
 
-class Interrupted:
-    """A runner whose forward is cut short."""
-
-    def __init__(self, runner) -> None:
-        self.around, self.idle = runner.around, runner.idle
-        self.inner = runner
-
-    def forward(self, step):
-        self.inner.forward(step)
-        raise KeyboardInterrupt
-
-
 def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(model_dir):
     path = model_dir()
     behaviour = Behaviour(steps_per_free=1)
@@ -346,10 +334,16 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
         runner = llm._runner
-        llm._runner = Interrupted(runner)
+        forward = runner._forward
+
+        def interrupted(batch):
+            forward(batch)
+            raise KeyboardInterrupt
+
+        runner._forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(70), prompt(30)], GREEDY)
-        llm._runner = runner
+        runner._forward = forward
         llm._scheduler.check_integrity()
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids

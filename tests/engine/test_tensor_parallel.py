@@ -200,16 +200,16 @@ def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
         first = llm._runner._first
-        forward = first.forward
+        forward = first._forward
 
-        def interrupted(step):
-            forward(step)
+        def interrupted(batch):
+            forward(batch)
             raise KeyboardInterrupt
 
-        first.forward = interrupted
+        first._forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(20)], GREEDY)
-        first.forward = forward
+        first._forward = forward
         with pytest.raises(RankError, match=r"KeyboardInterrupt.*open a new one"):
             llm.generate([prompt(20)], GREEDY)
     assert children() == before

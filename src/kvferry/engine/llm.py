@@ -297,20 +297,13 @@ class LLM:
         """
         self._check_open()
         step = self._scheduler.schedule()
-        run_step = step.run_step()
         logits: dict[str, torch.Tensor] = {}
 
         def sample(request: Request) -> int:
             return self._generations[request.request_id].sample(logits[request.request_id])
 
-        if not step.scheduled:
-            self._scheduler.update(step, self._runner.idle(run_step), sample)
-            time.sleep(IDLE_STEP_SECONDS)
-            return
-        around = self._runner.around(run_step)
         try:
-            with around:
-                rows = self._runner.forward(run_step)
+            rows = self._runner.run(step.run_step())
             wanted = [entry.request.request_id for entry in step.scheduled if entry.wants_logits]
             logits.update(zip(wanted, rows, strict=True))
         except BaseException:
@@ -318,9 +311,11 @@ class LLM:
                 self._scheduler.abort(entry.request.request_id)
             raise
         finally:
-            self._scheduler.update(step, around.output, sample)
+            self._scheduler.update(step, self._runner.take_output(), sample)
         for generation in self._generations.values():
             generation.emit()
+        if not step.scheduled:
+            time.sleep(IDLE_STEP_SECONDS)
 
     def _tell_ends(self) -> None:
         """One more step if nothing runs, so that the connector learns what ended now and not only

@@ -108,13 +108,8 @@ class RankProcess:
                 return
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
-            if message.batch:
-                with runner.around(message) as around:
-                    runner.forward(message)
-                output = around.output
-            else:
-                output = runner.idle(message)
-            self._say(self._observer.done(output))
+            runner.run(message)
+            self._say(self._observer.done(runner.take_output()))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Observer
-from kvferry.runner import lifecycle
 
 LOAD_SECONDS = 1800.0
 """How long a rank may take to read its weights."""
@@ -273,67 +271,38 @@ def _last_words(channel: Channel) -> Failed | None:
 
 
 class ParallelRunner:
-    """What `ModelRunner` is for one rank, for all of them. Outputs are folded into one.
-
-    Every call raises RankError if a rank failed.
-    """
+    """What `ModelRunner` is for one rank, for all of them."""
 
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
         """Run `first` here and the rest on `ranks`, which are ready."""
+        self._output = EMPTY_OUTPUT
         self._first = first
         self._ranks = ranks
         self._fold = WorkerOutputFold(ranks.size, observer=observer)
 
-    def around(self, step: RunStep) -> ParallelStep:
-        """See `ModelRunner.around`. Raises on entering or leaving."""
-        return ParallelStep(step, self._first.around(step), self._ranks, self._fold)
+    def run(self, step: RunStep) -> torch.Tensor:
+        """See `ModelRunner.run`.
 
-    def idle(self, step: RunStep) -> WorkerOutput:
-        """See `ModelRunner.idle`."""
+        Raises:
+            RankError: a rank failed.
+        """
         self._ranks.start_step(step)
-        own = self._first.idle(step)
-        return self._fold.fold([own, *self._ranks.finish_step()])
-
-    def forward(self, step: RunStep) -> torch.Tensor:
-        """See `ModelRunner.forward`."""
         try:
-            return self._first.forward(step)
+            logits = self._first.run(step)
         except RankError as error:
             # It says only that a peer is gone; the processes say which, and why.
             raise self._ranks.explain(str(error), patience_seconds=_DYING_SECONDS) from error
-
-
-class ParallelStep:
-    """One step under way on all ranks.
-
-    Attributes:
-        output: what all report, folded; what the first rank alone reports if one failed.
-    """
-
-    def __init__(
-        self, step: RunStep, first: lifecycle.Step, ranks: Ranks, fold: WorkerOutputFold
-    ) -> None:
-        self._step = step
-        self._first = first
-        self._ranks = ranks
-        self._fold = fold
-        self.output = EMPTY_OUTPUT
-
-    def __enter__(self) -> ParallelStep:
-        self._ranks.start_step(self._step)
-        self._first.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is not None:
+        except BaseException as error:
             # The others wait in the middle of a layer for a sum that never comes.
-            self._ranks.explain(f"a step failed: {exc!r}")
-        self._first.__exit__(exc_type, exc, traceback)
-        self.output = self._first.output
-        if exc is None:
-            self.output = self._fold.fold([self.output, *self._ranks.finish_step()])
+            self._ranks.explain(f"a step failed: {error!r}")
+            raise
+        finally:
+            self._output = self._first.take_output()
+        self._output = self._fold.fold([self._output, *self._ranks.finish_step()])
+        return logits
+
+    def take_output(self) -> WorkerOutput:
+        """The reports of all ranks on the last step, folded; that of the first alone if one failed.
+        Given once, so that no step gets the report of another."""
+        output, self._output = self._output, EMPTY_OUTPUT
+        return output

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
-from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import allocate_pool
 from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import PagedAttention
-from kvferry.engine.request import RunStep
+from kvferry.engine.request import BatchEntry, RunStep
 from kvferry.observe import Observer
 from kvferry.runner import lifecycle
 
@@ -40,6 +41,7 @@ class ModelRunner:
             LayoutError: the worker cannot serve this layout.
         """
         geometry = model.geometry
+        self._output: WorkerOutput = EMPTY_OUTPUT
         self._model = model
         kv_caches = allocate_pool(
             geometry.layer_names,
@@ -52,23 +54,30 @@ class ModelRunner:
         self._attention = PagedAttention(kv_caches, model.codec, self._lifecycle.layerwise)
         worker.register_kv_caches(dict(kv_caches))
 
-    def around(self, step: RunStep) -> lifecycle.Step:
-        """The connector's part of a step that has tokens: `with runner.around(step) as ...:` the
-        forward. Its `output` is there afterwards, also if the forward raised."""
-        return self._lifecycle.step(step.plan, step.finished_request_ids)
-
-    def idle(self, step: RunStep) -> WorkerOutput:
-        """Run a step without tokens."""
-        return self._lifecycle.no_forward(step.plan, step.finished_request_ids)
-
-    def forward(self, step: RunStep) -> torch.Tensor:
-        """Compute the tokens of a step.
+    def run(self, step: RunStep) -> torch.Tensor:
+        """Run a step: load, compute its tokens if it has any, save.
 
         Returns:
-            `[num_logits, vocab]` float32: of the last token of each entry that wants them, in
-            order. Those of a request whose load fails in this step are wrong.
+            `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
+            in order. Those of a request whose load fails in this step are wrong.
         """
-        batch = step.batch
+        if not step.batch:
+            self._output = self._lifecycle.no_forward(step.plan, step.finished_request_ids)
+            return torch.empty(0)
+        around = self._lifecycle.step(step.plan, step.finished_request_ids)
+        try:
+            with around:
+                return self._forward(step.batch)
+        finally:
+            self._output = around.output
+
+    def take_output(self) -> WorkerOutput:
+        """What the worker reports on the last step, also if its forward raised.
+        Given once, so that no step gets the report of another."""
+        output, self._output = self._output, EMPTY_OUTPUT
+        return output
+
+    def _forward(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
         positions = self._attention.begin_step(batch)
         token_ids = [token_id for entry in batch for token_id in entry.token_ids]
         ends = accumulate(len(entry.token_ids) for entry in batch)
