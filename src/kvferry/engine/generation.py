@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -193,16 +192,9 @@ class Generation:
     """One request as its caller sees it: sampling, text, times."""
 
     def __init__(
-        self,
-        request: Request,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        *,
-        streams: bool = False,
+        self, request: Request, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        """Follow `request`; with `streams`, turn its tokens into `events`."""
         self.request = request
-        self.events: deque[TokenEvent] | None = deque() if streams else None
         self._num_emitted = 0
         self._params = params
         self._sampler = Sampler(params)
@@ -226,19 +218,20 @@ class Generation:
                 self._first_logits = logits.to("cpu", copy=True)
         return token_id
 
-    def emit(self) -> None:
-        """Turn the token that the last step added, if any, into an event. Call after every step."""
+    def new_events(self) -> Iterator[TokenEvent]:
+        """Events of the tokens that were generated since the last call, up to the newest."""
         request = self.request
-        if self.events is None or request.num_generated_tokens == self._num_emitted:
-            return
-        token_id = request.all_token_ids[-1]
-        reason = None if request.outcome is None else request.outcome.reason
-        text = ""
-        if self._detokenizer is not None:
-            text = self._detokenizer.add(token_id, is_last=reason is not None)
-        logprobs = self._logprobs[-1] if self._logprobs else None
-        self.events.append(TokenEvent(request.request_id, token_id, text, logprobs, reason))
-        self._num_emitted += 1
+        while self._num_emitted < request.num_generated_tokens:
+            index = self._num_emitted
+            self._num_emitted += 1
+            token_id = request.all_token_ids[request.num_prompt_tokens + index]
+            is_newest = self._num_emitted == request.num_generated_tokens
+            reason = request.outcome.reason if request.outcome and is_newest else None
+            text = ""
+            if self._detokenizer is not None:
+                text = self._detokenizer.add(token_id, is_last=reason is not None)
+            logprobs = self._logprobs[index] if self._logprobs else None
+            yield TokenEvent(request.request_id, token_id, text, logprobs, reason)
 
     def completion(self) -> Completion:
         """The result; the request must have ended."""

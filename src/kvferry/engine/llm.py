@@ -210,19 +210,16 @@ class LLM:
         """
         params = params or SamplingParams()
         request = self._request(prompt, params)
-        return self._stream(Generation(request, params, self.tokenizer, streams=True))
+        return self._stream(Generation(request, params, self.tokenizer))
 
     def _stream(self, generation: Generation) -> Iterator[TokenEvent]:
-        request, events = generation.request, generation.events
-        assert events is not None, "made with streams=True"
+        request = generation.request
         try:
             self._add(generation)
-            while True:
-                while events:
-                    yield events.popleft()
-                if request.outcome is not None:
-                    break
+            while request.outcome is None:
                 self._step()
+                # Steps of other requests, between two events, add to these as well.
+                yield from generation.new_events()
         finally:
             self._drop(generation)
         if request.outcome.reason is FinishReason.ERROR:
@@ -312,8 +309,6 @@ class LLM:
             raise
         finally:
             self._scheduler.update(step, self._runner.take_output(), sample)
-        for generation in self._generations.values():
-            generation.emit()
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
 
