@@ -6,7 +6,7 @@ import socket
 import threading
 
 from kvferry.engine import LLM
-from kvferry.engine.channel import Channel
+from kvferry.engine.rank_messages import Channel
 from kvferry.engine.rank_process import RankProcess, report_failure
 from kvferry.engine.ranks import Ranks
 

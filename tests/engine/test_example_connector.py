@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvferry.engine.generation import SamplingParams
 from kvferry.engine.llm import LLM
-from kvferry.engine.sampling import SamplingParams
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from kvferry.v1 import v1_config, v1_roles

@@ -42,16 +42,16 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def engine(path, **kwargs):
     """An LLM whose books are checked after every step."""
     with LLM(path, **kwargs) as llm:
-        step = llm._core.step
+        step = llm._step
 
-        def checked(sample):
-            step(sample)
-            llm._core.scheduler.check_integrity()
+        def checked():
+            step()
+            llm._scheduler.check_integrity()
 
-        llm._core.step = checked
+        llm._step = checked
         yield llm
         llm.drain(5.0)
-        pool = llm._core.scheduler._kv.pool
+        pool = llm._scheduler._kv.pool
         assert pool.num_free == pool.num_usable, "blocks leaked"
 
 
@@ -276,9 +276,9 @@ def test_a_stream_closed_early_aborts_its_request(model_dir):
     with engine(model_dir()) as llm:
         stream = llm.stream(prompt(20), SamplingParams(max_tokens=500, ignore_eos=True))
         next(stream)
-        assert len(llm._core.scheduler._running) == 1
+        assert len(llm._scheduler._running) == 1
         stream.close()
-        assert not llm._core.scheduler._running
+        assert not llm._scheduler._running
         never_started = llm.stream(prompt(20))
         never_started.close()
         assert list(llm.stream(prompt(20), SamplingParams(max_tokens=2, ignore_eos=True)))
@@ -327,30 +327,24 @@ def test_text_goes_in_and_comes_out_whole_or_in_pieces(text_model):
 # ---- faults and ends
 
 
-class Interrupted:
-    """A runner whose forward is cut short."""
-
-    def __init__(self, runner) -> None:
-        self.around, self.idle = runner.around, runner.idle
-        self.inner = runner
-
-    def forward(self, step):
-        self.inner.forward(step)
-        raise KeyboardInterrupt
-
-
 def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(model_dir):
     path = model_dir()
     behaviour = Behaviour(steps_per_free=1)
     with engine(path, roles=memory_roles(behaviour)) as llm:
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        runner = llm._core._runner
-        llm._core._runner = Interrupted(runner)
+        runner = llm._runner
+        forward = runner._forward
+
+        def interrupted(batch):
+            forward(batch)
+            raise KeyboardInterrupt
+
+        runner._forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(70), prompt(30)], GREEDY)
-        llm._core._runner = runner
-        llm._core.scheduler.check_integrity()
+        runner._forward = forward
+        llm._scheduler.check_integrity()
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids
 
@@ -435,7 +429,7 @@ def test_what_is_no_prompt_is_refused_before_anything_runs(model_dir, bad):
     with LLM(model_dir()) as llm:
         with pytest.raises(ConfigError, match="neither a text nor a list of token ids"):
             llm.generate([prompt(5), bad], GREEDY)
-        assert not llm._core.scheduler.has_work()
+        assert not llm._scheduler.has_work()
 
 
 def test_token_ids_of_numpy_and_torch_are_taken(model_dir):

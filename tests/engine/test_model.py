@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.kv_codec import KeyValueCodec, LatentCodec
-from kvferry.engine.model import PagedModel, load_tokenizer
+from kvferry.engine.connector import engine_spec
+from kvferry.engine.kv_pool import KVCodec, LatentCodec
+from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.probe import Probe
-from kvferry.engine.scores import Scores
-from kvferry.engine.spec import engine_spec
+from kvferry.engine.paged_attention import AttentionCall, Scores
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 
@@ -57,10 +56,10 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(
 
 def test_attention_with_extras_is_refused_when_it_is_seen(model_dir):
     geometry = ModelConfig(model_dir(num_hidden_layers=1), EngineConfig()).geometry
-    probe = Probe(KeyValueCodec())
+    probe = Probe(KVCodec())
     kv = torch.zeros(1, 4, 3, 8)
     rest = {"is_causal": True, "dropout": 0.1, "position_bias": torch.zeros(1)}
-    probe.attend(0, kv, kv, kv, scores=Scores(), window=None, rest=rest)
+    probe.attend(AttentionCall(0, kv, kv, kv, Scores(), rest))
     with pytest.raises(ConfigError, match="its attention uses position_bias, which"):
         probe.check(geometry, model_dir())
 

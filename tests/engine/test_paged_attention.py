@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.engine import paged_attention as pa
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
+from kvferry.engine.paged_attention import PagedAttention
+from kvferry.engine.request import BatchEntry
 from kvferry.errors import ConfigError
 
 ARCHITECTURES = [
@@ -52,22 +53,13 @@ def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) ->
     )
     layers = list(zip(geometry.layer_names, pool, strict=True))
     table = torch.randperm(num_blocks + 4, generator=torch.Generator().manual_seed(2))
-    table = table[:num_blocks] + 1
-    buffer = pa.GatherBuffer()
+    table = (table[:num_blocks] + 1).tolist()
+    attention = PagedAttention(layers, model.codec, **kwargs)
     parts, start = [], 0
     for size in chunks:
-        positions = torch.arange(start, start + size)
-        step = pa.PagedStep(
-            layers,
-            [pa.Span(0, size, start, table)],
-            (table[positions // BLOCK_SIZE], positions % BLOCK_SIZE),
-            buffer,
-            model.codec,
-            **kwargs,
-        )
-        parts.append(
-            model.forward(token_ids[start : start + size], positions, step, list(range(size)))
-        )
+        new = token_ids[start : start + size]
+        positions = attention.begin_step([BatchEntry(new.tolist(), start, table, True)])
+        parts.append(model.forward(new, positions, attention, list(range(size))))
         start += size
     assert start == len(token_ids)
     return torch.cat(parts)

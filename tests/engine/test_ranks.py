@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.engine import SamplingParams
-from kvferry.engine.channel import Channel
+from kvferry.engine.rank_messages import Channel
 from kvferry.engine.rank_process import report_failure
 from kvferry.engine.ranks import Ranks
 from kvferry.errors import ConfigError, RankError, StoreError

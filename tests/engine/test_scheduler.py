@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
-from kvferry.engine.lookups import MAX_FAILED_LOADS
 from kvferry.engine.request import FinishReason, RequestStatus
+from kvferry.engine.scheduler import MAX_FAILED_LOADS
 from kvferry.errors import ContractError
 from tests.engine.simulation import Choices, Simulation, reference
 
@@ -174,7 +174,7 @@ def test_ask_again_lets_others_pass_and_ends():
     waiting, passing = sim.add(prompt(20)), sim.add(prompt(9, seed=1), max_tokens=1)
     step = sim.step()
     assert [entry.request for entry in step.scheduled] == [passing]
-    assert not sim.step().has_tokens, "only one that waits is left: a step without tokens"
+    assert not sim.step().scheduled, "only one that waits is left: a step without tokens"
     sim.run()
     assert waiting.hit.num_external_tokens == 16
     assert_right(waiting, 3)
@@ -184,11 +184,11 @@ def test_ask_again_for_ever_is_a_miss_after_the_deadline():
     sim = Simulation(Hits(ask_again=10**9), load_deadline_seconds=2.0)
     request = sim.add(prompt(20))
     for _ in range(3):
-        assert not sim.step().has_tokens
+        assert not sim.step().scheduled
     sim.clock.now = 1.99
-    assert not sim.step().has_tokens
+    assert not sim.step().scheduled
     sim.clock.now = 2.01
-    assert sim.step().has_tokens
+    assert sim.step().scheduled
     sim.run()
     assert_right(request, 3)
     assert sim.observer["lookup_deadline"] == 1
@@ -437,6 +437,6 @@ def test_pending_work_of_the_connector_keeps_the_engine_stepping():
     sim = Simulation()
     sim.role.pending = True
     assert sim.scheduler.has_work()
-    assert not sim.step().has_tokens
+    assert not sim.step().scheduled
     sim.role.pending = False
     assert not sim.scheduler.has_work()

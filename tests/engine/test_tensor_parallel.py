@@ -18,7 +18,7 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.rank_group import RankGroup
+from kvferry.engine.tensor_parallel import RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Counters
 from tests.engine.memory_connector import Behaviour, memory_roles
@@ -199,17 +199,17 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
 def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
-        first = llm._core._runner._first
-        forward = first.forward
+        first = llm._runner._first
+        forward = first._forward
 
-        def interrupted(step):
-            forward(step)
+        def interrupted(batch):
+            forward(batch)
             raise KeyboardInterrupt
 
-        first.forward = interrupted
+        first._forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(20)], GREEDY)
-        first.forward = forward
+        first._forward = forward
         with pytest.raises(RankError, match=r"KeyboardInterrupt.*open a new one"):
             llm.generate([prompt(20)], GREEDY)
     assert children() == before

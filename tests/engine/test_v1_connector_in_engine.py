@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.contract.spec import Roles
+from kvferry.engine.generation import SamplingParams
 from kvferry.engine.llm import LLM
-from kvferry.engine.sampling import SamplingParams
 from kvferry.observe import Counters
 from kvferry.v1.base import KVConnectorRole
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole

@@ -1,19 +1,115 @@
-"""What the front end keeps per request, and what it hands out."""
+"""What a caller asks for and gets: sampling parameters, tokens, text, times."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvferry.engine.request import FinishReason, Request
-from kvferry.engine.sampling import Sampler, SamplingParams, TokenLogprobs
+from kvferry.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for.
+
+    Attributes:
+        max_tokens: tokens to generate at most; fewer where the context or the KV pool ends.
+        temperature: 0 takes the most likely token; above, logits are divided by it.
+        top_p: sample from the smallest set of tokens whose probability reaches this.
+        seed: makes samples repeatable, whatever else runs in the batch; None draws one.
+        logprobs: report the chosen token and this many most likely ones per step; None for none.
+        stop_token_ids: tokens that end the text, besides the model's own end-of-text tokens.
+        ignore_eos: go on past the model's own end-of-text tokens.
+        return_logits: keep the logits of the first generated position (`Completion.first_logits`).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    return_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be 0 or more, and finite"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ConfigError(f"logprobs is {self.logprobs}; it must be 0 or more")
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one generated position, before temperature and top_p."""
+
+    chosen: float
+    top: dict[int, float]
+    """Token id to log-probability of the most likely tokens, best first."""
+
+
+class Sampler:
+    """Chooses tokens for one request.
+
+    The random numbers of position i depend on the seed and on i alone: neither the batch a step
+    happens to have, nor a preemption, nor a step that had to be repeated changes a sample.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._generator = torch.Generator(device="cpu")
+        self._seed = params.seed if params.seed is not None else self._generator.seed()
+
+    def sample(self, logits: torch.Tensor, position: int) -> int:
+        """Choose the token of generated position `position` from `logits` (`[vocab]`, float32)."""
+        params = self._params
+        if params.temperature == 0.0:
+            return int(logits.argmax())
+        probs = torch.softmax(logits.cpu() / params.temperature, dim=-1)
+        if params.top_p < 1.0:
+            probs = _keep_top_p(probs, params.top_p)
+        # The largest p/e with e from Exp(1) is a sample of p, and one draw per token of the
+        # vocabulary does not depend on what top_p left over.
+        noise = torch.empty_like(probs).exponential_(generator=self._reseeded(position))
+        return int((probs / noise.clamp_min_(1e-30)).argmax())
+
+    def logprobs(self, logits: torch.Tensor, token_id: int) -> TokenLogprobs | None:
+        """Log-probabilities around a chosen token, None if the request asked for none."""
+        count = self._params.logprobs
+        if count is None:
+            return None
+        logprobs = torch.log_softmax(logits, dim=-1)
+        best = logprobs.topk(min(count, logprobs.numel()))
+        top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return TokenLogprobs(float(logprobs[token_id]), top)
+
+    def _reseeded(self, position: int) -> torch.Generator:
+        # Adjacent seeds of torch's generator are not independent streams; a hash makes them so.
+        digest = hashlib.blake2b(f"{self._seed}/{position}".encode(), digest_size=8).digest()
+        return self._generator.manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+def _keep_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    ordered, ids = probs.sort(descending=True)
+    # A token stays if what comes before it has not reached top_p; the best one always stays.
+    dropped = ordered.cumsum(dim=-1) - ordered >= top_p
+    return probs.index_fill(0, ids[dropped], 0.0)
 
 
 class Tokenizer(Protocol):
@@ -96,16 +192,9 @@ class Generation:
     """One request as its caller sees it: sampling, text, times."""
 
     def __init__(
-        self,
-        request: Request,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        *,
-        streams: bool = False,
+        self, request: Request, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        """Follow `request`; with `streams`, turn its tokens into `events`."""
         self.request = request
-        self.events: deque[TokenEvent] | None = deque() if streams else None
         self._num_emitted = 0
         self._params = params
         self._sampler = Sampler(params)
@@ -129,19 +218,20 @@ class Generation:
                 self._first_logits = logits.to("cpu", copy=True)
         return token_id
 
-    def emit(self) -> None:
-        """Turn the token that the last step added, if any, into an event. Call after every step."""
+    def new_events(self) -> Iterator[TokenEvent]:
+        """Events of the tokens that were generated since the last call, up to the newest."""
         request = self.request
-        if self.events is None or request.num_generated_tokens == self._num_emitted:
-            return
-        token_id = request.all_token_ids[-1]
-        reason = None if request.outcome is None else request.outcome.reason
-        text = ""
-        if self._detokenizer is not None:
-            text = self._detokenizer.add(token_id, is_last=reason is not None)
-        logprobs = self._logprobs[-1] if self._logprobs else None
-        self.events.append(TokenEvent(request.request_id, token_id, text, logprobs, reason))
-        self._num_emitted += 1
+        while self._num_emitted < request.num_generated_tokens:
+            index = self._num_emitted
+            self._num_emitted += 1
+            token_id = request.all_token_ids[request.num_prompt_tokens + index]
+            is_newest = self._num_emitted == request.num_generated_tokens
+            reason = request.outcome.reason if request.outcome and is_newest else None
+            text = ""
+            if self._detokenizer is not None:
+                text = self._detokenizer.add(token_id, is_last=reason is not None)
+            logprobs = self._logprobs[index] if self._logprobs else None
+            yield TokenEvent(request.request_id, token_id, text, logprobs, reason)
 
     def completion(self) -> Completion:
         """The result; the request must have ended."""
@@ -166,3 +256,51 @@ class Generation:
             first_logits=None if self._first_logits is None else self._first_logits.numpy(),
             params=outcome.params,
         )
+
+
+class GenerationProgress:
+    """Tokens done of tokens to do, over some requests, on the standard error output.
+
+    The end is the longest that the requests may become; one that stops early jumps to its end.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], *, enabled: bool, console: Console | None = None
+    ) -> None:
+        self._requests = requests
+        self._total = sum(request.max_total_tokens for request in requests)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console or Console(stderr=True),
+            disable=not enabled,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=self._total)
+
+    def update(self) -> None:
+        """Draw where the requests stand."""
+        if self._progress.disable:
+            return
+        ended = sum(request.outcome is not None for request in self._requests)
+        done = sum(
+            request.num_computed_tokens if request.outcome is None else request.max_total_tokens
+            for request in self._requests
+        )
+        self._progress.update(
+            self._task, completed=done, description=f"{ended}/{len(self._requests)} prompts"
+        )
+
+    def __enter__(self) -> GenerationProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,105 +1,146 @@
-"""The memory of the KV pool: one tensor over all layers, its axes in any order."""
+"""The KV pool: its size, its memory, and what of a token's attention it keeps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 
-from kvferry.engine.config import KV_LAYOUTS
+from kvferry.engine.config import KV_LAYOUTS, EngineConfig
+from kvferry.engine.model_config import ModelGeometry
 from kvferry.errors import ConfigError
-from kvferry.runner.kv_allocation import AttentionBackend, allocate_uniform_kv_caches
+
+DEFAULT_KV_BYTES = 1 << 30
 
 _AXES = "LBHNC"
 """Layer, block, kv head, token of the block, content."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
-    """What lies in the pool; the `AttentionSpec` of every layer.
+def num_blocks_for(engine: EngineConfig, geometry: ModelGeometry) -> int:
+    """Blocks of the KV pool, the null block included.
 
-    Attributes:
-        layer_names: in layer order.
-        num_kv_heads: that this rank holds.
-        head_size: elements per token and head, K and V or a latent.
+    Raises:
+        ConfigError: `kv_cache_bytes` is too little for any request.
     """
-
-    layer_names: tuple[str, ...]
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one layer's block."""
-        return self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+    if engine.num_blocks is not None:
+        return engine.num_blocks
+    block_bytes = geometry.block_bytes(engine.block_size)
+    if engine.kv_cache_bytes is not None:
+        num_blocks = engine.kv_cache_bytes // block_bytes
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv_cache_bytes is {engine.kv_cache_bytes}; two blocks of this model are "
+                f"{2 * block_bytes} bytes"
+            )
+        return num_blocks
+    enough = 1 + engine.max_num_seqs * -(-geometry.context_length // engine.block_size)
+    return max(2, min(enough, DEFAULT_KV_BYTES // block_bytes))
 
 
 def allocate_pool(
-    spec: PoolSpec, kv_layout: str, device: torch.device
+    layer_names: Sequence[str],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    kv_layout: str,
+    device: torch.device,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Name and KV of each layer, zeroed: views `[num_blocks, num_kv_heads, block_size, head_size]`
-    into one tensor, whatever the order in memory.
+    """Name and KV of each layer, zeroed: views of one tensor.
 
     Args:
-        spec: of the pool.
-        kv_layout: one of `KV_LAYOUTS`.
+        layer_names: in layer order.
+        shape: of each view: `[num_blocks, num_kv_heads, block_size, content]`.
+        dtype: of the KV.
+        kv_layout: the order of all axes in memory, one of `KV_LAYOUTS`.
         device: where to allocate.
 
     Raises:
         ConfigError: there is not enough memory.
     """
-    layer_bytes = spec.num_blocks * spec.page_size_bytes
-    plan = _Plan([_LayerTensor(layer_bytes, [name]) for name in spec.layer_names])
-    group = _Group(_Backend(KV_LAYOUTS[kv_layout]), spec)
+    sizes = (len(layer_names), *shape)
+    order = [_AXES.index(axis) for axis in KV_LAYOUTS[kv_layout]]
     try:
-        caches = allocate_uniform_kv_caches(plan, [[group]], "auto", device, [spec.block_size])
+        pool = torch.zeros([sizes[axis] for axis in order], dtype=dtype, device=device)
     except RuntimeError as error:
         raise ConfigError(
-            f"no memory for a KV pool of {layer_bytes * len(spec.layer_names)} bytes on {device}; "
+            f"no memory for a KV pool of {prod(sizes) * dtype.itemsize} bytes on {device}; "
             "set kv_cache_bytes or num_blocks lower"
         ) from error
-    return [(name, caches.kv_caches[name]) for name in spec.layer_names]
+    layers = pool.permute([order.index(axis) for axis in range(len(order))])
+    return list(zip(layer_names, layers, strict=True))
 
 
-class _Backend:
-    """Attention that takes any order: it reads through strides."""
+class KVCodec:
+    """Between what attention layers compute and rows of the pool: keys and values side by side.
+    One per model."""
 
-    def __init__(self, order: str) -> None:
-        self._order = order
+    def encode(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Rows of the tokens that a layer has just computed: `[1, num_kv_heads, num_tokens,
+        content]`.
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        del cache_dtype_str
-        return num_blocks, num_kv_heads, block_size, head_size
+        Args:
+            layer_index: the layer's own number.
+            key: `[1, heads, num_tokens, key_size]`, as the layer hands it to attention.
+            value: `[1, heads, num_tokens, value_size]`.
+        """
+        del layer_index
+        return torch.cat((key, value), dim=-1)
 
-    def get_kv_cache_stride_order(
-        self, include_num_layers_dimension: bool = False
-    ) -> tuple[int, ...]:
-        order = tuple(_AXES.index(axis) for axis in self._order)
-        if include_num_layers_dimension:
-            return order
-        return tuple(axis - 1 for axis in order if axis > 0)
+    def decode(
+        self, layer_index: int, rows: torch.Tensor, key_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as `encode` got them, from rows as it gave them."""
+        del layer_index
+        return rows[..., :key_size], rows[..., key_size:]
 
 
-class _Group(NamedTuple):
-    backend: AttentionBackend
-    kv_cache_spec: object
+class LatentCodec(KVCodec):
+    """Multi-head latent attention: one latent and one rotated key for all heads, expanded to keys
+    and values of every head when they are read.
 
+    Layers offer the latent to a Transformers cache before they expand it. This object is handed to
+    the model in place of that cache: it notes what it is offered and keeps nothing.
 
-class _LayerTensor(NamedTuple):
-    size: int
-    shared_by: list[str]
+    Rows hold the latent, then the rotated key with the two numbers of each rotated pair side by
+    side, as vLLM keeps them; Transformers' DeepSeek-V3 has the first numbers of all pairs first.
+    """
 
+    def __init__(self, attention_layers: dict[int, Any], *, pairs_apart: bool) -> None:
+        """Serve these layers.
 
-class _Plan(NamedTuple):
-    kv_cache_tensors: list[_LayerTensor]
+        Args:
+            attention_layers: by number; each has Transformers' `expand_kv` and `kv_lora_rank`.
+            pairs_apart: whether the layers' rotated keys have the first numbers of all pairs first.
+        """
+        self._layers = attention_layers
+        self._pairs_apart = pairs_apart
+        self._offered: dict[int, torch.Tensor] = {}
+
+    def update(
+        self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the layer as a cache's `update`; `[1, 1, num_tokens, size]` each."""
+        rows = rotated
+        if self._pairs_apart:
+            rows = torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
+        self._offered[layer_index] = torch.cat((latent, rows), dim=-1)
+        return latent, rotated
+
+    def encode(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `KVCodec`. What the layer offered, which it did right before."""
+        del key, value
+        return self._offered.pop(layer_index)
+
+    def decode(
+        self, layer_index: int, rows: torch.Tensor, key_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVCodec`."""
+        del key_size
+        layer = self._layers[layer_index]
+        latent, rotated = rows[..., : layer.kv_lora_rank], rows[..., layer.kv_lora_rank :]
+        if self._pairs_apart:
+            rotated = torch.unflatten(rotated, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        key, value = layer.expand_kv(latent, rotated)
+        return key, value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -13,30 +15,34 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
-from kvferry.connectors.registry import create_roles
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.core import EngineCore
-from kvferry.engine.generation import Completion, Generation, TokenEvent, Tokenizer
+from kvferry.engine.connector import ConnectorChoice, choose_connector, create_roles
+from kvferry.engine.generation import (
+    Completion,
+    Generation,
+    GenerationProgress,
+    SamplingParams,
+    TokenEvent,
+    Tokenizer,
+)
+from kvferry.engine.kv_pool import num_blocks_for
 from kvferry.engine.model import PagedModel, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.no_connector import NoScheduler, NoWorker
-from kvferry.engine.parallel_runner import ParallelRunner
-from kvferry.engine.progress import GenerationProgress
-from kvferry.engine.rank_group import device_of_rank
-from kvferry.engine.rank_messages import ConnectorChoice
-from kvferry.engine.ranks import Ranks
+from kvferry.engine.ranks import ParallelRunner, Ranks
 from kvferry.engine.request import FinishReason, Request
 from kvferry.engine.runner import ModelRunner
-from kvferry.engine.sampling import SamplingParams
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.spec import engine_spec, num_blocks_for
+from kvferry.engine.tensor_parallel import device_of_rank
 from kvferry.errors import ConfigError, ContractError, RankError
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
+
+IDLE_STEP_SECONDS = 0.001
+"""Pause after a step without tokens: waiting for the connector must not burn a core."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
@@ -95,14 +101,15 @@ class LLM:
         num_blocks = num_blocks_for(engine, model.geometry)
         choice = None
         if roles is None:
-            choice = _connector_choice(store, connector, connector_options, model, engine)
+            choice = choose_connector(connector, store, connector_options, model, engine)
             # Before the weights: a store's index fills while they are read.
-            roles = self._create_roles(choice)
-        self._roles = Roles(
-            GuardedScheduler(roles.scheduler, self._observer, block_size=engine.block_size),
-            GuardedWorker(roles.worker, self._observer),
-            roles.close_last,
-            roles.wait_ready,
+            roles = create_roles(choice, self._observer)
+        self._roles = replace(
+            roles,
+            scheduler=GuardedScheduler(
+                roles.scheduler, self._observer, block_size=engine.block_size
+            ),
+            worker=GuardedWorker(roles.worker, self._observer),
         )
         self._ranks: Ranks | None = None
         try:
@@ -127,37 +134,26 @@ class LLM:
     def _load(self, model: ModelConfig, engine: EngineConfig, num_blocks: int) -> None:
         if engine.num_threads is not None:
             torch.set_num_threads(engine.num_threads)
-        size = engine.tensor_parallel_size
         device = engine.device if self._ranks is None else device_of_rank(engine.device, 0)
         paged = PagedModel(model, device)
         if self._ranks is not None:
             paged.split(self._ranks.connect(paged.device))
-        runner: ModelRunner | ParallelRunner
-        runner = first = ModelRunner(
-            paged,
-            self._roles.worker,
-            engine,
-            num_blocks=num_blocks,
-            observer=self._observer,
+        first = ModelRunner(
+            paged, self._roles.worker, engine, num_blocks=num_blocks, observer=self._observer
         )
+        self._runner: ModelRunner | ParallelRunner = first
         if self._ranks is not None:
             self._ranks.expect_ready()
-            runner = ParallelRunner(first, self._ranks, size, observer=self._observer)
-        scheduler = Scheduler(
+            self._runner = ParallelRunner(first, self._ranks, self._observer)
+        self._scheduler = Scheduler(
             engine, BlockPool(num_blocks), self._roles.scheduler, observer=self._observer
         )
-        self._core = EngineCore(scheduler, runner)
         self._eos_token_ids = paged.eos_token_ids
         self._geometry = model.geometry
         self._pool_tokens = (num_blocks - 1) * engine.block_size
         self._generations: dict[str, Generation] = {}
         self._request_numbers = count()
         self.tokenizer: Tokenizer | None = load_tokenizer(model.model_dir)
-
-    def _create_roles(self, choice: ConnectorChoice | None) -> Roles:
-        if choice is None:
-            return Roles(NoScheduler(), NoWorker())
-        return create_roles(choice.name, choice.spec, choice.options, self._observer)
 
     # ---- generating
 
@@ -214,19 +210,16 @@ class LLM:
         """
         params = params or SamplingParams()
         request = self._request(prompt, params)
-        return self._stream(Generation(request, params, self.tokenizer, streams=True))
+        return self._stream(Generation(request, params, self.tokenizer))
 
     def _stream(self, generation: Generation) -> Iterator[TokenEvent]:
-        request, events = generation.request, generation.events
-        assert events is not None, "made with streams=True"
+        request = generation.request
         try:
             self._add(generation)
-            while True:
-                while events:
-                    yield events.popleft()
-                if request.outcome is not None:
-                    break
+            while request.outcome is None:
                 self._step()
+                # Steps of other requests, between two events, add to these as well.
+                yield from generation.new_events()
         finally:
             self._drop(generation)
         if request.outcome.reason is FinishReason.ERROR:
@@ -244,7 +237,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the engine's own prefix cache. What a store holds stays."""
-        self._core.scheduler.reset_prefix_cache()
+        self._scheduler.reset_prefix_cache()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
@@ -284,21 +277,40 @@ class LLM:
     def _add(self, generation: Generation) -> None:
         self._check_open()
         self._generations[generation.request.request_id] = generation
-        self._core.scheduler.add(generation.request)
+        self._scheduler.add(generation.request)
 
     def _drop(self, generation: Generation) -> None:
         """The caller wants nothing more of it; aborted if it has not ended."""
         request_id = generation.request.request_id
         self._generations.pop(request_id, None)
-        self._core.scheduler.abort(request_id)
+        self._scheduler.abort(request_id)
 
     def _step(self) -> None:
+        """One engine step: schedule, run, learn. Without a token to compute it still lets the
+        connector work, then pauses.
+
+        If the forward raises, the requests of the step are aborted, since the content of their
+        blocks is unknown; the scheduler still gets the connector's report, and the error goes on.
+        """
         self._check_open()
-        self._core.step(
-            lambda request, logits: self._generations[request.request_id].sample(logits)
-        )
-        for generation in self._generations.values():
-            generation.emit()
+        step = self._scheduler.schedule()
+        logits: dict[str, torch.Tensor] = {}
+
+        def sample(request: Request) -> int:
+            return self._generations[request.request_id].sample(logits[request.request_id])
+
+        try:
+            rows = self._runner.run(step.run_step())
+            wanted = [entry.request.request_id for entry in step.scheduled if entry.wants_logits]
+            logits.update(zip(wanted, rows, strict=True))
+        except BaseException:
+            for entry in step.scheduled:
+                self._scheduler.abort(entry.request.request_id)
+            raise
+        finally:
+            self._scheduler.update(step, self._runner.take_output(), sample)
+        if not step.scheduled:
+            time.sleep(IDLE_STEP_SECONDS)
 
     def _tell_ends(self) -> None:
         """One more step if nothing runs, so that the connector learns what ended now and not only
@@ -318,7 +330,15 @@ class LLM:
         self._check_open()
         if self._generations:
             raise ContractError("drain is called while requests are running")
-        return self._core.drain(timeout_seconds)
+        return self._drain(timeout_seconds)
+
+    def _drain(self, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while self._scheduler.has_work():
+            if time.monotonic() >= deadline:
+                return False
+            self._step()
+        return True
 
     def close(self) -> None:
         """End all requests, let the connector finish for at most `CLOSE_SECONDS`, close it.
@@ -328,7 +348,7 @@ class LLM:
         try:
             for generation in list(self._generations.values()):
                 self._drop(generation)
-            if not self._core.drain(CLOSE_SECONDS):
+            if not self._drain(CLOSE_SECONDS):
                 logger.warning("the connector did not finish within %.0f s", CLOSE_SECONDS)
         except RankError as error:
             logger.warning("closing an engine that cannot run: %s", error)
@@ -362,24 +382,6 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _connector_choice(
-    store: str | None,
-    connector: str,
-    options: Mapping[str, Any] | None,
-    model: ModelConfig,
-    engine: EngineConfig,
-) -> ConnectorChoice | None:
-    if store is None:
-        if options:
-            raise ConfigError("connector_options are given without a store")
-        return None
-    return ConnectorChoice(
-        name=connector,
-        spec=engine_spec(model, engine),
-        options={"store": store, **(options or {})},
-    )
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from kvferry.engine.kv_codec import KeyValueCodec, KVCodec, LatentCodec
-from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, first_line
-from kvferry.engine.paged_attention import ATTENTION_NAME, AttentionContext, register_attention
-from kvferry.engine.probe import Probe
-from kvferry.engine.rank_group import RankGroup
-from kvferry.engine.split import Heads, split_layers
+from kvferry.engine.kv_pool import KVCodec, LatentCodec
+from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, ModelGeometry, first_line
+from kvferry.engine.paged_attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    AttentionContext,
+    attention,
+    register_attention,
+)
+from kvferry.engine.tensor_parallel import RankGroup, split_layers
 from kvferry.errors import ConfigError
 from kvferry.topology.shards import heads_of_rank
+
+_HARMLESS_ARGUMENTS = frozenset(
+    {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
+)
+"""What layers pass to attention that changes nothing here: inference, no Transformers cache."""
 
 _UNLOADABLE = (
     *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
@@ -45,6 +54,66 @@ _PROBE_TOKENS = 5
 _SPLIT_TOLERANCE = 0.05
 """How far logits of a split model may be from those of the whole, against the largest of them. A
 wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
+
+
+class Probe:
+    """Looks at a model's attention, to refuse at load what the engine would serve wrongly. As an
+    attention context it attends among the tokens it gets, causally."""
+
+    def __init__(self, codec: KVCodec) -> None:
+        self._codec = codec
+        self._layers: list[int] = []
+        self._windows: dict[int, int | None] = {}
+        self._shapes: set[tuple[int, int, bool]] = set()
+        self._unknown: set[str] = set()
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        layer_index, query, key, value, scores, rest = call
+        self._layers.append(layer_index)
+        self._windows[layer_index] = scores.window
+        rows = self._codec.encode(layer_index, key, value)
+        decoded = self._codec.decode(layer_index, rows, query.shape[-1])
+        same = all(torch.equal(*pair) for pair in zip((key, value), decoded, strict=True))
+        self._shapes.add((rows.shape[1], rows.shape[3], same))
+        if rest["is_causal"] is False:
+            self._unknown.add("keys behind the query (is_causal=False)")
+        self._unknown |= {
+            name
+            for name, argument in rest.items()
+            if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
+        }
+        return attention(query, key, value, scores, is_causal=True).transpose(1, 2)
+
+    def check(self, geometry: ModelGeometry, model_dir: Path) -> None:
+        """Refuse what was seen if it is not plain attention of the expected shape."""
+        if self._unknown:
+            raise ConfigError(
+                f"{model_dir}: its attention uses {', '.join(sorted(self._unknown))}, "
+                "which the engine does not implement"
+            )
+        if sorted(self._layers) != list(range(geometry.num_layers)):
+            raise ConfigError(
+                f"{model_dir}: attention ran in layers {self._layers}; the config says there are "
+                f"{geometry.num_layers}, each with its own KV"
+            )
+        windows = tuple(self._windows[index] for index in range(geometry.num_layers))
+        if windows != geometry.windows:
+            raise ConfigError(
+                f"{model_dir}: its layers attend to windows of {_kinds(windows)} tokens, by the "
+                f"config of {_kinds(geometry.windows)}; give layer_types and sliding_window there"
+            )
+        expected = (geometry.num_kv_heads, geometry.content_size, True)
+        if self._shapes != {expected}:
+            raise ConfigError(
+                f"{model_dir}: kv heads and what is kept of each token are "
+                f"{sorted(shape[:2] for shape in self._shapes)}; the engine pages one shape for "
+                f"all layers, {expected[:2]} by the config"
+            )
+
+
+def _kinds(windows: Sequence[int | None]) -> str:
+    return ", ".join("all" if window is None else str(window) for window in dict.fromkeys(windows))
 
 
 class PagedModel:
@@ -71,7 +140,7 @@ class PagedModel:
         self._model_dir = config.model_dir
         self._model = _load_weights(config).to(self.device).eval()
         self._latents = _latent_codec(self._model, config)
-        self.codec: KVCodec = self._latents or KeyValueCodec()
+        self.codec = self._latents or KVCodec()
         self.eos_token_ids = _eos_token_ids(self._model)
         try:
             self._probe()
@@ -90,8 +159,7 @@ class PagedModel:
         """
         geometry = self.geometry
         whole = self._probe()
-        heads = Heads(geometry.num_query_heads, geometry.num_kv_heads)
-        num_split = split_layers(self._model, heads, group)
+        num_split = split_layers(self._model, geometry, group)
         if num_split != geometry.num_layers:
             raise ConfigError(
                 f"{self._model_dir}: {num_split} of {geometry.num_layers} attention layers are of "

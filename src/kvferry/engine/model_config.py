@@ -69,14 +69,21 @@ class ModelGeometry:
 class ModelConfig:
     """The config of a model directory, judged before any weight is read.
 
+    Attributes:
+        model_dir: the directory.
+        transformers_config: Transformers' own object.
+        geometry: what the KV pool must know of the model.
+
     Raises:
         ConfigError: not a model directory, or a model this engine cannot serve, and why.
     """
 
     def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
         self.model_dir = model_dir
-        self._config = _read_config(model_dir)
-        self._refuse_unservable()
+        self.transformers_config = _read_config(model_dir)
+        for refusal in self._refusals():
+            what = f"{model_dir} holds a {self.transformers_config.model_type!r} model"
+            raise ConfigError(what + refusal)
         try:
             self.geometry = self._geometry(engine.dtype)
         except (AttributeError, TypeError, RuntimeError) as error:  # a number per layer, or none
@@ -98,11 +105,6 @@ class ModelConfig:
         config["dtype"] = self.geometry.dtype
         return config
 
-    @property
-    def transformers_config(self) -> Any:
-        """Transformers' own object."""
-        return self._config
-
     def model_class(self) -> Any:
         """Transformers' class of causal LM for this config.
 
@@ -111,53 +113,47 @@ class ModelConfig:
         """
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config = self.transformers_config
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(
-                f"{self.model_dir} holds a {self._config.model_type!r} model, which is not a "
-                "causal LM that Transformers knows"
+                f"{self.model_dir} holds a {config.model_type!r} model, which is not a causal LM "
+                "that Transformers knows"
             )
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
-    def _refuse_unservable(self) -> None:
-        config = self._config
-        what = f"{self.model_dir} holds a {config.model_type!r} model"
+    def _refusals(self) -> Iterator[str]:
+        """Why the engine cannot serve this model; ends of sentences about it."""
+        config = self.transformers_config
         if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(f"{what}, an encoder-decoder; the engine serves decoders only")
+            yield ", an encoder-decoder; the engine serves decoders only"
         if config.get_text_config() is not config:
-            raise ConfigError(f"{what}, which takes more than text; the engine serves text only")
+            yield ", which takes more than text; the engine serves text only"
         model_class = self.model_class()
         if getattr(model_class, "_is_stateful", False):
-            raise ConfigError(f"{what} with recurrent layers; the engine pages attention KV only")
+            yield " with recurrent layers; the engine pages attention KV only"
         if not getattr(model_class, "_supports_attention_backend", False):
-            raise ConfigError(
-                f"{what}, whose attention does not go through Transformers' attention interface"
-            )
-        parameters = inspect.signature(model_class.forward).parameters
-        if "logits_to_keep" not in parameters:
-            raise ConfigError(
-                f"{what}, whose forward cannot compute single logits (logits_to_keep)"
-            )
+            yield ", whose attention does not go through Transformers' attention interface"
+        if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+            yield ", whose forward cannot compute single logits (logits_to_keep)"
         unknown = set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYER_TYPES)
         if unknown:
-            raise ConfigError(
-                f"{what} with layers of type {', '.join(sorted(unknown))}; "
+            yield (
+                f" with layers of type {', '.join(sorted(unknown))}; "
                 f"the engine serves {' and '.join(_KNOWN_LAYER_TYPES)}"
             )
         if config.model_type in LATENT_MODELS and not getattr(config, "rope_interleave", True):
-            raise ConfigError(
-                f"{what} with rope_interleave=false; other engines would read its latents wrongly"
-            )
+            yield " with rope_interleave=false; other engines would read its latents wrongly"
         if getattr(config, "use_bidirectional_attention", None):
-            raise ConfigError(f"{what} with bidirectional attention; the engine's is causal")
+            yield " with bidirectional attention; the engine's is causal"
         for rope_type in _rope_types(config):
             if rope_type in _LENGTH_DEPENDENT_ROPE:
-                raise ConfigError(
-                    f"{what} with {rope_type!r} rotary embeddings: its keys depend on how long "
-                    "other sequences of a batch are, so they cannot be kept"
+                yield (
+                    f" with {rope_type!r} rotary embeddings: its keys depend on how long other "
+                    "sequences of a batch are, so they cannot be kept"
                 )
 
     def _geometry(self, dtype: str) -> ModelGeometry:
-        config = self._config
+        config = self.transformers_config
         if dtype == "auto":
             dtype = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
         if dtype not in _DTYPES:

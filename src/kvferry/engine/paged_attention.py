@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.contract.abilities import SupportsLayerwise
-from kvferry.engine.kv_codec import KVCodec
-from kvferry.engine.scores import Scores, attention
+from kvferry.engine.kv_pool import KVCodec
+from kvferry.engine.request import BatchEntry
 from kvferry.errors import ConfigError
 
 ATTENTION_NAME = "kvferry_paged"
@@ -23,37 +24,93 @@ MAX_MASK_ELEMENTS = 1 << 24
 """Long chunks over long prefixes are worked off in tiles whose mask stays below this (64 MiB)."""
 
 
+class Scores(NamedTuple):
+    """How a layer makes weights of its scores, and which keys it sees."""
+
+    scaling: float | None = None
+    """Factor; None for `head_dim ** -0.5`."""
+    softcap: float | None = None
+    """Scores stay between this and its negative."""
+    sinks: torch.Tensor | None = None
+    """`[num_heads]` scores of a key without a value, which every query sees."""
+    window: int | None = None
+    """How many keys a query sees, itself included; None for all."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused attention can do it."""
+        return self.softcap is None and self.sinks is None
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attention: `[1, num_heads, num_queries, value_dim]`.
+
+    Args:
+        query: `[1, num_heads, num_queries, head_dim]`.
+        key: `[1, num_kv_heads, num_keys, head_dim]`.
+        value: `[1, num_kv_heads, num_keys, value_dim]`.
+        scores: what is special about the layer.
+        mask: `[num_queries, num_keys]`, added to the scores.
+        is_causal: instead of a mask: query i sees keys 0 to i.
+    """
+    if scores.is_plain:
+        return scaled_dot_product_attention(
+            *(query, key, value, mask),
+            is_causal=is_causal,
+            scale=scores.scaling,
+            enable_gqa=True,
+        )
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    weights = query @ key.transpose(2, 3) * scaling
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    if is_causal:
+        hidden = torch.full(weights.shape[2:], float("-inf"), device=weights.device)
+        mask = hidden.triu(1)
+    if mask is not None:
+        weights = weights + mask
+    weights = weights.float()
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().reshape(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat((weights, sinks), dim=-1)
+    weights = weights.softmax(dim=-1).to(value.dtype)
+    return weights[..., : value.shape[2]] @ value
+
+
+class AttentionCall(NamedTuple):
+    """What a layer hands to attention, for all tokens of a step."""
+
+    layer_index: int
+    """The layer's own number."""
+    query: torch.Tensor
+    """`[1, num_heads, num_tokens, head_dim]`."""
+    key: torch.Tensor
+    """`[1, num_key_heads, num_tokens, head_dim]`."""
+    value: torch.Tensor
+    """`[1, num_key_heads, num_tokens, value_dim]`."""
+    scores: Scores
+    rest: dict[str, object]
+    """Every other argument that the layer passed."""
+
+
 class AttentionContext(Protocol):
     """What stands behind the attention calls of one forward."""
 
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scores: Scores,
-        window: int | None,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer_index: the layer's own number.
-            query: `[1, num_heads, num_tokens, head_dim]`.
-            key: `[1, num_key_heads, num_tokens, head_dim]`.
-            value: `[1, num_key_heads, num_tokens, value_dim]`.
-            scores: how weights are made of scores.
-            window: how many keys a query sees, itself included; None for all.
-            rest: every other argument the layer passed.
-
-        Returns:
-            `[1, num_tokens, num_heads, value_dim]`.
-        """
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of one layer: `[1, num_tokens, num_heads, value_dim]`."""
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """Tokens `[start, stop)` of a flattened step that belong to one request."""
 
     start: int
@@ -64,100 +121,67 @@ class Span(NamedTuple):
     """`[num_blocks]` int64: its blocks, in token order, those of this step included."""
 
 
-class _Reach(NamedTuple):
-    """Which keys the queries of a call see, and what is made of their scores."""
+class PagedAttention:
+    """The attention context of one rank: writes new KV into blocks, reads what came before.
 
-    first_query: int
-    """Position of the first query."""
-    first_key: int
-    """Position of the first key."""
-    scores: Scores
-    window: int | None
-
-
-class _Gathered(NamedTuple):
-    """What a span's queries see: tokens from `first_key` on, `[1, heads, tokens, size]` each."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    first_key: int
-    window: int | None
-
-
-class GatherBuffer:
-    """Memory for the gathered KV of one request and layer, kept between calls: fresh memory of this
-    size would be page-faulted in on every call."""
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-
-    def gather(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-        """Copy blocks together: `[num_kv_heads, len(block_table) * block_size, content]`, valid
-        until the next call."""
-        _, num_heads, block_size, content = kv_cache.shape
-        num_blocks = block_table.numel()
-        if kv_cache.device.type != "cpu":
-            blocks = kv_cache.index_select(0, block_table)
-            return blocks.transpose(0, 1).reshape(num_heads, -1, content)
-        size = num_heads * num_blocks * block_size * content
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = torch.empty(size * 5 // 4, dtype=kv_cache.dtype)
-        out = self._memory[:size].view(num_heads, num_blocks, block_size, content)
-        # Head by head, each block is one run of memory on both sides: measured twice as fast as
-        # indexing whole blocks and transposing the result.
-        for head in range(num_heads):
-            torch.index_select(kv_cache[:, head], 0, block_table, out=out[head])
-        return out.view(num_heads, num_blocks * block_size, content)
-
-
-class PagedStep:
-    """The attention context of one step: writes new KV into blocks, reads what came before."""
+    `begin_step` first, then `attend` once per layer.
+    """
 
     def __init__(
         self,
         kv_caches: Sequence[tuple[str, torch.Tensor]],
-        spans: Sequence[Span],
-        slots: tuple[torch.Tensor, torch.Tensor],
-        buffer: GatherBuffer,
         codec: KVCodec,
         layerwise: SupportsLayerwise | None = None,
         *,
         max_mask_elements: int = MAX_MASK_ELEMENTS,
     ) -> None:
-        """Prepare a forward.
+        """Serve attention from a pool.
 
         Args:
             kv_caches: name and KV of each layer, `[num_blocks, num_kv_heads, block_size,
                 content]`, in any order in memory.
-            spans: the requests, in the order of the flattened tokens.
-            slots: block id and offset in the block of every flattened token, int64.
-            buffer: memory to gather into.
             codec: what the content is.
             layerwise: the connector's layer hooks.
-            max_mask_elements: size of the masks that are made, and of those kept.
+            max_mask_elements: size of the masks that are made, and of those kept for a step.
         """
         self._kv_caches = kv_caches
-        self._spans = spans
-        self._slots = slots
-        self._buffer = buffer
         self._codec = codec
         self._layerwise = layerwise
         self._max_mask_elements = max_mask_elements
+        self._spans: list[_Span] = []
+        self._slots = (torch.empty(0), torch.empty(0))
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._gathered = torch.empty(0)
 
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scores: Scores,
-        window: int | None,
-        rest: dict[str, object],
-    ) -> torch.Tensor:
+    def begin_step(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
+        """Take the tokens of a step, request after request.
+
+        Returns:
+            `[num_tokens]` int64: the position of each token in its own request.
+        """
+        kv_cache = self._kv_caches[0][1]
+        self._spans = []
+        self._masks = {}
+        positions, block_ids, start = [], [], 0
+        for entry in batch:
+            first, stop = entry.num_computed_tokens, start + len(entry.token_ids)
+            table = torch.tensor(entry.block_ids, dtype=torch.int64)
+            self._spans.append(_Span(start, stop, first, table.to(kv_cache.device)))
+            positions.append(torch.arange(first, first + stop - start))
+            block_ids.append(table[positions[-1] // kv_cache.shape[2]])
+            start = stop
+        position = torch.cat(positions)
+        # Block id of every token, and its offset in the block.
+        self._slots = (
+            torch.cat(block_ids).to(kv_cache.device),
+            (position % kv_cache.shape[2]).to(kv_cache.device),
+        )
+        return position
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        del rest  # judged once, when the model was loaded
+        # `rest` was judged once, when the model was loaded.
+        layer_index, query, key, value, scores, _ = call
         name, kv_cache = self._kv_caches[layer_index]
         if self._layerwise is not None:
             self._layerwise.wait_for_layer_load(name)
@@ -166,59 +190,63 @@ class PagedStep:
         kv_cache[block_ids, :, offsets] = rows[0].transpose(0, 1)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         for span in self._spans:
-            part = query[:, :, span.start : span.stop]
-            if span.num_computed_tokens == 0:
-                new = slice(span.start, span.stop)
-                reach = _Reach(0, 0, scores, window)
-                attended = self._attend_tiled(part, key[:, :, new], value[:, :, new], reach)
-            else:
-                attended = self._attend_gathered(
-                    part, self._gather(layer_index, span, window, query.shape[-1]), span, scores
-                )
-            output[:, span.start : span.stop] = attended.transpose(1, 2)
+            new = slice(span.start, span.stop)
+            seen = key[:, :, new], value[:, :, new]
+            if span.num_computed_tokens > 0:
+                rows = self._gather(kv_cache, span, scores.window)
+                seen = self._codec.decode(layer_index, rows, query.shape[-1])
+            output[:, new] = self._attend_span(query[:, :, new], *seen, scores).transpose(1, 2)
         if self._layerwise is not None:
             self._layerwise.save_layer(name, kv_cache, self._spans)
         return output
 
-    def _gather(self, layer_index: int, span: Span, window: int | None, key_size: int) -> _Gathered:
-        """What the queries of a decode step or a later chunk see, out of the blocks."""
-        kv_cache = self._kv_caches[layer_index][1]
+    def _gather(self, kv_cache: torch.Tensor, span: _Span, window: int | None) -> torch.Tensor:
+        """Rows of the tokens that the queries of a span see, out of the blocks: `[1, num_kv_heads,
+        num_tokens, content]`, valid until the next call."""
         block_size = kv_cache.shape[2]
         num_tokens = span.num_computed_tokens + span.stop - span.start
         first_key = 0 if window is None else max(0, span.num_computed_tokens - window + 1)
         first_block = first_key // block_size
         blocks = span.block_table[first_block : -(-num_tokens // block_size)]
-        gathered = self._buffer.gather(kv_cache, blocks)
         base = first_block * block_size
-        rows = gathered[None, :, first_key - base : num_tokens - base]
-        key, value = self._codec.decode(layer_index, rows, key_size)
-        return _Gathered(key, value, first_key, window)
+        return self._gather_blocks(kv_cache, blocks)[None, :, first_key - base : num_tokens - base]
 
-    def _attend_gathered(
-        self, query: torch.Tensor, seen: _Gathered, span: Span, scores: Scores
-    ) -> torch.Tensor:
-        if span.stop - span.start > 1 or not scores.is_plain:
-            reach = _Reach(span.num_computed_tokens, seen.first_key, scores, seen.window)
-            return self._attend_tiled(query, seen.key, seen.value, reach)
-        # One query sees every key: the heads that share a kv head stand in for its query axis.
-        grouped = query.reshape(1, seen.key.shape[1], -1, query.shape[-1])
-        attended = attention(grouped, seen.key, seen.value, scores)
-        return attended.reshape(*query.shape[:3], -1)
+    def _gather_blocks(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        """`[num_kv_heads, len(block_table) * block_size, content]`, valid until the next call."""
+        _, num_heads, block_size, content = kv_cache.shape
+        num_blocks = block_table.numel()
+        if kv_cache.device.type != "cpu":
+            blocks = kv_cache.index_select(0, block_table)
+            return blocks.transpose(0, 1).reshape(num_heads, -1, content)
+        size = num_heads * num_blocks * block_size * content
+        # Kept between calls: fresh memory of this size would be page-faulted in on every call.
+        if self._gathered.numel() < size:
+            self._gathered = torch.empty(size * 5 // 4, dtype=kv_cache.dtype)
+        out = self._gathered[:size].view(num_heads, num_blocks, block_size, content)
+        # Head by head, each block is one run of memory on both sides, which is faster than to index
+        # whole blocks and transpose the result.
+        for head in range(num_heads):
+            torch.index_select(kv_cache[:, head], 0, block_table, out=out[head])
+        return out.view(num_heads, num_blocks * block_size, content)
 
-    def _attend_tiled(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: _Reach
+    def _attend_span(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """Causal attention of a run of queries over a run of keys."""
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        offset, window = reach.first_query - reach.first_key, reach.window
-        if offset == 0 and (window is None or num_keys <= window) and reach.scores.is_plain:
-            return attention(query, key, value, reach.scores, is_causal=True)
+        """Causal attention of the last tokens of a request to the keys up to the last of them."""
+        num_queries, num_keys, window = query.shape[2], key.shape[2], scores.window
+        offset = num_keys - num_queries
+        if offset == 0 and (window is None or num_keys <= window) and scores.is_plain:
+            return attention(query, key, value, scores, is_causal=True)
+        if num_queries == 1 and scores.is_plain:
+            # One query sees every key: heads that share a kv head stand in for its query axis.
+            grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
+            return attention(grouped, key, value, scores).reshape(*query.shape[:3], -1)
         tile = max(1, self._max_mask_elements // num_keys)
         parts = []
         for start in range(0, num_queries, tile):
             part = query[:, :, start : start + tile]
             mask = self._mask(offset + start, part.shape[2], num_keys, window, part)
-            parts.append(attention(part, key, value, reach.scores, mask))
+            parts.append(attention(part, key, value, scores, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _mask(
@@ -262,7 +290,7 @@ def paged_attention(
     kvferry_context: AttentionContext | None = None,
     **rest: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function Transformers calls. Tensors as in `AttentionContext.attend`."""
+    """The function Transformers calls. Tensors as in `AttentionCall`."""
     if kvferry_context is None:
         raise ConfigError(
             f"attention {ATTENTION_NAME!r} ran without its context: the model calls it from a "
@@ -276,16 +304,10 @@ def paged_attention(
     is_causal = rest.get("is_causal")
     if is_causal is None:
         rest["is_causal"] = getattr(module, "is_causal", True)
-    output = kvferry_context.attend(
-        layer_index,
-        query,
-        key,
-        value,
-        scores=Scores(scaling, softcap, s_aux),
-        window=sliding_window,
-        rest={**rest, "attention_mask": attention_mask},
-    )
-    return output, None
+    scores = Scores(scaling, softcap, s_aux, sliding_window)
+    rest["attention_mask"] = attention_mask
+    call = AttentionCall(layer_index, query, key, value, scores, rest)
+    return kvferry_context.attend(call), None
 
 
 def register_attention() -> None:

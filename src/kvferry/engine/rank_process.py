@@ -1,7 +1,7 @@
 """A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
 
-Started by `kvferry.engine.ranks`; `FD` is the socket over which it is told what to do. It ends when
-it is told to, when anything fails, and when the first rank's process ends in whatever way.
+Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends on `Close`,
+when anything fails, and when the first rank's process ends in whatever way.
 """
 
 from __future__ import annotations
@@ -13,35 +13,30 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
-from kvferry.connectors.registry import create_worker
 from kvferry.contract.guard import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
-from kvferry.contract.spec import RankWorker
-from kvferry.engine.channel import Channel
+from kvferry.engine.connector import create_worker
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
-from kvferry.engine.no_connector import NoWorker
-from kvferry.engine.rank_group import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
 from kvferry.engine.rank_messages import (
+    Channel,
     Close,
     Connect,
-    ConnectorChoice,
     Failed,
     Loaded,
     Ready,
-    RunStep,
     Start,
     StepDone,
 )
+from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
+from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
 from kvferry.errors import ContractError, RankError
 from kvferry.observe import Observer
-from kvferry.topology import tensor_parallel_shard
 
 _Message = TypeVar("_Message")
 
@@ -78,7 +73,7 @@ class RankProcess:
         self._observer = RankObserver()
 
     def run(self) -> None:
-        """Load, connect, run steps until told to close.
+        """Load, connect, run steps until `Close`.
 
         Raises:
             RankError: the first rank's process is gone, or another rank is.
@@ -90,7 +85,7 @@ class RankProcess:
         torch.set_num_threads(engine.num_threads or cores)
         device = device_of_rank(engine.device, start.rank)
         model = PagedModel(ModelConfig(start.model_dir, engine), device)
-        half = self._worker(start.connector, start.rank)
+        half = create_worker(start.connector, start.rank, self._observer)
         try:
             self._say(Loaded())
             self._expect(Connect)
@@ -113,22 +108,8 @@ class RankProcess:
                 return
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
-            if message.batch:
-                with runner.around(message) as around:
-                    runner.run(message.batch)
-                output = around.output
-            else:
-                output = runner.idle(message)
-            self._say(self._observer.done(output))
-
-    def _worker(self, connector: ConnectorChoice | None, rank: int) -> RankWorker:
-        if connector is None:
-            return RankWorker(NoWorker())
-        spec = connector.spec
-        shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
-        return create_worker(
-            connector.name, replace(spec, shard=shard), connector.options, self._observer
-        )
+            runner.run(message)
+            self._say(self._observer.done(runner.take_output()))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)
@@ -141,10 +122,10 @@ class RankProcess:
 
 
 def report_failure(channel: Channel, run: Callable[[], None]) -> int:
-    """Exit status of `run`; what it raises is told to the first rank, if it still listens."""
+    """Exit status of `run`; sends what it raises to the first rank, if that still listens."""
     try:
         run()
-    except Exception as error:  # this process's outermost frame: nobody else could tell
+    except Exception as error:  # the outermost frame of this process
         with contextlib.suppress(RankError):  # it is gone, or has seen enough
             channel.send(Failed(first_line(error), type(error).__name__), 1.0)
         return 1

@@ -16,21 +16,23 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from kvferry.contract.messages import WorkerOutput
-from kvferry.engine.channel import Channel
+from kvferry.aggregation import WorkerOutputFold
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.rank_group import RANK_TIMEOUT_SECONDS, RankGroup
+from kvferry.engine.connector import ConnectorChoice
 from kvferry.engine.rank_messages import (
+    Channel,
     Close,
     Connect,
-    ConnectorChoice,
     Failed,
     Loaded,
     Ready,
-    RunStep,
     Start,
     StepDone,
 )
+from kvferry.engine.request import RunStep
+from kvferry.engine.runner import ModelRunner
+from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Observer
 
@@ -41,10 +43,10 @@ CLOSE_SECONDS = 15.0
 """How long a rank may take to close its worker role; then it is killed."""
 
 _POLL_SECONDS = 0.5
-"""How often it is looked whether a process that owes an answer still runs."""
+"""How often to check whether a process that owes an answer still runs."""
 
 _DYING_SECONDS = 2.0
-"""How long a process that closed its socket may take to be seen as ended."""
+"""How long a process that closed its socket may take to end."""
 
 _Message = TypeVar("_Message")
 
@@ -82,8 +84,9 @@ class _Child:
 class Ranks:
     """The child processes of ranks 1 and up.
 
-    If one of them fails, dies or does not answer, all are ended, and every further call raises
-    the same `RankError`: the engine is of no more use, because nobody knows what the others hold.
+    If one of them fails, dies or does not answer, all are ended, and this call and every further
+    one raises a `RankError` that names it: the engine cannot go on, because the state of the others
+    is unknown.
 
     Runs in: the first rank's process.
     """
@@ -100,14 +103,13 @@ class Ranks:
     ) -> None:
         """Start the processes; they begin to load."""
         self._observer = observer
-        self._size = engine.tensor_parallel_size
+        self.size = engine.tensor_parallel_size
         self._children: list[_Child] = []
         self._said: dict[int, Failed] = {}
-        self._failure: str | None = None
-        self._is_config = False
+        self._failure: KVError | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="kvferry-ranks-"))
         try:
-            for rank in range(1, self._size):
+            for rank in range(1, self.size):
                 start = Start(
                     rank=rank,
                     model_dir=model_dir,
@@ -121,7 +123,7 @@ class Ranks:
                     self._children.append(_Child(rank, launch(theirs), Channel(ours)))
                 self._send_to(self._children[-1], start)
         except BaseException:
-            self.kill("the engine could not start")
+            self._end(RankError("the engine could not start"))
             raise
 
     @property
@@ -133,39 +135,29 @@ class Ranks:
         theirs wait for it.
 
         Raises:
-            RankError: one of them failed.
             ConfigError: one of them could not be set up.
         """
         for child in self._children:
             self._expect(child, Loaded, LOAD_SECONDS)
         self._send(Connect())
-        return RankGroup.connect(0, self._size, self._rendezvous, device)
+        return RankGroup.connect(0, self.size, self._rendezvous, device)
 
     def expect_ready(self) -> None:
         """Wait until steps may come.
 
         Raises:
-            RankError: one of them failed.
             ConfigError: one of them could not be set up.
         """
         for child in self._children:
             self._expect(child, Ready, RANK_TIMEOUT_SECONDS)
 
     def start_step(self, step: RunStep) -> None:
-        """Let every rank begin a step.
-
-        Raises:
-            RankError: one of them failed, now or before.
-        """
+        """Let every rank begin a step."""
         self._check_alive()
         self._send(step)
 
     def finish_step(self) -> list[WorkerOutput]:
-        """The reports of ranks 1 and up on the step that was started.
-
-        Raises:
-            RankError: one of them failed.
-        """
+        """The reports of ranks 1 and up on the step that was started."""
         outputs = []
         for child in self._children:
             done = self._expect(child, StepDone, RANK_TIMEOUT_SECONDS)
@@ -184,10 +176,10 @@ class Ranks:
         while self._failure is None:
             blame = self._blame()
             if blame is not None or time.monotonic() >= deadline:
-                self.kill(blame or reason)
+                self._end(blame or RankError(reason))
             else:
                 time.sleep(0.01)
-        return (ConfigError if self._is_config else RankError)(self._failure)
+        return self._failure
 
     def close(self) -> None:
         """Let every rank close its worker role, and end them all. Idempotent; leaves no process."""
@@ -198,12 +190,12 @@ class Ranks:
             for child in self._children:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(max(0.0, deadline - time.monotonic()))
-        self.kill("the engine is closed")
+        self._end(RankError("the engine is closed"))
 
-    def kill(self, reason: str) -> None:
-        """End all ranks at once. Idempotent; the first reason is kept."""
+    def _end(self, failure: KVError) -> None:
+        """End all ranks at once. Idempotent; the first failure is kept."""
         if self._failure is None:
-            self._failure = reason
+            self._failure = failure
         for child in self._children:
             child.channel.close()
             child.process.kill()
@@ -227,11 +219,19 @@ class Ranks:
 
     def _expect(self, child: _Child, kind: type[_Message], timeout_seconds: float) -> _Message:
         self._check_alive()
-        try:
-            message = self._receive(child, time.monotonic() + timeout_seconds)
-        except RankError as error:
-            reason = f"rank {child.rank}: {error}"
-            raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error
+        deadline = time.monotonic() + timeout_seconds
+        message = None
+        while message is None:
+            try:
+                message = child.channel.receive(_POLL_SECONDS)
+            except TimeoutError:
+                # Look at all ranks, so that the error names the one that died and not its peer.
+                if self._blame() is not None or time.monotonic() > deadline:
+                    reason = f"rank {child.rank}: no answer in time"
+                    raise self.explain(reason, patience_seconds=_DYING_SECONDS) from None
+            except RankError as error:
+                reason = f"rank {child.rank}: {error}"
+                raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error
         if isinstance(message, kind):
             return message
         if not isinstance(message, Failed):
@@ -239,40 +239,28 @@ class Ranks:
         self._said[child.rank] = message
         raise self.explain(message.reason, patience_seconds=_DYING_SECONDS)
 
-    def _receive(self, child: _Child, deadline: float) -> object:
-        while True:
-            try:
-                return child.channel.receive(_POLL_SECONDS)
-            except TimeoutError:
-                # Not this one alone, so that the one that died is named and not who waits for it.
-                gone = self._blame()
-                if gone is not None:
-                    raise RankError(gone) from None
-                if time.monotonic() > deadline:
-                    raise RankError("no answer in time") from None
-
-    def _blame(self) -> str | None:
-        """What is known of ranks that ended. One that died without a word goes before those that
+    def _blame(self) -> KVError | None:
+        """The error of a rank that ended. One that died without a message goes before those that
         say why they end: they may only have lost that one."""
-        words: list[tuple[bool, int, Failed]] = []
+        failures: list[tuple[bool, int, Failed]] = []
         for child in self._children:
             status = child.process.poll()
             if status is None:
                 continue
             said = self._said.get(child.rank) or _last_words(child.channel)
             if said is None:
-                return f"rank {child.rank} died (exit status {status})"
+                return RankError(f"rank {child.rank} died (exit status {status})")
             self._said[child.rank] = said
-            words.append((said.kind == RankError.__name__, child.rank, said))
-        if not words:
+            failures.append((said.kind == RankError.__name__, child.rank, said))
+        if not failures:
             return None
-        _, rank, first = min(words)
-        self._is_config = first.kind == ConfigError.__name__
-        return f"rank {rank} failed: {first.reason}"
+        _, rank, first = min(failures)
+        kind = ConfigError if first.kind == ConfigError.__name__ else RankError
+        return kind(f"rank {rank} failed: {first.reason}")
 
 
 def _last_words(channel: Channel) -> Failed | None:
-    """What a process that has ended still had to say, behind answers that nobody will read."""
+    """The failure that an ended process sent, behind answers that are of no more use."""
     while True:
         try:
             message = channel.receive(0.01)
@@ -280,3 +268,41 @@ def _last_words(channel: Channel) -> Failed | None:
             return None
         if isinstance(message, Failed):
             return message
+
+
+class ParallelRunner:
+    """What `ModelRunner` is for one rank, for all of them."""
+
+    def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
+        """Run `first` here and the rest on `ranks`, which are ready."""
+        self._output = EMPTY_OUTPUT
+        self._first = first
+        self._ranks = ranks
+        self._fold = WorkerOutputFold(ranks.size, observer=observer)
+
+    def run(self, step: RunStep) -> torch.Tensor:
+        """See `ModelRunner.run`.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        self._ranks.start_step(step)
+        try:
+            logits = self._first.run(step)
+        except RankError as error:
+            # It says only that a peer is gone; the processes say which, and why.
+            raise self._ranks.explain(str(error), patience_seconds=_DYING_SECONDS) from error
+        except BaseException as error:
+            # The others wait in the middle of a layer for a sum that never comes.
+            self._ranks.explain(f"a step failed: {error!r}")
+            raise
+        finally:
+            self._output = self._first.take_output()
+        self._output = self._fold.fold([self._output, *self._ranks.finish_step()])
+        return logits
+
+    def take_output(self) -> WorkerOutput:
+        """The reports of all ranks on the last step, folded; that of the first alone if one failed.
+        Given once, so that no step gets the report of another."""
+        output, self._output = self._output, EMPTY_OUTPUT
+        return output

@@ -1,12 +1,14 @@
-"""One request on its way through the engine."""
+"""Requests on their way through the engine, and the steps that compute their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+from kvferry.contract.messages import Plan
+from kvferry.types import NO_EXTRA_KEYS, BlockTable, ExtraKeys
 
 
 class RequestStatus(StrEnum):
@@ -71,21 +73,6 @@ class Request:
         outcome: None until it is finished.
     """
 
-    __slots__ = (
-        "all_token_ids",
-        "block_ids",
-        "extra_keys",
-        "hit",
-        "max_total_tokens",
-        "num_cached_blocks",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "outcome",
-        "request_id",
-        "status",
-        "stop_token_ids",
-    )
-
     def __init__(
         self,
         request_id: str,
@@ -137,3 +124,79 @@ class Request:
             f"Request({self.request_id}, {self.status}, {self.num_computed_tokens}/"
             f"{self.num_tokens} tokens, {len(self.block_ids)} blocks)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """One request's part of a step. Satisfies `kvferry.types.ScheduledRequest`.
+
+    `block_ids` is the live table, not a copy of it: valid until the next schedule.
+    """
+
+    request: Request
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+    @property
+    def block_ids(self) -> BlockTable:
+        return (self.request.block_ids,)
+
+    @property
+    def wants_logits(self) -> bool:
+        """True if the last token of this part is the last the request has: a new one follows."""
+        return self.num_computed_tokens + self.num_scheduled_tokens == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, while it is being filled and after. Satisfies `kvferry.types.StepView`.
+
+    Attributes:
+        budget: tokens that may still be added.
+        finished_request_ids: every request that ended since the last step.
+    """
+
+    budget: int
+    finished_request_ids: frozenset[str]
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    preempted_request_ids: set[str] = field(default_factory=set)
+    plan: Plan = field(default_factory=Plan)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Give a request its next `num_tokens` tokens."""
+        self.scheduled.append(ScheduledTokens(request, request.num_computed_tokens, num_tokens))
+        self.budget -= num_tokens
+
+    def run_step(self) -> RunStep:
+        """A copy of what the ranks need."""
+        batch = tuple(
+            BatchEntry(
+                entry.request.all_token_ids[
+                    entry.num_computed_tokens : entry.num_computed_tokens
+                    + entry.num_scheduled_tokens
+                ],
+                entry.num_computed_tokens,
+                list(entry.request.block_ids),
+                entry.wants_logits,
+            )
+            for entry in self.scheduled
+        )
+        return RunStep(self.plan, self.finished_request_ids, batch)
+
+
+class BatchEntry(NamedTuple):
+    """One request's part of a forward."""
+
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    wants_logits: bool
+
+
+class RunStep(NamedTuple):
+    """A step as every rank runs it."""
+
+    plan: Plan
+    finished_request_ids: frozenset[str]
+    batch: tuple[BatchEntry, ...]
+    """In the order of `Step.scheduled`; empty in a step without tokens."""

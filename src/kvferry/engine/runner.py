@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
-from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.kv_pool import PoolSpec, allocate_pool
+from kvferry.engine.kv_pool import allocate_pool
 from kvferry.engine.model import PagedModel
-from kvferry.engine.paged_attention import GatherBuffer, PagedStep, Span
-from kvferry.engine.step import Batch, Step
+from kvferry.engine.paged_attention import PagedAttention
+from kvferry.engine.request import BatchEntry, RunStep
 from kvferry.observe import Observer
 from kvferry.runner import lifecycle
-
-
-class StepPlan(Protocol):
-    """What the connector's worker role is told of a step."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def finished_request_ids(self) -> Collection[str]: ...
 
 
 class ModelRunner:
@@ -50,64 +41,45 @@ class ModelRunner:
             LayoutError: the worker cannot serve this layout.
         """
         geometry = model.geometry
-        pool = PoolSpec(
-            layer_names=geometry.layer_names,
-            num_blocks=num_blocks,
-            block_size=engine.block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_size=geometry.content_size,
-            dtype=geometry.torch_dtype,
-        )
+        self._output: WorkerOutput = EMPTY_OUTPUT
         self._model = model
-        self._block_size = engine.block_size
-        self._layers = allocate_pool(pool, engine.kv_layout, model.device)
-        self._buffer = GatherBuffer()
+        kv_caches = allocate_pool(
+            geometry.layer_names,
+            (num_blocks, model.num_kv_heads, engine.block_size, geometry.content_size),
+            geometry.torch_dtype,
+            kv_layout=engine.kv_layout,
+            device=model.device,
+        )
         self._lifecycle = lifecycle.StepLifecycle(worker, observer=observer)
-        worker.register_kv_caches(dict(self._layers))
+        self._attention = PagedAttention(kv_caches, model.codec, self._lifecycle.layerwise)
+        worker.register_kv_caches(dict(kv_caches))
 
-    def around(self, step: StepPlan) -> lifecycle.Step:
-        """The connector's part of a step that has tokens: `with runner.around(step) as ...:` the
-        forward. Its `output` is there afterwards, also if the forward raised."""
-        return self._lifecycle.step(step.plan, step.finished_request_ids)
-
-    def idle(self, step: StepPlan) -> WorkerOutput:
-        """Run a step without tokens."""
-        return self._lifecycle.no_forward(step.plan, step.finished_request_ids)
-
-    def forward(self, step: Step) -> dict[str, torch.Tensor]:
-        """Compute the tokens of a step.
+    def run(self, step: RunStep) -> torch.Tensor:
+        """Run a step: load, compute its tokens if it has any, save.
 
         Returns:
-            Request id to logits (`[vocab]` float32), for every request whose last token is in the
-            step. Those of a request whose load fails in this step are wrong.
+            `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
+            in order. Those of a request whose load fails in this step are wrong.
         """
-        rows = self.run(step.batch())
-        wanted = [entry.request.request_id for entry in step.scheduled if entry.wants_logits]
-        return dict(zip(wanted, rows, strict=True))
+        if not step.batch:
+            self._output = self._lifecycle.no_forward(step.plan, step.finished_request_ids)
+            return torch.empty(0)
+        around = self._lifecycle.step(step.plan, step.finished_request_ids)
+        try:
+            with around:
+                return self._forward(step.batch)
+        finally:
+            self._output = around.output
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Compute a batch: logits (`[vocab]` float32) of the last token of each entry that wants
-        them, in order."""
-        token_ids: list[int] = []
-        positions: list[torch.Tensor] = []
-        block_ids: list[torch.Tensor] = []
-        spans: list[Span] = []
-        wanted: list[int] = []
-        device = self._model.device
-        for entry in batch:
-            first, start = entry.num_computed_tokens, len(token_ids)
-            token_ids += entry.token_ids
-            table = torch.tensor(entry.block_ids, dtype=torch.int64)
-            at = torch.arange(first, first + len(entry.token_ids))
-            spans.append(Span(start, len(token_ids), first, table.to(device)))
-            positions.append(at)
-            block_ids.append(table[at // self._block_size])
-            if entry.wants_logits:
-                wanted.append(len(token_ids) - 1)
-        position = torch.cat(positions)
-        slots = (torch.cat(block_ids).to(device), (position % self._block_size).to(device))
-        context = PagedStep(
-            *(self._layers, spans, slots, self._buffer, self._model.codec),
-            self._lifecycle.layerwise,
-        )
-        return self._model.forward(torch.tensor(token_ids), position, context, wanted)
+    def take_output(self) -> WorkerOutput:
+        """What the worker reports on the last step, also if its forward raised.
+        Given once, so that no step gets the report of another."""
+        output, self._output = self._output, EMPTY_OUTPUT
+        return output
+
+    def _forward(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
+        positions = self._attention.begin_step(batch)
+        token_ids = [token_id for entry in batch for token_id in entry.token_ids]
+        ends = accumulate(len(entry.token_ids) for entry in batch)
+        wanted = [end - 1 for end, entry in zip(ends, batch, strict=True) if entry.wants_logits]
+        return self._model.forward(torch.tensor(token_ids), positions, self._attention, wanted)

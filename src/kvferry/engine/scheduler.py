@@ -9,24 +9,76 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
-from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.block_pool import BlockPool, KVCache
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.integrity import check_queues
-from kvferry.engine.kv_cache import KVCache
-from kvferry.engine.lent_blocks import LentBlocks, LentFor
-from kvferry.engine.lookups import Lookups
-from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus
-from kvferry.engine.step import Step
+from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus, Step
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_LOADS = 3
+"""After so many failed loads a request is not offered a hit again. A connector that keeps promising
+what it cannot bring would otherwise keep the request going round for ever."""
+
+
+class Lookups:
+    """The questions of one scheduler to its connector.
+
+    A request gets a miss, and the connector is not asked again, once the connector has answered
+    "ask again" for longer than the deadline, or its loads have failed too often.
+
+    Runs in: scheduler.
+    """
+
+    def __init__(
+        self,
+        role: SchedulerRole,
+        deadline_seconds: float,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._role = role
+        self._deadline_seconds = deadline_seconds
+        self._observer = observer
+        self._clock = clock
+        self._asked_since: dict[str, float] = {}
+        self._failed_loads: dict[str, int] = {}
+
+    def ask(self, request: Request, num_local_tokens: int) -> LookupResult:
+        """What the connector can bring beyond the local hit; `num_tokens` None to ask again."""
+        request_id = request.request_id
+        if self._failed_loads.get(request_id, 0) >= MAX_FAILED_LOADS:
+            return MISS
+        result = self._role.lookup(request, num_local_tokens)
+        if result.num_tokens is not None:
+            self._asked_since.pop(request_id, None)
+            return result
+        now = self._clock()
+        if now - self._asked_since.setdefault(request_id, now) < self._deadline_seconds:
+            return ASK_AGAIN
+        self._observer.count("lookup_deadline")
+        self.give_up(request)
+        return MISS
+
+    def load_failed(self, request: Request) -> None:
+        """A load of this request did not bring all that was promised."""
+        self._failed_loads[request.request_id] = self._failed_loads.get(request.request_id, 0) + 1
+
+    def give_up(self, request: Request) -> None:
+        """Do not ask for this request again."""
+        self._failed_loads[request.request_id] = MAX_FAILED_LOADS
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._asked_since.pop(request.request_id, None)
+        self._failed_loads.pop(request.request_id, None)
 
 
 class _Admission(Enum):
@@ -37,11 +89,22 @@ class _Admission(Enum):
     NO_ROOM = auto()
 
 
-class _Load(NamedTuple):
-    """An async load under way."""
+class _LentFor(Enum):
+    """Which report gives blocks back that a connector still uses."""
 
-    request: Request
-    deadline: float
+    LOAD = "finished_recving"
+    SAVE = "finished_sending"
+
+
+class _Loan(NamedTuple):
+    """Blocks that no request owns any more but the connector may still read or write.
+
+    An overdue loan is not ended, since the connector might still write: it only stops counting as
+    something to wait for. One request may have a loan of each kind.
+    """
+
+    block_ids: list[int]
+    overdue: float
 
 
 class Scheduler:
@@ -50,9 +113,9 @@ class Scheduler:
     Requests run first come, first served, and the last to come is the first to be preempted. The
     order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
 
-    Guarantees: `request_finished` is called once per request; blocks that a connector may touch are
-    in nobody else's hands; ids that nobody waits for, repeated ones included, are counted as
-    `unknown_report` and ignored; no request waits for the connector beyond the deadline.
+    Guarantees: `request_finished` is called once per request; no request gets blocks that a
+    connector may still touch; ids of no load or save under way, repeated ones included, are counted
+    as `unknown_report` and ignored; no request waits for the connector beyond the deadline.
 
     Not thread-safe.
     """
@@ -84,8 +147,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()  # LOADED ones first
         self._running: list[Request] = []
-        self._loading: dict[str, _Load] = {}
-        self._lent = LentBlocks()
+        self._loading: dict[str, float] = {}  # async loads under way, and their deadlines
+        self._lent: dict[tuple[str, _LentFor], _Loan] = {}
         self._finished_ids: set[str] = set()  # since the last schedule
 
     def add(self, request: Request) -> None:
@@ -95,7 +158,7 @@ class Scheduler:
             ContractError: its id is in use, or it can never fit into the pool.
         """
         request_id = request.request_id
-        if request_id in self._requests or request_id in self._lent:
+        if request_id in self._requests or request_id in {lender for lender, _ in self._lent}:
             raise ContractError(f"request id {request_id!r} is in use; ids are used once")
         needed = self._kv.num_blocks_for(request.max_total_tokens)
         if needed > self._kv.pool.num_usable:
@@ -116,7 +179,7 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """True while there is a reason to step: requests, ends that workers have not been told,
+        """True while there is a reason to step: requests, ends that workers do not know of,
         lent blocks that are not overdue, or the connector says so."""
         return bool(
             self._requests
@@ -135,7 +198,7 @@ class Scheduler:
         self._finished_ids.clear()
         self._abandon_overdue_loads()
         self._schedule_running(step)
-        # Whoever lost blocks in this step would lose them again to a newcomer.
+        # A request that lost blocks in this step would lose them again to a newcomer.
         if not step.preempted_request_ids:
             self._schedule_waiting(step)
         step.plan = self._role.build_plan(step)
@@ -151,7 +214,11 @@ class Scheduler:
                 for requests whose step came to nothing.
         """
         # A report cannot be about blocks that are lent only now, as this step ends a request.
-        sent = sorted(output.finished_sending & self._lent.request_ids(LentFor.SAVE))
+        sent = sorted(
+            request_id
+            for request_id in output.finished_sending
+            if (request_id, _LentFor.SAVE) in self._lent
+        )
         if len(sent) < len(output.finished_sending):
             self._observer.count("unknown_report", len(output.finished_sending) - len(sent))
         self._note_failed_loads(output.failed_recving)
@@ -171,9 +238,9 @@ class Scheduler:
         for request_id in sorted(output.finished_recving):
             self._load_ended(request_id)
         for request_id in sent:
-            self._take_back(request_id, LentFor.SAVE)
+            self._take_back(request_id, _LentFor.SAVE)
         for _ in self._role.take_events():
-            pass  # nobody subscribes to this engine; what is not drained piles up
+            pass  # this engine has no subscribers; what is not drained piles up
 
     # ---- running requests
 
@@ -189,7 +256,7 @@ class Scheduler:
             index += 1
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Grow a running request, at the cost of whoever came last; False if that is itself."""
+        """Grow a running request, at the cost of the last that came; False if that is itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
             alone = victim is request and len(self._running) == 1
@@ -258,8 +325,7 @@ class Scheduler:
         self._role.update_after_alloc(request, (request.block_ids,), num_external)
         if is_async:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-            deadline = self._clock() + self._config.load_deadline_seconds
-            self._loading[request.request_id] = _Load(request, deadline)
+            self._loading[request.request_id] = self._deadline()
         else:
             self._run(request, num_tokens, step)
         return _Admission.ADMITTED
@@ -292,7 +358,7 @@ class Scheduler:
         elif not self._awaits_lent_blocks():
             logger.error(
                 "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
-                *(request, self._lent.num_blocks(), self._kv.pool.num_usable),
+                *(request, sum(map(len, self._lent_tables())), self._kv.pool.num_usable),
             )
             self._finish(request, FinishReason.ERROR)
 
@@ -300,20 +366,20 @@ class Scheduler:
 
     def _note_failed_loads(self, failed_recving: Iterable[str]) -> None:
         for request_id in failed_recving:
-            load = self._loading.get(request_id)
-            if load is None:
+            if request_id not in self._loading:
                 continue  # an aborted one; its end is reported as well
-            self._lookups.load_failed(load.request)
-            # Its local hit is still good, and is found again when it starts anew.
-            load.request.num_computed_tokens = 0
-            load.request.limit_hit()
+            request = self._requests[request_id]
+            self._lookups.load_failed(request)
+            # Its local hit is still good, and is found again when it is admitted again.
+            request.num_computed_tokens = 0
+            request.limit_hit()
 
     def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
         """Take back what was computed on blocks whose load failed, for everyone who uses them."""
         spoiled: set[str] = set()
         if not invalid_block_ids:
             return spoiled
-        for request in self._block_owners():
+        for request in self._requests.values():
             if self._kv.spoil(request, invalid_block_ids):
                 request.limit_hit()
                 self._lookups.load_failed(request)
@@ -322,15 +388,11 @@ class Scheduler:
         self._observer.count("load_failed")
         return spoiled
 
-    def _block_owners(self) -> Iterator[Request]:
-        return (request for request in self._requests.values() if request.block_ids)
-
     def _load_ended(self, request_id: str) -> None:
-        load = self._loading.pop(request_id, None)
-        if load is None:
-            self._take_back(request_id, LentFor.LOAD)
+        if self._loading.pop(request_id, None) is None:
+            self._take_back(request_id, _LentFor.LOAD)
             return
-        request = load.request
+        request = self._requests[request_id]
         if request.num_computed_tokens == 0:
             self._kv.release(request)
             request.status = RequestStatus.WAITING
@@ -345,35 +407,43 @@ class Scheduler:
     def _abandon_overdue_loads(self) -> None:
         """Let requests go whose load does not end. The blocks stay lent: it may still end."""
         now = self._clock()
-        for load in [load for load in self._loading.values() if load.deadline <= now]:
-            request = load.request
+        for request_id in [each for each, deadline in self._loading.items() if deadline <= now]:
+            request = self._requests[request_id]
             logger.error("the load of %r did not end in time; its prompt is computed", request)
             self._observer.count("load_deadline")
-            del self._loading[request.request_id]
+            del self._loading[request_id]
             self._lookups.give_up(request)
             request.hit = None
-            self._lent.lend(request.request_id, LentFor.LOAD, self._kv.take(request), overdue=now)
+            self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
             request.status = RequestStatus.WAITING
             self._queue_first(request)
 
-    def _take_back(self, request_id: str, reason: LentFor) -> None:
-        block_ids = self._lent.take_back(request_id, reason)
-        if block_ids is None:
+    def _take_back(self, request_id: str, reason: _LentFor) -> None:
+        loan = self._lent.pop((request_id, reason), None)
+        if loan is None:
             self._observer.count("unknown_report")
         else:
-            self._kv.pool.free(block_ids)
+            self._kv.pool.free(loan.block_ids)
 
     def _awaits_lent_blocks(self) -> bool:
-        return self._lent.is_awaited(self._clock())
+        now = self._clock()
+        return any(loan.overdue > now for loan in self._lent.values())
+
+    def _lent_tables(self) -> list[list[int]]:
+        return [loan.block_ids for loan in self._lent.values()]
+
+    def _deadline(self) -> float:
+        """When what the connector begins now is overdue."""
+        return self._clock() + self._config.load_deadline_seconds
 
     # ---- the end
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
-        load = self._loading.pop(request_id, None)
+        deadline = self._loading.pop(request_id, None)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-        elif load is None:
+        elif deadline is None:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self._requests[request_id]
@@ -381,12 +451,11 @@ class Scheduler:
         num_blocks = self._kv.num_blocks_for(request.num_computed_tokens)
         result = self._role.request_finished(request, (request.block_ids[:num_blocks],))
         request.outcome = Outcome(reason, result.params)
-        if load is not None:
+        if deadline is not None:
             # Whatever the role said: the load is reported once, and that report gives them back.
-            self._lent.lend(request_id, LentFor.LOAD, self._kv.take(request), load.deadline)
+            self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), deadline)
         elif result.delay_free:
-            overdue = self._clock() + self._config.load_deadline_seconds
-            self._lent.lend(request_id, LentFor.SAVE, self._kv.take(request), overdue)
+            self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
         else:
             self._kv.release(request)
         self._lookups.forget(request)
@@ -395,5 +464,19 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
         tables = [request.block_ids for request in self._requests.values()]
-        self._kv.pool.check_integrity([*tables, *self._lent.tables()])
-        check_queues(self._requests, self._waiting, self._running, self._loading)
+        self._kv.pool.check_integrity([*tables, *self._lent_tables()])
+        loading = [self._requests[request_id] for request_id in self._loading]
+        queued = [*self._waiting, *self._running, *loading]
+        ids = sorted(request.request_id for request in queued)
+        assert ids == sorted(self._requests), "a request is in no queue, or in two"
+        for request in queued:
+            status, num_blocks = request.status, len(request.block_ids)
+            assert (status is RequestStatus.RUNNING) == (request in self._running), f"{request!r}"
+            assert (status is RequestStatus.WAITING_FOR_REMOTE_KV) == (request in loading)
+            assert status is not RequestStatus.FINISHED, f"{request!r} is still in a queue"
+            if status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                assert num_blocks == 0, f"{request!r} waits, yet holds blocks"
+                assert request.num_computed_tokens == 0, f"{request!r} has KV without blocks"
+            elif request not in loading:
+                assert num_blocks > 0, f"{request!r} holds no blocks"
+                assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"

@@ -18,8 +18,8 @@ import torch
 from kvferry.adapters.transformers.weight_samples import differing_tensor
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.connector import engine_spec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
-from kvferry.engine.spec import engine_spec
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity, relevant_config
 from kvferry.types import KVGroup

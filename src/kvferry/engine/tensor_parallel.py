@@ -1,25 +1,34 @@
-"""Splits the layers of a model over tensor-parallel ranks, in place.
+"""One rank's share of a model, and the sums that join it to the other ranks.
 
 As in Megatron-LM: each rank keeps the rows of the projections that make its heads, and the columns
 of the projection that takes them, whose outputs add up over the ranks; likewise the MLP where its
 shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
 
-What may be split is known by the names of a layer's projections. Whether the result is right is not
-believed but checked: see `PagedModel.split`.
+The names of a layer's projections say how to split it. `PagedModel.split` checks the result against
+the whole model.
+
+Process groups are made directly and handed around, not through torch's process-wide default group:
+an application may have one of its own, and a process may hold several engines.
 """
 
-# ruff: noqa: ANN401 - the modules of Transformers share no typed surface.
+# ruff: noqa: ANN401 - torch's process groups and Transformers' modules have no typed surface.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from kvferry.engine.rank_group import RankGroup
-from kvferry.errors import ConfigError
+from kvferry.engine.model_config import ModelGeometry
+from kvferry.errors import ConfigError, RankError
 from kvferry.topology.shards import heads_of_rank
+
+RANK_TIMEOUT_SECONDS = 60.0
+"""How long one rank waits for another that should be at the same place: a sum, an answer."""
 
 _PER_QUERY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
 """Projections whose rows belong to query heads, head after head."""
@@ -36,14 +45,90 @@ _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("dense_h_to_4h",), "dense_4h
 """Projections into an MLP and out of it."""
 
 
-class Heads(NamedTuple):
-    """Attention heads of the whole model."""
+class RankGroup:
+    """One rank's end of a tensor-parallel group.
 
-    num_query_heads: int
-    num_kv_heads: int
+    Runs in: every rank, on the model runner's thread.
+
+    Attributes:
+        rank: in `[0, size)`.
+        size: number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int, process_group: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self._process_group = process_group
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: Path,
+        device: torch.device,
+        *,
+        timeout_seconds: float = RANK_TIMEOUT_SECONDS,
+    ) -> RankGroup:
+        """Meet the other ranks, all of which call this with the same `rendezvous`.
+
+        Args:
+            rank: in `[0, size)`.
+            size: number of ranks.
+            rendezvous: a file that does not exist yet, in a directory of our own.
+            device: where tensors live: NCCL on CUDA, gloo elsewhere.
+            timeout_seconds: for this and for every sum.
+
+        Raises:
+            RankError: the others did not come.
+        """
+        timeout = timedelta(seconds=timeout_seconds)
+        distributed: Any = dist
+        try:
+            store = distributed.FileStore(str(rendezvous), size)
+            store.set_timeout(timeout)
+            group = _process_group(device, store, rank, size, timeout)
+        except RuntimeError as error:
+            raise RankError(f"rank {rank} of {size} cannot reach the others: {error}") from error
+        return cls(rank, size, group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, equal to the bit on all of them; added up in float32. May write
+        into `tensor`.
+
+        Raises:
+            RankError: another rank is gone, or did not come in time.
+        """
+        total = tensor.float().contiguous()
+        try:
+            self._process_group.allreduce([total]).wait()
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} of {self.size} lost another: {error}") from error
+        return total.to(tensor.dtype)
 
 
-def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
+def device_of_rank(device: str, rank: int) -> str:
+    """On "cuda" each rank has the device of its number; others are shared."""
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
+def _process_group(
+    device: torch.device, store: Any, rank: int, size: int, timeout: timedelta
+) -> Any:
+    backend: Any
+    if device.type == "cuda":
+        backend = dist.ProcessGroupNCCL
+        options = backend.Options()
+    else:
+        backend = dist.ProcessGroupGloo
+        options = backend._Options()  # torch has no public name for it
+        # All ranks are on this machine; its name need not resolve.
+        options._devices = [backend.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return backend(store, rank, size, options)
+
+
+def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) -> int:
     """Leave of every layer what this rank computes.
 
     Returns:
@@ -57,7 +142,7 @@ def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
     for module in list(model.modules()):
         children = dict(module.named_children())
         if isinstance(getattr(module, "layer_idx", None), int) and children.keys() & {*_OUTPUTS}:
-            _split_attention(module, children, heads, group)
+            _split_attention(module, children, geometry, group)
             num_attention_layers += 1
         for inputs, output in _MLPS:
             if all(isinstance(children.get(name), nn.Linear) for name in (*inputs, output)):
@@ -66,8 +151,10 @@ def split_layers(model: nn.Module, heads: Heads, group: RankGroup) -> int:
 
 
 def _split_attention(
-    module: nn.Module, children: dict[str, nn.Module], heads: Heads, group: RankGroup
+    module: nn.Module, children: dict[str, nn.Module], geometry: ModelGeometry, group: RankGroup
 ) -> None:
+    num_heads, num_kv_heads = geometry.num_query_heads, geometry.num_kv_heads
+    mine = _share(num_heads, group)
     known = {*_PER_QUERY_HEAD, *_PER_KV_HEAD, *_OUTPUTS, *_BEFORE_HEADS}
     for name, child in children.items():
         if not isinstance(child, nn.Linear):
@@ -78,19 +165,18 @@ def _split_attention(
                 "set tensor_parallel_size=1"
             )
         if name in _PER_QUERY_HEAD:
-            _keep_rows(child, _share(heads.num_query_heads, group), heads.num_query_heads)
+            _keep_rows(child, mine, num_heads)
         elif name in _PER_KV_HEAD:
-            mine = heads_of_rank(heads.num_kv_heads, group.rank, group.size)
-            _keep_rows(child, mine, heads.num_kv_heads)
+            _keep_rows(child, heads_of_rank(num_kv_heads, group.rank, group.size), num_kv_heads)
         elif name in _OUTPUTS:
-            _keep_columns(child, _share(heads.num_query_heads, group), heads.num_query_heads, group)
+            _keep_columns(child, mine, num_heads, group)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name != "sinks":
             raise ConfigError(
                 f"{type(module).__name__} has a parameter {name!r} that the engine cannot split; "
                 "set tensor_parallel_size=1"
             )
-        setattr(module, name, _frozen(parameter[slice(*_share(heads.num_query_heads, group))]))
+        setattr(module, name, _frozen(parameter[slice(*mine)]))
 
 
 def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:

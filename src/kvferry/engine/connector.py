@@ -1,0 +1,167 @@
+"""The engine's connector: how it is chosen and made, and the one of an engine without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvferry.connectors import registry
+from kvferry.contract.messages import EMPTY_OUTPUT, MISS, LookupResult, Plan, WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import EngineSpec, RankWorker, Roles
+from kvferry.contract.worker import WorkerRole
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model_config import ModelConfig
+from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity, weights_digest
+from kvferry.observe import Observer
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorChoice:
+    """Which connector an engine uses.
+
+    Attributes:
+        name: of the connector.
+        spec: of rank 0.
+        options: the connector's own.
+    """
+
+    name: str
+    spec: EngineSpec
+    options: Mapping[str, Any]
+
+
+def choose_connector(
+    name: str,
+    store: str | None,
+    options: Mapping[str, Any] | None,
+    model: ModelConfig,
+    engine: EngineConfig,
+) -> ConnectorChoice | None:
+    """The connector `name` with a store; None without a store.
+
+    Raises:
+        ConfigError: there are options and no store.
+    """
+    if store is None:
+        if options:
+            raise ConfigError("connector_options are given without a store")
+        return None
+    spec = engine_spec(model, engine)
+    return ConnectorChoice(name=name, spec=spec, options={"store": store, **(options or {})})
+
+
+def create_roles(choice: ConnectorChoice | None, observer: Observer) -> Roles:
+    """Both roles of an engine of one rank, or of the first of several; None is for no connector.
+
+    Raises:
+        ConfigError: unknown name or option, or a store that cannot be used.
+    """
+    if choice is None:
+        return Roles(NoScheduler(), NoWorker())
+    return registry.create_roles(choice.name, choice.spec, choice.options, observer)
+
+
+def create_worker(choice: ConnectorChoice | None, rank: int, observer: Observer) -> RankWorker:
+    """The worker role of `rank`; errors as for `create_roles`."""
+    if choice is None:
+        return RankWorker(NoWorker())
+    spec = choice.spec
+    shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
+    return registry.create_worker(choice.name, replace(spec, shard=shard), choice.options, observer)
+
+
+def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> EngineSpec:
+    """What a connector must know of a rank of an engine that runs `model` with these options.
+
+    Layers of one window are a group. All are in one block table without a window: the engine keeps
+    the KV of every token in every layer, whatever part of it a layer looks at.
+
+    Raises:
+        TopologyError: kv heads that cannot be divided among the ranks.
+    """
+    geometry = model.geometry
+    groups, parts = [], []
+    for index, window in enumerate(dict.fromkeys(geometry.windows)):
+        layers = [layer for layer, each in enumerate(geometry.windows) if each == window]
+        groups.append(
+            KVGroup(
+                num_layers=len(layers),
+                num_kv_heads=geometry.num_kv_heads,
+                content_size=geometry.content_size,
+                dtype=geometry.dtype,
+                block_size=engine.block_size,
+                window=window,
+            )
+        )
+        parts.append(
+            TablePart(
+                table=0,
+                group=index,
+                layers=tuple(range(len(layers))),
+                layer_names=tuple(geometry.layer_names[layer] for layer in layers),
+                block_size=engine.block_size,
+            )
+        )
+    return EngineSpec(
+        identity=ModelIdentity(
+            weights=weights_digest(model.model_dir),
+            config=model.effective_config(),
+            name=str(model.model_dir),
+        ),
+        groups=tuple(groups),
+        shard=tensor_parallel_shard(groups, rank, engine.tensor_parallel_size),
+        tables=tuple(parts),
+    )
+
+
+_NOTHING = Plan()
+
+
+class NoScheduler(SchedulerRole):
+    """Answers every look-up with a miss."""
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        return MISS
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        pass
+
+    def build_plan(self, step: StepView) -> Plan:
+        return _NOTHING
+
+    def update_output(self, output: WorkerOutput) -> None:
+        pass
+
+
+class NoWorker(WorkerRole):
+    """Moves nothing."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def begin_step(self, plan: Plan) -> None:
+        pass
+
+    def start_load(self) -> None:
+        pass
+
+    def save(self) -> None:
+        pass
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        return EMPTY_OUTPUT
+
+    def end_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
