@@ -13,7 +13,6 @@ phase.py     processes of all cases side by side, in turn
 hooks.py     how long hooks take, seen from inside
 no_op.py     a connector that does nothing
 fs_tier.py   vLLM's file tier on a host without a device
-servers.py   LMCache's server
 rounds.py    what they do in each round, in which order
 rows.py      medians of what they measured
 

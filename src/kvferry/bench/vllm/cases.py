@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ class Case:
         connector: from the directory it may store in to vLLM's `kv_transfer_config`; None for none.
         required: whether the benchmark means nothing without it.
         stores: whether a second process can find anything.
-        server: whether it stores in LMCache's server, which is started for each round.
-        refusal: why it cannot run here; None if it can.
         note: what must be known to read its figures.
     """
 
@@ -29,12 +26,9 @@ class Case:
     connector: Callable[[Path], Json] | None
     required: bool = False
     stores: bool = True
-    server: bool = False
-    refusal: str | None = None
     note: str | None = None
 
 
-SERVER_PORT = 5566
 CPU_TIER_BYTES = 1 << 30
 
 
@@ -59,18 +53,7 @@ def cases() -> Sequence[Case]:
             connector=_fs_tier,
             note="vLLM's OffloadingConnector with its fs tier, device copies replaced by memmove",
         ),
-        Case(
-            name="lmcache-mp",
-            connector=_lmcache,
-            server=True,
-            refusal=None if _is_installed("lmcache") else "lmcache is not installed here",
-            note="LMCache's multi-process connector; the CPU time of its server is not included",
-        ),
     )
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _kvferry(directory: Path) -> Json:
@@ -107,16 +90,5 @@ def _fs_tier(directory: Path) -> Json:
             "spec_module_path": "kvferry.bench.vllm.fs_tier",
             "cpu_bytes_to_use": CPU_TIER_BYTES,
             "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
-        },
-    }
-
-
-def _lmcache(directory: Path) -> Json:
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": SERVER_PORT,
         },
     }

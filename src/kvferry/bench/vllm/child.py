@@ -56,8 +56,6 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         if connector is not None:
-            if connector["kv_connector"].startswith("LMCache"):
-                _hide_numba()
             arguments = arguments | {"kv_transfer_config": KVTransferConfig(**connector)}
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
@@ -143,24 +141,6 @@ class Engine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-
-
-def _hide_numba() -> None:
-    """Keep numba and llvmlite, which LMCache loads, from vLLM's walk over all modules in search of
-    kernels: objects of theirs make it fail."""
-    from vllm.triton_utils import dispatcher
-
-    rebind = dispatcher._rebind_kernels
-
-    def without_numba(overrides: Any) -> None:  # noqa: ANN401 - vLLM's
-        names = [n for n in sys.modules if n.partition(".")[0] in ("numba", "llvmlite")]
-        hidden = {name: sys.modules.pop(name) for name in names}
-        try:
-            rebind(overrides)
-        finally:
-            sys.modules.update(hidden)
-
-    dispatcher._rebind_kernels = without_numba
 
 
 def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:

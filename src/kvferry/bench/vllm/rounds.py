@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvferry.bench.vllm.cases import Case
-from kvferry.bench.vllm.phase import Measured, Phase, giving_up, in_turn, live
-from kvferry.bench.vllm.servers import lmcache_server
+from kvferry.bench.vllm.phase import Measured, Phase, in_turn, live
 from kvferry.testing.models import make_tiny_model
 
 Json = dict[str, Any]
@@ -114,7 +112,7 @@ def measure(
         ConfigError: a case that is required failed.
     """
     model = make_tiny_model(directory / "model", "llama", seed=seed, **MODEL)
-    found = [Measured(case, [], [], [], [], case.refusal) for case in cases]
+    found = [Measured(case, [], [], [], []) for case in cases]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         for number in progress.track(range(rounds), description="rounds of engines"):
@@ -146,16 +144,13 @@ class Round:
             ConfigError: a case that is required failed.
         """
         self.directory.mkdir(parents=True)
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, self.directory)
+        try:
             for measured in self.cases:
-                own = self.directory / measured.case.name
-                (own / "store").mkdir(parents=True)
-                if measured.case.server:
-                    with giving_up(measured):
-                        stack.enter_context(lmcache_server(own / "store", own / "log"))
+                self._store(measured.case).mkdir(parents=True)
             self._cold()
             self._warm()
+        finally:
+            shutil.rmtree(self.directory)
 
     def _cold(self) -> None:
         """Everything that finds nothing stored; vLLM alone also shows its own prefix hits."""
