@@ -1,9 +1,9 @@
-"""The connectors that are compared."""
+"""The connectors that are compared, and what their processes measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,21 @@ class Case:
     note: str | None = None
 
 
-CPU_TIER_BYTES = 1 << 30
+@dataclass(slots=True)
+class Measured:
+    """The results of one case, as its processes print them.
+
+    Attributes:
+        case: which.
+        cold: results of its storing processes, one per round, with `bytes_per_token` in the store.
+        warm: results of its reading processes; empty if it stores nothing.
+        failure: why the case was given up, if it was.
+    """
+
+    case: Case
+    cold: list[Json] = field(default_factory=list)
+    warm: list[Json] = field(default_factory=list)
+    failure: str | None = None
 
 
 def cases() -> Sequence[Case]:
@@ -40,13 +54,9 @@ def cases() -> Sequence[Case]:
             name="no-op",
             connector=_no_op,
             stores=False,
-            note="a connector that does nothing: what vLLM takes for having one",
+            note="a connector that does nothing: the cost of having one",
         ),
-        Case(
-            name="kvferry",
-            connector=_kvferry,
-            required=True,
-        ),
+        Case(name="kvferry", connector=_kvferry, required=True),
         Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
         Case(
             name="fs-tier",
@@ -56,20 +66,20 @@ def cases() -> Sequence[Case]:
     )
 
 
+def _no_op(directory: Path) -> Json:
+    return {
+        "kv_connector": "NoOpConnector",
+        "kv_connector_module_path": "kvferry.bench.vllm.stand_ins",
+        "kv_role": "kv_both",
+    }
+
+
 def _kvferry(directory: Path) -> Json:
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.adapters.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
-    }
-
-
-def _no_op(directory: Path) -> Json:
-    return {
-        "kv_connector": "NoOpConnector",
-        "kv_connector_module_path": "kvferry.bench.vllm.no_op",
-        "kv_role": "kv_both",
     }
 
 
@@ -87,8 +97,8 @@ def _fs_tier(directory: Path) -> Json:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",
-            "spec_module_path": "kvferry.bench.vllm.fs_tier",
-            "cpu_bytes_to_use": CPU_TIER_BYTES,
+            "spec_module_path": "kvferry.bench.vllm.stand_ins",
+            "cpu_bytes_to_use": 1 << 30,
             "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
         },
     }

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from kvferry.bench.registry import Row
-from kvferry.bench.vllm.phase import Measured
-
-Json = dict[str, Any]
+from kvferry.bench.vllm.cases import Json, Measured
 
 TOLERANCE = 1e-3
 """Of logprobs against those of the engine's own prefix hit."""
@@ -19,7 +16,6 @@ COLUMNS = (
     "phase",
     "cpu_s",
     "cpu_ratio",
-    "by_turns",
     "own_cpu_ms",
     "wall_s",
     "beyond_ms",
@@ -36,11 +32,10 @@ COLUMNS = (
 """All rows have these keys.
 
 cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone with the same prompt, for warm rows to the same prompt asked again. by_turns: with the
-connector to without it, of cold prompts that come by turns in one process. own_cpu_ms: of cpu_s,
+alone with the same prompt, for warm rows to the same prompt asked again. own_cpu_ms: of cpu_s,
 what threads of the connector took, and the engine's inside its hooks. wall_s: to the first token.
-beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
-process, which then has its prefix itself.
+beyond_ms: of wall_s, what the same prompt does not take when it is asked again in the same process,
+which then has its prefix itself.
 p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
 bytes_per_token: stored, per token of whole blocks that were computed. us_per_step: inside hooks."""
 
@@ -81,23 +76,14 @@ def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
         "cold",
         cpu_s=_median(p["cpu_s"] for p in prompts),
         cpu_ratio=_ratio(prompts, plain),
-        by_turns=_median(by_turns(measured)),
         own_cpu_ms=_own_cpu_ms(prompts),
         wall_s=_median(p["wall_s"] for p in prompts),
         hit_tokens=_median(p["hit_tokens"] for p in prompts),
-        bytes_per_token=_bytes_per_token(measured),
+        bytes_per_token=_median(result["bytes_per_token"] for result in measured.cold)
+        if measured.case.stores
+        else None,
         note=note,
     )
-
-
-def by_turns(measured: Measured) -> Iterator[float]:
-    """Ratios of CPU time with the connector to that without it, each within one process."""
-    for result in measured.warm if measured.case.stores else measured.cold:
-        turns = result["by_turns"]
-        for plugged, unplugged in _pairs(turns["plugged"], turns["unplugged"]):
-            # What its threads do after its turn, it has put off.
-            late = unplugged["own_cpu_s"]
-            yield (plugged["cpu_s"] + late) / (unplugged["cpu_s"] - late)
 
 
 def _own_row(alone: Measured) -> Row:
@@ -167,15 +153,6 @@ def is_equal(ours: Json, reference: Json) -> bool:
         )
         # The last of the listed ones may change places with one that is not listed.
         for token in {str(chosen)} | (here.keys() & theirs.keys())
-    )
-
-
-def _bytes_per_token(measured: Measured) -> float | None:
-    if not measured.case.stores:
-        return None
-    return _median(
-        stored / tokens
-        for stored, tokens in zip(measured.stored_bytes, measured.computed, strict=True)
     )
 
 
