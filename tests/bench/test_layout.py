@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvferry.bench import layout
-from kvferry.bench.layout_device import DeviceCopies
-from kvferry.bench.paged import CHUNK_TOKENS, Blocks, Shape, group_of, kv_tensors
+from kvferry.bench.host import CHUNK_TOKENS, Blocks, Shape, group_of, kv_tensors
 from kvferry.errors import LayoutError
 
 KEYS = {"case", "gb_per_s", "straight_gb_per_s", "ratio"}
@@ -87,6 +86,6 @@ def test_a_leaf_that_changed_ends_the_benchmark():
     ],
 )
 def test_the_cases_of_a_device_stand_beside_the_pinned_copy(device):
-    rows = DeviceCopies("2BNHD", CHUNK_TOKENS, 0, device=device).measure(1)
+    rows = layout.DeviceCopies("2BNHD", CHUNK_TOKENS, 0, device=device).measure(1)
     assert len({row["case"] for row in rows}) == 4
     assert all(set(row) >= KEYS and row["ratio"] > 0 for row in rows)

@@ -1,17 +1,29 @@
-"""Paged KV of engines of any shape, for benchmarks of layouts."""
+"""What benchmarks have in place of an engine, without a model: paged KV of any shape, and a host
+that calls both roles of a connector."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import torch
 
+from kvferry.connectors.registry import create_roles
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.spec import EngineSpec, Roles
+from kvferry.keys import ModelIdentity
 from kvferry.layout.ops import MakeCopies, PagedKV, as_rows
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.spec import parse
+from kvferry.observe import Counters, Observer
+from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.testing.host import HostStep
+from kvferry.testing.host_tables import HostRequest
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
@@ -63,22 +75,23 @@ class Blocks:
         self.heads = shard.heads
         num_heads = shard.heads[1] - shard.heads[0]
         num_blocks = num_tokens // shape.block_size
-        self._tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1, device)
-        self.paged = PagedKV(self._tensors, group, shard, shape.layout, copies=copies)
+        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1, device)
+        self.paged = PagedKV(self.tensors, group, shard, shape.layout, copies=copies)
         self._row_shape = (group.num_layers, num_heads, CHUNK_TOKENS, group.content_size)
         self.row_bytes = prod(self._row_shape) * 2
         self.ids = list(range(1, num_blocks + 1))
         rng.shuffle(self.ids)
         per_chunk = CHUNK_TOKENS // shape.block_size
+        # Of each whole chunk.
         self.runs: list[list[BlockRun]] = [
             self.paged.runs(self.ids[start : start + per_chunk], 0, CHUNK_TOKENS)
-            for start in range(0, num_blocks, per_chunk)
+            for start in range(0, num_blocks - per_chunk + 1, per_chunk)
         ]
 
     def fill(self, seed: int) -> None:
         """Noise into all blocks."""
         noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             values = np.resize(noise, tensor.numel()).reshape(tensor.shape)
             tensor.view(torch.int16).copy_(torch.from_numpy(values))
 
@@ -105,3 +118,57 @@ def kv_tensors(
     }
     memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16, device=device)
     return list(memory.permute(*(order.index(axis) for axis in "L" + spec.axes)))
+
+
+def engine_spec(group: KVGroup) -> EngineSpec:
+    """An engine of one rank."""
+    return EngineSpec(
+        identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
+        groups=(group,),
+        shard=tensor_parallel_shard((group,), 0, 1),
+        layer_names=None,
+    )
+
+
+@contextmanager
+def opened_roles(
+    group: KVGroup, options: Mapping[str, object], layers: Mapping[str, torch.Tensor]
+) -> Iterator[Roles]:
+    """Both roles of the shared-storage connector of one rank, with its tensors by layer."""
+    roles: Roles = create_roles("shared_storage", engine_spec(group), options, Counters())
+    try:
+        roles.worker.register_kv_caches(layers)
+        yield roles
+    finally:
+        roles.scheduler.close()
+        roles.worker.close()
+        roles.close_last()
+
+
+class RolesHost:
+    """Calls both roles, guarded, in the order of the embedded engine, with a hook before and after
+    each layer where they ask for it."""
+
+    def __init__(self, roles: Roles, layers: Mapping[str, torch.Tensor], block_size: int) -> None:
+        observer = Observer()
+        self.scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
+        self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, observer))
+        self._layers = list(layers.items())
+
+    def step(
+        self, scheduled: Sequence[HostRequest], finished: Collection[str] = frozenset()
+    ) -> WorkerOutput:
+        """One step: with a forward if something is scheduled."""
+        plan = self.scheduler.build_plan(HostStep(list(scheduled), set(), set(finished)))
+        if scheduled:
+            with self._lifecycle.step(plan, finished) as step:
+                if (hooks := self._lifecycle.layerwise) is not None:
+                    for name, tensor in self._layers:
+                        hooks.wait_for_layer_load(name)
+                        hooks.save_layer(name, tensor, None)
+            output = step.output
+        else:
+            output = self._lifecycle.no_forward(plan, finished)
+        self.scheduler.update_output(output)
+        self.scheduler.take_events()
+        return output
