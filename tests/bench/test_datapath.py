@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from kvferry.bench import datapath
+from kvferry.bench import BenchOptions, datapath
 from kvferry.bench.host import CHUNK_TOKENS
 from kvferry.bench.limits import bring_into_cache, drop_from_cache
-from kvferry.bench.registry import BenchOptions
 from kvferry.errors import StoreError
 
 COLUMNS = [

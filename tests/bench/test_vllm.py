@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench import vllm
-from kvferry.bench.registry import BenchOptions
+from kvferry.bench import BenchOptions, vllm
 from kvferry.bench.vllm import ChildFailedError, Sizes, rows
 from kvferry.bench.vllm.cases import Case, Measured, cases
 from kvferry.bench.vllm.hooks import HookTimer

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import CHUNK_TOKENS, Blocks, RolesHost, Shape, group_of, opened_roles
 from kvferry.bench.limits import (
     DirectRead,
@@ -46,7 +47,6 @@ from kvferry.bench.limits import (
     since,
     timed,
 )
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError

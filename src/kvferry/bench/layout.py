@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import CHUNK_TOKENS, Blocks, Rows, Shape, group_of
 from kvferry.bench.limits import timed
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.errors import LayoutError
 from kvferry.layout.device import TorchCopies
 from kvferry.record.schema import LEAF_BYTES, digest

@@ -20,8 +20,8 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import CHUNK_TOKENS, engine_spec
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
     Held,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvferry.bench.registry import Row
+from kvferry.bench import Row
 from kvferry.store.filesystem import file_system
 
 MachineFacts = Mapping[str, str | int | float | None]
@@ -57,7 +57,7 @@ def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:
     result = Table(
         title=name,
         title_justify="left",
-        caption="\n".join([", ".join(str(fact) for fact in _caption(facts)), *notes]),
+        caption="\n".join([_caption(facts), *notes]),
         caption_justify="left",
     )
     for column in columns:
@@ -68,19 +68,12 @@ def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Table:
     return result
 
 
-def _caption(facts: MachineFacts) -> list[object]:
-    memory = facts["memory_bytes"]
-    gib = f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
-    wanted = [
-        facts["cpu"],
-        f"{facts['cores']} cores",
-        gib,
-        facts["kernel"],
-        facts["file_system"],
-        f"torch {facts['torch']}",
-        facts["date"],
-    ]
-    return [fact for fact in wanted if fact is not None]
+def _caption(facts: MachineFacts) -> str:
+    shown = {**facts, "cores": f"{facts['cores']} cores", "torch": f"torch {facts['torch']}"}
+    if isinstance(memory := facts["memory_bytes"], int):
+        shown["memory_bytes"] = f"{memory / 2**30:.0f} GiB"
+    hidden = ("python", "kvferry")
+    return ", ".join(str(fact) for name, fact in shown.items() if fact and name not in hidden)
 
 
 def _cell(value: str | float | None) -> str:

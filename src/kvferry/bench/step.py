@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import RolesHost, opened_roles
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.contract.spec import Roles
 from kvferry.testing.host_tables import HostRequest
 from kvferry.types import KVGroup

@@ -37,8 +37,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from kvferry.bench import BenchOptions, Row
 from kvferry.bench.limits import DirectRead, PlainFiles, drop_from_cache, timed
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.bench.vllm.cases import Case, Json, Measured, cases
 from kvferry.bench.vllm.rows import machine_row, rows_of
 from kvferry.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvferry.bench.registry import Row
+from kvferry.bench import Row
 from kvferry.bench.vllm.cases import Json, Measured
 
 TOLERANCE = 1e-3
@@ -29,15 +29,7 @@ COLUMNS = (
     "equal",
     "note",
 )
-"""All rows have these keys.
-
-cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone with the same prompt, for warm rows to the same prompt asked again. own_cpu_ms: of cpu_s,
-what threads of the connector took, and the engine's inside its hooks. wall_s: to the first token.
-beyond_ms: of wall_s, what the same prompt does not take when it is asked again in the same process,
-which then has its prefix itself.
-p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
-bytes_per_token: stored, per token of whole blocks that were computed. us_per_step: inside hooks."""
+"""All rows have these keys; docs/benchmarks.md says what each means."""
 
 
 def rows_of(found: Sequence[Measured]) -> list[Row]:
@@ -52,7 +44,7 @@ def rows_of(found: Sequence[Measured]) -> list[Row]:
             continue
         rows.append(_cold_row(measured, alone, note))
         if measured is alone:
-            rows.append(_own_row(alone))
+            rows.append(_row(alone, "own_hit", **_prompt_values(_all(alone.cold, "again"))))
         elif measured.case.stores:
             rows.append(_warm_row(measured, alone, note))
         rows.append(_decode_row(measured, alone))
@@ -71,30 +63,14 @@ def _row(measured: Measured, phase: str, **values: str | float | None) -> Row:
 
 def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     prompts, plain = _all(measured.cold, "prompts"), _all(alone.cold, "prompts")
+    stored = [result["bytes_per_token"] for result in measured.cold]
     return _row(
         measured,
         "cold",
-        cpu_s=_median(p["cpu_s"] for p in prompts),
+        **_prompt_values(prompts),
         cpu_ratio=_ratio(prompts, plain),
-        own_cpu_ms=_own_cpu_ms(prompts),
-        wall_s=_median(p["wall_s"] for p in prompts),
-        hit_tokens=_median(p["hit_tokens"] for p in prompts),
-        bytes_per_token=_median(result["bytes_per_token"] for result in measured.cold)
-        if measured.case.stores
-        else None,
+        bytes_per_token=_median(stored) if measured.case.stores else None,
         note=note,
-    )
-
-
-def _own_row(alone: Measured) -> Row:
-    again = _all(alone.cold, "again")
-    return _row(
-        alone,
-        "own_hit",
-        cpu_s=_median(p["cpu_s"] for p in again),
-        own_cpu_ms=_own_cpu_ms(again),
-        wall_s=_median(p["wall_s"] for p in again),
-        hit_tokens=_median(p["hit_tokens"] for p in again),
     )
 
 
@@ -104,15 +80,21 @@ def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     return _row(
         measured,
         "warm",
-        cpu_s=_median(p["cpu_s"] for p in prompts),
+        **_prompt_values(prompts),
         cpu_ratio=_ratio(prompts, again),
-        own_cpu_ms=_own_cpu_ms(prompts),
-        wall_s=_median(p["wall_s"] for p in prompts),
         beyond_ms=1e3 * _median(p["wall_s"] - a["wall_s"] for p, a in _pairs(prompts, again)),
-        hit_tokens=_median(p["hit_tokens"] for p in prompts),
         equal=all(is_equal(p, o) for p, o in _pairs(prompts, own)),
         note=note,
     )
+
+
+def _prompt_values(prompts: Sequence[Json]) -> dict[str, float]:
+    return {
+        "cpu_s": _median(p["cpu_s"] for p in prompts),
+        "own_cpu_ms": 1e3 * _median(p["own_cpu_s"] for p in prompts),
+        "wall_s": _median(p["wall_s"] for p in prompts),
+        "hit_tokens": _median(p["hit_tokens"] for p in prompts),
+    }
 
 
 def _decode_row(measured: Measured, alone: Measured) -> Row:
@@ -166,10 +148,6 @@ def _pairs(ours: Sequence[Json], plain: Sequence[Json]) -> Iterator[tuple[Json, 
 
 def _ratio(ours: Sequence[Json], plain: Sequence[Json]) -> float:
     return _median(one["cpu_s"] / other["cpu_s"] for one, other in _pairs(ours, plain))
-
-
-def _own_cpu_ms(prompts: Sequence[Json]) -> float:
-    return 1e3 * _median(one["own_cpu_s"] for one in prompts)
 
 
 def _median(values: Iterable[float]) -> float:
