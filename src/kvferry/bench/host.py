@@ -4,7 +4,7 @@ that calls both roles of a connector."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -154,12 +154,13 @@ class RolesHost:
         self.scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
         self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, observer))
         self._layers = list(layers.items())
+        self._none: set[str] = set()
 
-    def step(
-        self, scheduled: Sequence[HostRequest], finished: Collection[str] = frozenset()
-    ) -> WorkerOutput:
-        """One step: with a forward if something is scheduled."""
-        plan = self.scheduler.build_plan(HostStep(list(scheduled), set(), set(finished)))
+    def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
+        """One step, with a forward if something is scheduled. Makes little but calls: `bench step`
+        times it."""
+        finished = finished or self._none
+        plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
         if scheduled:
             with self._lifecycle.step(plan, finished) as step:
                 if (hooks := self._lifecycle.layerwise) is not None:

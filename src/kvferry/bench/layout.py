@@ -239,15 +239,11 @@ class DeviceCopies:
             ("from host, scatter", self.scatter, self.to_device),
             ("from host, verify, scatter", self.verify_and_scatter, self.to_device),
         ]
-        pairs: list[list[tuple[float, float]]] = [[] for _ in cases]
-        for number in range(rounds + 1):
-            for (_, work, plain), seconds in zip(cases, pairs, strict=True):
-                measured = self._seconds(work), self._seconds(plain)
-                if number:  # the first round compiles kernels
-                    seconds.append(measured)
-        return [
-            self._row(name, seconds) for (name, _, _), seconds in zip(cases, pairs, strict=True)
-        ]
+        rows = []
+        for name, work, plain in cases:
+            pairs = [(self._seconds(work), self._seconds(plain)) for _ in range(rounds + 1)]
+            rows.append(self._row(name, pairs[1:]))  # the first pair compiles kernels
+        return rows
 
     def _seconds(self, work: Callable[[], None]) -> float:
         def complete() -> None:
