@@ -310,7 +310,7 @@ class DataPath:
             for number in range(self.size.num_prompts):
                 for work in cases:
                     work(number)
-                # Who comes after a deletion gets its pages back from the host: not always the same.
+                # What follows a deletion gets its pages back from the host: not always the same case.
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:
@@ -351,7 +351,7 @@ class DataPath:
                 for work in cold_cases:
                     drop_from_cache(files)
                     work()
-                # Disks have moods, and caches of their own: nobody is always first.
+                # A disk's speed changes, and it has a cache: another case goes first each time.
                 cold_cases.append(cold_cases.pop(0))
         direct = "O_DIRECT read" if one.works else "buffered read"
         return [

@@ -110,13 +110,13 @@ def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, s
 
 
 def rebuild(url: str, directory: Path) -> float:
-    """Seconds until a store whose index is gone has made it anew."""
+    """Seconds that a store takes to rebuild an index that is gone."""
     for file in directory.glob("index.sqlite3*"):
         file.unlink()
     started = time.perf_counter()
     with open_store(url) as store:
         if not isinstance(store, SupportsProbe) or not store.wait_indexed(600):
-            raise AssertionError("the index is not made anew")
+            raise AssertionError("the index is not rebuilt")
         return time.perf_counter() - started
 
 
