@@ -36,7 +36,15 @@ import numpy as np
 import torch
 
 from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import CHUNK_TOKENS, Blocks, RolesHost, Shape, group_of, opened_roles
+from kvferry.bench.host import (
+    CHUNK_TOKENS,
+    Blocks,
+    RolesHost,
+    Shape,
+    fill_with_noise,
+    group_of,
+    opened_roles,
+)
 from kvferry.bench.limits import (
     DirectRead,
     PlainFiles,
@@ -113,7 +121,7 @@ class PagedPrompt:
         self.num_bytes = num_tokens * TOKEN_BYTES
         shape = Shape(1, BLOCK_SIZE, "HND")
         blocks = Blocks(GROUP, shape, 0, num_tokens + BLOCK_SIZE, random.Random(seed))
-        blocks.fill(seed)
+        fill_with_noise(blocks.tensors, seed)
         self.blocks = tuple(blocks.ids)
         self.layers = {str(index): layer for index, layer in enumerate(blocks.tensors)}
         self._saved = [layer.clone() for layer in blocks.tensors]
@@ -310,7 +318,7 @@ class DataPath:
             for number in range(self.size.num_prompts):
                 for work in cases:
                     work(number)
-                # What follows a deletion gets its pages back from the host: not always the same case.
+                # What follows a deletion gets its pages back from the host: another case each time.
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:

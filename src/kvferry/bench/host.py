@@ -4,7 +4,7 @@ that calls both roles of a connector."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +17,7 @@ from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
-from kvferry.layout.ops import MakeCopies, PagedKV, as_rows
+from kvferry.layout.ops import PagedKV, as_rows
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.spec import parse
 from kvferry.observe import Counters, Observer
@@ -67,16 +67,13 @@ class Blocks:
         rank: int,
         num_tokens: int,
         rng: random.Random,
-        *,
-        device: str = "cpu",
-        copies: MakeCopies | None = None,
     ) -> None:
         shard = tensor_parallel_shard((group,), rank, shape.tp).groups[0]
         self.heads = shard.heads
         num_heads = shard.heads[1] - shard.heads[0]
         num_blocks = num_tokens // shape.block_size
-        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1, device)
-        self.paged = PagedKV(self.tensors, group, shard, shape.layout, copies=copies)
+        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1)
+        self.paged = PagedKV(self.tensors, group, shard, shape.layout)
         self._row_shape = (group.num_layers, num_heads, CHUNK_TOKENS, group.content_size)
         self.row_bytes = prod(self._row_shape) * 2
         self.ids = list(range(1, num_blocks + 1))
@@ -88,13 +85,6 @@ class Blocks:
             for start in range(0, num_blocks - per_chunk + 1, per_chunk)
         ]
 
-    def fill(self, seed: int) -> None:
-        """Noise into all blocks."""
-        noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
-        for tensor in self.tensors:
-            values = np.resize(noise, tensor.numel()).reshape(tensor.shape)
-            tensor.view(torch.int16).copy_(torch.from_numpy(values))
-
     def rows(self, staging: Bytes) -> Rows:
         """A chunk's rows in a buffer."""
         found: Rows = as_rows(staging.data, self.paged, "bfloat16", self._row_shape)
@@ -102,7 +92,7 @@ class Blocks:
 
 
 def kv_tensors(
-    layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str
+    layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str = "cpu"
 ) -> list[torch.Tensor]:
     """One bfloat16 tensor per layer, in memory as the layout says."""
     spec = parse(layout)
@@ -118,6 +108,14 @@ def kv_tensors(
     }
     memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16, device=device)
     return list(memory.permute(*(order.index(axis) for axis in "L" + spec.axes)))
+
+
+def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:
+    """Noise that differs from layer to layer, so that KV in the wrong layer is noticed."""
+    noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
+    for layer, tensor in enumerate(tensors):
+        values = np.resize(np.roll(noise, 1009 * layer), tensor.numel()).reshape(tensor.shape)
+        tensor.view(torch.int16).copy_(torch.from_numpy(values))
 
 
 def engine_spec(group: KVGroup) -> EngineSpec:

@@ -28,11 +28,21 @@ import numpy as np
 import torch
 
 from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import CHUNK_TOKENS, Blocks, Rows, Shape, group_of
+from kvferry.bench.host import (
+    CHUNK_TOKENS,
+    Blocks,
+    Rows,
+    Shape,
+    fill_with_noise,
+    group_of,
+    kv_tensors,
+)
 from kvferry.bench.limits import timed
 from kvferry.errors import LayoutError
 from kvferry.layout.device import TorchCopies
+from kvferry.layout.ops import PagedKV
 from kvferry.record.schema import LEAF_BYTES, digest
+from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 
@@ -119,7 +129,7 @@ def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
     records = np.zeros((num_chunks, group.num_layers, heads, CHUNK_TOKENS, content), np.int16)
     for rank in range(case.writer.tp):
         blocks = Blocks(group, case.writer, rank, num_tokens, rng)
-        blocks.fill(rank)
+        fill_with_noise(blocks.tensors, rank)
         rows = blocks.rows(np.empty(blocks.row_bytes, np.uint8))
         for record, runs in zip(records, blocks.runs, strict=True):
             blocks.paged.gather(rows, 0, 0, runs, 0)
@@ -187,18 +197,15 @@ class DeviceCopies:
         group = group_of(16)
         self._device = device
         self._layout = layout
-        self._blocks = Blocks(
-            group,
-            Shape(1, 16, layout),
-            0,
-            num_tokens,
-            random.Random(seed),
-            device=device,
-            copies=TorchCopies if device == "cpu" else None,
-        )
-        self._blocks.fill(seed)
-        self._paged = self._blocks.paged
-        self._runs = self._paged.runs(self._blocks.ids, 0, num_tokens)
+        num_blocks = num_tokens // group.block_size
+        tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
+        fill_with_noise(tensors, seed)
+        shard = tensor_parallel_shard((group,), 0, 1).groups[0]
+        copies = TorchCopies if device == "cpu" else None
+        self._paged = PagedKV(tensors, group, shard, layout, copies=copies)
+        blocks = list(range(1, num_blocks + 1))
+        random.Random(seed).shuffle(blocks)
+        self._runs = self._paged.runs(blocks, 0, num_tokens)
         shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
         self._host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
         self._other = torch.empty(shape, dtype=torch.int16, device=device)
