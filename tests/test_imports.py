@@ -62,7 +62,7 @@ ONLY_FROM = {
         "demo",
     ],
     # One reading of a model's config makes one identity.
-    "engine": ["adapters/transformers", "testing", "bench", "cli", "demo"],
+    "engine": ["adapters/transformers", "testing", "cli", "demo"],
     "keys": [
         # An engine says which model it runs.
         "contract/spec.py",
@@ -138,7 +138,7 @@ THIRD_PARTIES = {
     "prometheus_client": ["exporters/prometheus.py"],
     "typer": ["cli"],
     "rich": ["cli", "bench", "demo", "engine"],
-    "matplotlib": ["demo", "bench"],
+    "matplotlib": ["demo"],
     "gguf": ["demo"],
 }
 
@@ -157,7 +157,7 @@ LAZY = {
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
     "demo": {"torch", "transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
-    "bench": {"matplotlib", "torch", "vllm"},
+    "bench": {"vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
 }

@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from kvferry.bench import datapath
+from kvferry.bench import BenchOptions, datapath
+from kvferry.bench.host import CHUNK_TOKENS
 from kvferry.bench.limits import bring_into_cache, drop_from_cache
-from kvferry.bench.prompts import CHUNK_TOKENS, PagedTensors, PromptHost
-from kvferry.bench.registry import BenchOptions
 from kvferry.errors import StoreError
 
 COLUMNS = [
@@ -27,7 +26,7 @@ COLUMNS = [
 @pytest.fixture
 def kv():
     """KV of prompts of one chunk."""
-    return PagedTensors(CHUNK_TOKENS, 0)
+    return datapath.PagedPrompt(CHUNK_TOKENS, 0)
 
 
 @pytest.fixture
@@ -35,7 +34,9 @@ def open_host(kv, tmp_path):
     """Hosts over one store."""
 
     def open_host(memory_prompts=8):
-        return PromptHost(kv, tmp_path / "store", io_threads=2, memory_prompts=memory_prompts)
+        return datapath.prompt_host(
+            kv, tmp_path / "store", io_threads=2, memory_prompts=memory_prompts
+        )
 
     return open_host
 
@@ -88,10 +89,11 @@ def test_a_prompt_is_saved_once(open_host):
 
 def test_unlike_what_was_saved_is_seen(kv):
     assert kv.is_restored()
-    kept = kv.tensor.clone()
+    kept = {name: layer.clone() for name, layer in kv.layers.items()}
     kv.clear()
     assert not kv.is_restored()
-    kv.tensor.copy_(kept)
+    for name, layer in kv.layers.items():
+        layer.copy_(kept[name])
     assert kv.is_restored()
 
 

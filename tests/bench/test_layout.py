@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvferry.bench import layout
-from kvferry.bench.layout_device import DeviceCopies
-from kvferry.bench.paged import CHUNK_TOKENS, Blocks, Shape, group_of, kv_tensors
+from kvferry.bench.host import CHUNK_TOKENS, Blocks, Shape, fill_with_noise, group_of, kv_tensors
 from kvferry.errors import LayoutError
 
 KEYS = {"case", "gb_per_s", "straight_gb_per_s", "ratio"}
@@ -43,7 +42,7 @@ def test_the_cases_have_the_conversions_of_the_target():
     ],
 )
 def test_tensors_lie_in_memory_as_the_layout_says(name, axes, in_memory):
-    tensors = kv_tensors(name, group_of(16), 2, 3, "cpu")
+    tensors = kv_tensors(name, group_of(16), 2, 3)
     strides = dict(zip(axes, tensors[0].stride(), strict=True))
     assert "".join(sorted(axes, key=lambda axis: -strides[axis])) == in_memory
     step = tensors[1].storage_offset() - tensors[0].storage_offset()
@@ -56,9 +55,10 @@ def test_ranks_have_their_heads_and_noise_of_their_own():
     for rank, (blocks, rows) in enumerate(zip(ranks, found, strict=True)):
         assert blocks.heads == (2 * rank, 2 * rank + 2)
         assert sorted(blocks.ids) == list(range(1, 9)) != blocks.ids
-        blocks.fill(rank)
+        fill_with_noise(blocks.tensors, rank)
         blocks.paged.gather(rows, 0, 0, blocks.runs[0], 0)
     assert (found[0] != found[1]).mean() > 0.99
+    assert (found[0, 1:] != found[0, :-1]).mean() > 0.99
     assert len(np.unique(found[0, 5, 1, 7])) > 200
 
 
@@ -87,6 +87,6 @@ def test_a_leaf_that_changed_ends_the_benchmark():
     ],
 )
 def test_the_cases_of_a_device_stand_beside_the_pinned_copy(device):
-    rows = DeviceCopies("2BNHD", CHUNK_TOKENS, 0, device=device).measure(1)
+    rows = layout.DeviceCopies("2BNHD", CHUNK_TOKENS, 0, device=device).measure(1)
     assert len({row["case"] for row in rows}) == 4
     assert all(set(row) >= KEYS and row["ratio"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""The registry of benchmarks, and what is said about the machine they ran on."""
+"""The benchmarks by name, and what is said about the machine they ran on."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.bench import registry, report
+from kvferry.bench import BENCHMARKS, BenchOptions, load, report
 from kvferry.errors import ConfigError
 
 
 def test_an_unknown_benchmark_names_the_nearest():
     with pytest.raises(ConfigError, match="'lookup'"):
-        registry.load("lokup")
+        load("lokup")
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="threads is 0"):
-        registry.BenchOptions(directory=tmp_path, threads=0)
+        BenchOptions(directory=tmp_path, threads=0)
 
 
-@pytest.mark.parametrize("name", registry.BENCHMARKS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_can_be_loaded(name):
-    assert callable(registry.load(name))
+    assert callable(load(name))
 
 
 def test_the_machine_is_described_without_names(tmp_path):

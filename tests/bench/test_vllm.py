@@ -5,25 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench import vllm
-from kvferry.bench.registry import BenchOptions
-from kvferry.bench.vllm import phase, rounds, rows
-from kvferry.bench.vllm.cases import Case, cases
+from kvferry.bench import BenchOptions, vllm
+from kvferry.bench.vllm import ChildFailedError, Sizes, rows
+from kvferry.bench.vllm.cases import Case, Measured, cases
 from kvferry.bench.vllm.hooks import HookTimer
-from kvferry.bench.vllm.phase import Measured, in_turn
-from kvferry.bench.vllm.process import ChildFailedError
-from kvferry.bench.vllm.rounds import Sizes
 from kvferry.errors import ConfigError
 
-SMALL = Sizes(
-    prompt_tokens=200, turns=1, prompts=2, warm_up_tokens=130, served=2, served_tokens=128
-)
+SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served_tokens=128)
 
 
 def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
@@ -37,21 +30,15 @@ def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> d
     }
 
 
-def storing(prompts: list[dict], again: list[dict], hooks: float = 0.0) -> dict:
+def storing(
+    prompts: list[dict], again: list[dict], *, hooks: float = 0.0, bytes_per_token: float = 0.0
+) -> dict:
     return {
         "prompts": prompts,
         "again": again,
         "decode": {"hooks_us": [hooks] * 3, "steps_s": [0.01], "cpu_s": 1.0},
         "serve": {"gaps_s": [0.01, 0.02, 0.03], "tokens": 30, "wall_s": 2.0, "cpu_s": 2.0},
-        "by_turns": turns(1.0, 1.0),
-    }
-
-
-def turns(plugged: float, unplugged: float, late: float = 0.0) -> dict:
-    """CPU time by turns, in a process whose connector works on for `late` when it is taken off."""
-    return {
-        "plugged": [{"cpu_s": plugged, "own_cpu_s": 0.06}],
-        "unplugged": [{"cpu_s": unplugged + late, "own_cpu_s": late}],
+        "bytes_per_token": bytes_per_token,
     }
 
 
@@ -61,23 +48,17 @@ def measured() -> list[Measured]:
     alone = Measured(
         Case(name="none", connector=None, stores=False),
         [storing([answer(1.0, 1.0)], [answer(0.2, 0.20, hit=128)]) for _ in range(2)],
-        [],
-        [0, 0],
-        [256, 256],
     )
     ours = Measured(
         Case(name="ours", connector=lambda path: {}),
-        [storing([answer(1.1, 1.0)], [], hooks=9.0) for _ in range(2)],
         [
-            {
-                "prompts": [answer(0.22, 0.23, hit=128)],
-                "again": [answer(0.2, 0.21, hit=128)],
-                "by_turns": turns(1.05, 1.0, late=0.01),
-            }
+            storing([answer(1.1, 1.0)], [], hooks=9.0, bytes_per_token=stored)
+            for stored in (2.0, 4.0)
+        ],
+        [
+            {"prompts": [answer(0.22, 0.23, hit=128)], "again": [answer(0.2, 0.21, hit=128)]}
             for _ in range(2)
         ],
-        [512, 1024],
-        [256, 256],
     )
     return [alone, ours]
 
@@ -105,9 +86,6 @@ def test_rows_are_medians_against_vllm_alone(measured):
         *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
     ]
     assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
-    # What came late is not given away.
-    assert found["ours", "cold"]["by_turns"] == pytest.approx(1.06)
-    assert found["none", "cold"]["by_turns"] == pytest.approx(1)
     assert found["ours", "cold"]["own_cpu_ms"] == pytest.approx(110)
     assert found["none", "own_hit"]["own_cpu_ms"] == pytest.approx(20)
     assert found["ours", "cold"]["bytes_per_token"] == 3.0
@@ -150,40 +128,25 @@ def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
 
 
 @pytest.fixture
-def children(monkeypatch):
-    """Instead of processes with engines: what happens to them, in order, as (case, what)."""
+def processes(monkeypatch):
+    """Instead of processes with engines: their cases and kinds, in order. Each returns its work."""
     seen = []
 
-    class Fake:
-        def __init__(self, log):
-            self.case, self.store, self.alive = log.parent.name, log.parent / "store", True
+    def run_child(log, work):
+        case, kind = log.parent.name, "store" if work["stored"] is None else "read"
+        seen.append((case, kind))
+        if case == f"breaks in {kind}":
+            raise ChildFailedError("no such device")
+        if kind == "store" and work["connector"] is not None:
+            (log.parent / "store" / "file").write_bytes(bytes(640))
+        if kind == "read":
+            assert work["stored"] == str(log.parent / "store")
+            assert (log.parent / "store" / "file").exists()
+        return dict(work)
 
-        def ask(self, command):
-            what = command.get("do") or ("read" if command["stored"] else "store")
-            seen.append((self.case, what))
-            assert self.alive
-            if self.case == f"breaks in {what}":
-                raise ChildFailedError("no such device")
-            if what == "store" and command["connector"] is not None:
-                (self.store / "file").write_bytes(b"12345678")
-            return {"tokens": command.get("tokens")}
-
-        def close(self):
-            seen.append((self.case, "close"))
-            self.kill()
-
-        def kill(self):
-            if self.alive:
-                seen.append((self.case, "end"))
-            self.alive = False
-
-    monkeypatch.setattr(phase, "Child", Fake)
-    monkeypatch.setattr(rounds, "make_tiny_model", lambda path, *args, **kwargs: path)
+    monkeypatch.setattr(vllm, "run_child", run_child)
+    monkeypatch.setattr(vllm, "make_tiny_model", lambda path, *args, **kwargs: path)
     return seen
-
-
-def cases_of(seen: list[tuple[str, str]], what: str) -> list[str]:
-    return [case for case, done in seen if done == what]
 
 
 def named(name: str, **more) -> Case:
@@ -193,87 +156,63 @@ def named(name: str, **more) -> Case:
 NONE = Case(name="none", connector=None, required=True, stores=False)
 
 
-def test_cases_take_turns_and_all_store_before_any_reads(children, tmp_path):
-    found = rounds.measure([NONE, named("a"), named("b")], SMALL, tmp_path, rounds=1, seed=1)
-    none, a, b = "none", "a", "b"
-    assert children == [
-        *((case, "store") for case in (none, a, b)),
-        *((case, "prompt") for case in (none, a, b, a, b, none)),
-        *((case, "prompt") for case in (none, none)),  # its own hits
-        *((case, "serve") for case in (none, a, b)),
-        *((case, "decode") for case in (none, a, b)),
-        (none, "by_turns"),  # the others in the process that reads, as the last thing they do
-        *((case, what) for case in (none, a, b) for what in ("close", "end")),
-        *(
-            (case, what)
-            for case in (a, b)
-            for what in ("read", *4 * ["prompt"], "by_turns", "close", "end")
-        ),
+def test_every_case_stores_and_then_reads_and_another_goes_first_each_round(processes, tmp_path):
+    found = vllm.measure([NONE, named("a"), named("b")], SMALL, tmp_path, rounds=2, seed=1)
+    of = {
+        "none": [("none", "store")],
+        "a": [("a", "store"), ("a", "read")],
+        "b": [("b", "store"), ("b", "read")],
+    }
+    assert processes == [
+        *(done for case in ("none", "a", "b") for done in of[case]),
+        *(done for case in ("a", "b", "none") for done in of[case]),
     ]
-    assert found[1].stored_bytes == [8]
-    assert found[1].computed == [128 + 2 * 128 + 2 * 128]
+    # One whole block of the short prompt, of both timed ones and of both that are served.
+    assert [result["bytes_per_token"] for result in found[1].cold] == [1.0, 1.0]
     assert found[0].warm == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everyone_goes_first_and_last_as_often_and_follows_more_than_one():
-    found = [Measured(named(name), [], [], [], []) for name in "abcd"]
-    orders = ["".join(m.case.name for m in in_turn(found, turn)) for turn in range(8)]
-    assert orders[:5] == ["abcd", "bcda", "cdab", "dabc", "dcba"]
-    assert set(Counter(order[0] for order in orders).values()) == {2}
-    assert set(Counter(order[-1] for order in orders).values()) == {2}
-    found[1].failure = "gone"
-    assert [m.case.name for m in in_turn(found, 1)] == ["c", "d", "a"]
-    assert list(in_turn([], 1)) == []
+def test_a_process_that_reads_neither_serves_nor_decodes(processes, tmp_path):
+    _, ours = vllm.measure([NONE, named("a")], SMALL, tmp_path, rounds=1, seed=1)
+    assert ours.cold[0]["serve"]
+    assert ours.cold[0]["decode"]
+    assert ours.warm[0]["serve"] is ours.warm[0]["decode"] is None
 
 
-def test_what_stores_nothing_has_nothing_to_read(children, tmp_path, measured):
-    found = rounds.measure([NONE, named("a", stores=False)], SMALL, tmp_path, rounds=1, seed=1)
-    assert cases_of(children, "store") == ["none", "a"]
-    assert cases_of(children, "read") == []
+def test_what_stores_nothing_has_nothing_to_read(processes, tmp_path, measured):
+    found = vllm.measure([NONE, named("a", stores=False)], SMALL, tmp_path, rounds=1, seed=1)
+    assert processes == [("none", "store"), ("a", "store")]
     assert found[1].warm == []
     measured[1].case = named("ours", stores=False)
-    measured[1].cold[0]["by_turns"] = turns(1.02, 1.0)
     table = [row for row in rows.rows_of(measured) if row["case"] == "ours"]
     assert [row["phase"] for row in table] == ["cold", "decode", "serve"]
     assert table[0]["bytes_per_token"] is None
-    assert table[0]["by_turns"] == pytest.approx(1.01)  # of 1.02 and 1.00
 
 
-def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(children, tmp_path):
-    none, ours = rounds.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
+def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(processes, tmp_path):
+    none, ours = vllm.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
     for number in range(2):
         assert none.cold[number]["prompts"] == ours.cold[number]["prompts"]
         assert ours.cold[number]["prompts"] == ours.warm[number]["prompts"]
-        assert none.cold[number]["again"] == none.cold[number]["prompts"]
-        assert ours.cold[number]["again"] == []
-        assert ours.warm[number]["again"] == ours.warm[number]["prompts"]
     assert none.cold[0]["prompts"] != none.cold[1]["prompts"]
 
 
-@pytest.mark.parametrize("what", ["store", "prompt", "decode", "read", "by_turns"])
-def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(children, tmp_path, what):
-    breaks = f"breaks in {what}"
-    found = rounds.measure(
-        [NONE, named(breaks), named("absent", refusal="not installed"), named("a")],
-        SMALL,
-        tmp_path,
-        rounds=3,
-        seed=1,
-    )
-    assert [m.failure for m in found] == [None, "no such device", "not installed", None]
-    assert children.count((breaks, what)) == 1
-    assert children.count((breaks, "read")) == (what in ("read", "by_turns"))
-    assert children[-1] == ("a", "end")
-    assert len(found[3].warm) == 3
+@pytest.mark.parametrize("kind", ["store", "read"])
+def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(processes, tmp_path, kind):
+    breaks = f"breaks in {kind}"
+    found = vllm.measure([NONE, named(breaks), named("a")], SMALL, tmp_path, rounds=3, seed=1)
+    assert [m.failure for m in found] == [None, "no such device", None]
+    assert processes.count((breaks, kind)) == 1
+    assert processes.count((breaks, "read")) == (kind == "read")
+    assert len(found[2].warm) == 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_required_case_that_fails_ends_the_run_in_one_line(children, tmp_path):
-    breaks = named("breaks in prompt", required=True)
-    with pytest.raises(ConfigError, match="vLLM with breaks in prompt failed: no such device"):
-        rounds.measure([NONE, breaks], SMALL, tmp_path, rounds=1, seed=1)
-    assert sorted(cases_of(children, "end")) == ["breaks in prompt", "none"]
+def test_a_required_case_that_fails_ends_the_run_in_one_line(processes, tmp_path):
+    breaks = named("breaks in store", required=True)
+    with pytest.raises(ConfigError, match="vLLM with breaks in store failed: no such device"):
+        vllm.measure([NONE, breaks], SMALL, tmp_path, rounds=1, seed=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,7 +223,7 @@ def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
     for case in found[1:]:
         assert case.connector is not None
         text = json.dumps(case.connector(tmp_path))
-        assert str(tmp_path) in text or case.server or not case.stores
+        assert str(tmp_path) in text or not case.stores
 
 
 def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
@@ -343,7 +282,7 @@ def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):
 
     def measure(found, sizes, directory, *, rounds, seed):
         seen.update(tokens=sizes.prompt_tokens, rounds=rounds)
-        return [Measured(Case(name="none", connector=None), [], [], [], [], "stopped")]
+        return [Measured(Case(name="none", connector=None), failure="stopped")]
 
     monkeypatch.setattr(vllm, "measure", measure)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())

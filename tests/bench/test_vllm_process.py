@@ -1,55 +1,56 @@
-"""The process of the vLLM benchmark that obeys: answers, ends, and what is left of it."""
+"""A process of the vLLM benchmark: its result, its end, and what is left of it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from kvferry.bench.vllm.process import Child, ChildFailedError, last_error
+from kvferry.bench.vllm import ChildFailedError, last_error, run_child
 
-OBEYS = """
+WORKS = """
 import json, os, subprocess, sys, time
 print("noise", file=sys.stderr)
-for line in sys.stdin:
-    match json.loads(line)["do"]:
-        case "die":
-            raise RuntimeError("no such device")
-        case "half":
-            print("{", end="", flush=True)
-            os._exit(0)
-        case "hang":
-            time.sleep(600)
-        case "fork":
-            print(subprocess.Popen(["sleep", "600"], stdout=sys.stderr).pid, flush=True)
-        case "stay":
-            print("{}", flush=True)
-            sys.stdin.read()
-            time.sleep(600)
-        case "end badly":
-            print("{}", flush=True)
-            sys.exit("ValueError: still busy")
-        case other:
-            print(json.dumps({"did": other}), flush=True)
+match (work := json.load(sys.stdin))["do"]:
+    case "die":
+        raise RuntimeError("no such device")
+    case "say nothing":
+        os._exit(0)
+    case "hang":
+        time.sleep(600)
+    case "fork":
+        print(subprocess.Popen(["sleep", "600"], stdout=sys.stderr).pid, flush=True)
+    case "fork and hang":
+        print(subprocess.Popen(["sleep", "600"]).pid, file=sys.stderr, flush=True)
+        time.sleep(600)
+    case "end badly":
+        print("{}", flush=True)
+        sys.exit("ValueError: still busy")
+    case _:
+        print(json.dumps({"did": work}), flush=True)
 """
 
 
 @pytest.fixture
-def start(tmp_path):
-    children = []
+def run(tmp_path):
+    """The result of a process that is given its work, and may take so long."""
 
-    def start(seconds: float = 30.0) -> Child:
-        command = (sys.executable, "-c", OBEYS)
-        children.append(Child(tmp_path / "log", command, seconds))
-        return children[-1]
+    def run(do: str, seconds: float = 30.0, **more):
+        return run_child(
+            tmp_path / "log", {"do": do, **more}, (sys.executable, "-c", WORKS), seconds
+        )
 
-    yield start
-    for child in children:
-        child.kill()
+    return run
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    until = time.monotonic() + 10
+    while (state := state_of(pid)) != "Z" and time.monotonic() < until:
+        pass
+    return state == "Z"
 
 
 def state_of(pid: int) -> str:
@@ -60,81 +61,31 @@ def state_of(pid: int) -> str:
         return "Z"
 
 
-def reaches(pid: int, state: str) -> bool:
-    """Whether a process comes to a state within ten seconds."""
-    until = time.monotonic() + 10
-    while state_of(pid) != state and time.monotonic() < until:
-        pass
-    return state_of(pid) == state
-
-
-def test_commands_are_answered_one_by_one_and_the_end_is_waited_for(start, tmp_path):
-    child = start()
-    assert [child.ask({"do": name}) for name in "ab"] == [{"did": "a"}, {"did": "b"}]
-    child.close()
-    child.kill()
+def test_work_goes_in_and_the_result_alone_comes_out(run, tmp_path):
+    tokens = list(range(50_000))  # more than a pipe holds
+    assert run("work", tokens=tokens) == {"did": {"do": "work", "tokens": tokens}}
     assert (tmp_path / "log").read_text() == "noise\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "reason"),
-    [("die", "RuntimeError: no such device"), ("half", "noise"), ("hang", "no answer within 1 s")],
+    ("do", "reason"),
+    [
+        ("die", "RuntimeError: no such device"),
+        ("say nothing", "noise"),
+        ("hang", "no answer within 1 s"),
+        ("end badly", "ValueError: still busy"),
+    ],
 )
-def test_a_child_that_dies_or_hangs_is_told_with_its_reason(start, command, reason):
-    child = start(seconds=1.0 if command == "hang" else 30.0)
+def test_a_process_that_dies_or_hangs_fails_with_its_reason(run, do, reason):
     with pytest.raises(ChildFailedError, match=reason):
-        child.ask({"do": command})
+        run(do, seconds=1.0 if do == "hang" else 30.0)
 
 
-@pytest.mark.parametrize(
-    ("command", "reason"), [("end badly", "ValueError: still busy"), ("stay", "no end within 1 s")]
-)
-def test_a_bad_end_is_a_failure(start, command, reason):
-    child = start()
-    child.ask({"do": command})
-    if command == "stay":
-        child._seconds = 1.0  # only now: to start may take longer
-    with pytest.raises(ChildFailedError, match=reason):
-        child.close()
-
-
-def test_a_child_that_died_between_two_commands_fails_the_second(start):
-    child = start()
-    pid = child.ask({"do": "pid"}) and child._process.pid
-    os.kill(pid, 9)
-    with pytest.raises(ChildFailedError, match="noise"):
-        child.ask({"do": "a"})
-
-
-@pytest.mark.parametrize("end", ["close", "kill"])
-def test_what_a_child_started_ends_with_it(start, end):
-    child = start()
-    pid = child.ask({"do": "fork"})
-    assert state_of(pid) != "Z"
-    getattr(child, end)()
-    assert reaches(pid, "Z")
-
-
-def test_a_child_is_stopped_between_commands(start):
-    child = start()
-    for _ in range(3):
-        assert child.ask({"do": "a"}) == {"did": "a"}
-        assert reaches(child._process.pid, "T")
-
-
-def test_a_stopped_child_does_not_outlive_its_parent(tmp_path):
-    script = f"""
-import os, sys
-from pathlib import Path
-from kvferry.bench.vllm.process import Child
-child = Child(Path({str(tmp_path / "log")!r}), (sys.executable, "-c", {OBEYS!r}))
-child.ask({{"do": "a"}})
-print(child._process.pid, flush=True)
-os.kill(os.getpid(), 9)
-"""
-    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert parent.returncode == -9, parent.stderr
-    assert reaches(int(parent.stdout), "Z")
+def test_what_a_process_started_ends_with_it(run, tmp_path):
+    assert is_gone(run("fork"))
+    with pytest.raises(ChildFailedError, match="no answer"):
+        run("fork and hang", seconds=3.0)
+    assert is_gone(int((tmp_path / "log").read_text().split()[-1]))
 
 
 def test_the_reason_of_a_failure_is_the_last_error_of_the_log(tmp_path):

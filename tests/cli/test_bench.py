@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvferry.bench import registry
+from kvferry.bench import BENCHMARKS
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def fake_benchmark(monkeypatch):
 
     module.run = run
     monkeypatch.setitem(sys.modules, "kvferry.bench.lookup", module)
-    assert "lookup" in registry.BENCHMARKS
+    assert "lookup" in BENCHMARKS
 
 
 def test_the_result_is_machine_and_rows(run, fake_benchmark, tmp_path):

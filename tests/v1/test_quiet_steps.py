@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.bench.step import FacadeHost, Request
+from kvferry.bench.step import FacadeHost
 from kvferry.connectors.registry import create_roles
 from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsIdle
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
@@ -21,6 +21,7 @@ from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.testing.host_tables import HostRequest
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 from kvferry.v1.base import KVConnectorMetadata, KVConnectorOutput, KVConnectorRole, PlanMetadata
@@ -359,8 +360,8 @@ def test_decoding_asks_nothing_of_the_shared_storage_roles(tmp_path):
     roles.worker.register_kv_caches(layers)
     assert isinstance(roles.scheduler, SupportsIdle)
     assert isinstance(roles.worker, SupportsIdle)
-    host = FacadeHost(roles, list(layers.items()))
-    decoding = Request("r", list(range(256)), 256, (list(range(1, 25)),), 0)
+    host = FacadeHost(roles, layers)
+    decoding = HostRequest("r", list(range(256)), 256, block_ids=(list(range(1, 25)),))
     host.admit(decoding)
     assert not roles.scheduler.is_idle
     decoding.num_scheduled_tokens = 256

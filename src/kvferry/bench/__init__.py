@@ -1,0 +1,69 @@
+"""The benchmarks by name. A module is imported when its benchmark runs, and not before.
+
+A benchmark is a module of this package with
+
+    def run(options: BenchOptions) -> Sequence[Row]: ...
+
+that measures what it is named after next to a limit of the machine, in one run, and returns rows
+with the same keys. `report` makes the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from kvferry.config import unknown
+from kvferry.errors import ConfigError
+
+Row = Mapping[str, str | int | float | None]
+
+BENCHMARKS: Mapping[str, str] = {
+    "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
+    "layout": "reads that convert TP, block size and layout, beside reads that need not",
+    "lookup": "finding the stored prefix of a prompt among many chunks",
+    "step": "time inside our hooks on a decode step without hits",
+    "vllm": "real vLLM with kvferry, with other connectors and with none",
+}
+"""Name to what it measures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What every benchmark takes.
+
+    Attributes:
+        directory: where files are written; its file system is part of the result.
+        quick: small sizes, to see that it runs; the figures mean little.
+        threads: threads a benchmark may use for I/O and copies.
+        seed: of all random content.
+        rounds: how often everything is measured, where a benchmark lets one choose; None: as often
+            as it thinks right.
+    """
+
+    directory: Path
+    quick: bool = False
+    threads: int = 2
+    seed: int = 0
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}; it must be 1 or more")
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"rounds is {self.rounds}; it must be 1 or more")
+
+
+def load(name: str) -> Callable[[BenchOptions], Sequence[Row]]:
+    """The `run` function of benchmark `name`.
+
+    Raises:
+        ConfigError: there is no benchmark of this name.
+    """
+    if name not in BENCHMARKS:
+        raise ConfigError(unknown("benchmark", name, BENCHMARKS))
+    module = importlib.import_module(f"kvferry.bench.{name}")
+    return cast("Callable[[BenchOptions], Sequence[Row]]", module.run)

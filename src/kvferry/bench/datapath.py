@@ -2,7 +2,7 @@
 
 32 layers, 8 kv heads, head_dim 128, bf16, blocks of 16 tokens in random order: 128 KiB a token, 16
 MiB a chunk. What runs is what a host runs: both roles of the connector over a `file://` store, step
-by step (`bench.prompts`). Each case stands beside the plainest thing the machine can do with as
+by step. Each case stands beside the plainest thing the machine can do with as
 many bytes, measured in the same rounds.
 
 A save is from the forward of a prompt until all its chunks are stored. A load is from the first
@@ -21,27 +21,52 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from kvferry.bench import BenchOptions, Row
+from kvferry.bench.host import (
+    CHUNK_TOKENS,
+    Blocks,
+    RolesHost,
+    Shape,
+    fill_with_noise,
+    group_of,
+    opened_roles,
+)
 from kvferry.bench.limits import (
     DirectRead,
-    Measured,
     PlainFiles,
+    Seconds,
     bring_into_cache,
     drop_from_cache,
+    now,
+    since,
     timed,
 )
-from kvferry.bench.prompts import CHUNK_TOKENS, TOKEN_BYTES, PagedTensors, PromptHost
-from kvferry.bench.registry import BenchOptions, Row
+from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.store.filesystem import file_system
+from kvferry.testing.host_tables import HostRequest
+
+BLOCK_SIZE = 16
+GROUP = group_of(BLOCK_SIZE)
+TOKEN_BYTES = GROUP.num_layers * GROUP.num_kv_heads * GROUP.content_size * 2
+TIMEOUT_SECONDS = 600.0
+IDLE_SECONDS = 0.001
+"""A host pauses so long after a step without tokens, as vLLM's does."""
 
 SHARED_MEMORY = Path("/dev/shm")
 SAVE_MEMORY_PROMPTS = 4
@@ -72,7 +97,7 @@ def run(options: BenchOptions) -> Sequence[Row]:
 
 def measure(options: BenchOptions, size: Size) -> list[Row]:
     """`run` with another size."""
-    kv = PagedTensors(size.prompt_tokens, options.seed)
+    kv = PagedPrompt(size.prompt_tokens, options.seed)
     rows: list[Row] = []
     if file_system(SHARED_MEMORY) == "tmpfs" and os.access(SHARED_MEMORY, os.W_OK):
         scratch = SHARED_MEMORY / f"kvferry-bench-{os.getpid()}"
@@ -87,19 +112,155 @@ def measure(options: BenchOptions, size: Size) -> list[Row]:
     return rows
 
 
+class PagedPrompt:
+    """KV of a prompt in blocks of random order. One block more is for the token that no hit
+    covers."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_bytes = num_tokens * TOKEN_BYTES
+        shape = Shape(1, BLOCK_SIZE, "HND")
+        blocks = Blocks(GROUP, shape, 0, num_tokens + BLOCK_SIZE, random.Random(seed))
+        fill_with_noise(blocks.tensors, seed)
+        self.blocks = tuple(blocks.ids)
+        self.layers = {str(index): layer for index, layer in enumerate(blocks.tensors)}
+        self._saved = [layer.clone() for layer in blocks.tensors]
+
+    def clear(self) -> None:
+        """Forget all KV."""
+        for layer in self.layers.values():
+            layer.zero_()
+
+    def is_restored(self) -> bool:
+        """Whether the blocks of all tokens hold what they held at first."""
+        ids = list(self.blocks[:-1])
+        return all(
+            torch.equal(layer[ids].view(torch.int16), saved[ids].view(torch.int16))
+            for layer, saved in zip(self.layers.values(), self._saved, strict=True)
+        )
+
+
+class Loaded(NamedTuple):
+    """What a load took."""
+
+    in_hand: Seconds
+    """Until the hit was promised."""
+    all: Seconds
+    """Until its KV was in the blocks."""
+
+
+@contextmanager
+def prompt_host(
+    kv: PagedPrompt, store: Path, *, io_threads: int, memory_prompts: int
+) -> Iterator[PromptHost]:
+    """A host over a store in a directory, with nothing in its memory yet.
+
+    Args:
+        kv: of every prompt.
+        store: directory of the store.
+        io_threads: of the connector.
+        memory_prompts: how many prompts the connector's memory holds.
+    """
+    slot_bytes = CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)
+    options = {
+        "store": f"file://{store}",
+        "chunk_tokens": CHUNK_TOKENS,
+        "io_threads": io_threads,
+        "load_timeout_seconds": TIMEOUT_SECONDS,
+        "memory_bytes": memory_prompts * (kv.num_tokens // CHUNK_TOKENS) * slot_bytes,
+    }
+    with opened_roles(GROUP, options, kv.layers) as roles:
+        roles.wait_ready(TIMEOUT_SECONDS)
+        yield PromptHost(roles, kv)
+
+
+class PromptHost:
+    """Saves and loads whole prompts by number, one at a time. Every prompt has the same KV in the
+    same blocks."""
+
+    def __init__(self, roles: Roles, kv: PagedPrompt) -> None:
+        self._kv = kv
+        self._host = RolesHost(roles, kv.layers, BLOCK_SIZE)
+        self._scheduler = self._host.scheduler
+        self._ids = itertools.count()
+
+    def save(self, number: int) -> None:
+        """Run a prompt that is not stored, until all its chunks are."""
+        request = self._request(number)
+        if hit := self._look_up(request):
+            raise StoreError(f"{hit} tokens of a new prompt were found stored")
+        self._forward(request, 0)
+        while self._scheduler.has_pending_work():
+            self._pause()
+        self._finish(request)
+
+    def load(self, number: int) -> Loaded:
+        """Run a prompt whose chunks are all stored.
+
+        Raises:
+            StoreError: its KV is not in the blocks.
+        """
+        self._kv.clear()
+        request = self._request(number)
+        started = now()
+        hit = self._look_up(request)
+        in_hand = since(started)
+        output = self._forward(request, hit)
+        loaded = Loaded(in_hand, since(started))
+        self._finish(request)
+        if hit != self._kv.num_tokens or output.invalid_block_ids or not self._kv.is_restored():
+            raise StoreError(
+                f"{hit} of {self._kv.num_tokens} tokens hit, "
+                f"{len(output.invalid_block_ids)} blocks were not loaded"
+            )
+        return loaded
+
+    def _request(self, number: int) -> HostRequest:
+        # One token more than is stored: the last one is always computed.
+        tokens = [number, *range(self._kv.num_tokens)]
+        request = HostRequest(f"{number}.{next(self._ids)}", tokens, len(tokens))
+        self._scheduler.on_new_request(request)
+        return request
+
+    def _look_up(self, request: HostRequest) -> int:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while (hit := self._scheduler.lookup(request, 0).num_tokens) is None:
+            if time.monotonic() > deadline:
+                raise StoreError(f"no answer to a look-up in {TIMEOUT_SECONDS} s")
+            self._pause()
+        return hit
+
+    def _forward(self, request: HostRequest, hit: int) -> WorkerOutput:
+        request.block_ids = (list(self._kv.blocks),)
+        request.num_computed_tokens = request.num_external_tokens = hit
+        self._scheduler.update_after_alloc(request, request.block_ids, hit)
+        request.num_scheduled_tokens = len(request.all_token_ids) - hit
+        output = self._host.step([request])
+        request.num_computed_tokens = len(request.all_token_ids)
+        return output
+
+    def _pause(self) -> None:
+        self._host.step([])
+        time.sleep(IDLE_SECONDS)
+
+    def _finish(self, request: HostRequest) -> None:
+        self._scheduler.request_finished(request, request.block_ids)
+        self._host.step([], {request.request_id})
+
+
 @dataclass(slots=True)
-class Case:
+class Timings:
     """What one case took, and the plain operation beside it."""
 
-    ours: list[Measured] = field(default_factory=list)
-    in_hand: list[Measured] = field(default_factory=list)
-    plain: list[Measured] = field(default_factory=list)
-    plain_all_threads: list[Measured] = field(default_factory=list)
+    ours: list[Seconds] = field(default_factory=list)
+    in_hand: list[Seconds] = field(default_factory=list)
+    plain: list[Seconds] = field(default_factory=list)
+    plain_all_threads: list[Seconds] = field(default_factory=list)
 
     def row(self, name: str, limit: str, num_bytes: int) -> Row:
         """Rates of the medians."""
 
-        def rate(runs: Sequence[Measured]) -> float | None:
+        def rate(runs: Sequence[Seconds]) -> float | None:
             gigabytes = num_bytes / 1e9
             return gigabytes / statistics.median(run.wall for run in runs) if runs else None
 
@@ -117,18 +278,13 @@ class Case:
 
 
 class DataPath:
-    """A host and its store in one directory."""
+    """Hosts over a store in one directory."""
 
-    def __init__(self, kv: PagedTensors, directory: Path, threads: int, size: Size) -> None:
+    def __init__(self, kv: PagedPrompt, directory: Path, threads: int, size: Size) -> None:
         self.kv = kv
         self.directory = directory
         self.threads = threads
         self.size = size
-
-    def host(self, *, io_threads: int, memory_prompts: int) -> PromptHost:
-        """A host that starts: nothing is in its memory."""
-        store = self.directory / "store"
-        return PromptHost(self.kv, store, io_threads=io_threads, memory_prompts=memory_prompts)
 
     def files(self) -> list[Path]:
         """All records."""
@@ -137,7 +293,7 @@ class DataPath:
     def save(self, name: str) -> Row:
         """Blocks → hash → files, beside plain pwritev of as many bytes into new files. Leaves the
         records of all prompts."""
-        case = Case()
+        case = Timings()
         one, several = (
             PlainFiles(
                 self.directory / "plain", CHUNK_TOKENS * TOKEN_BYTES, self.kv.num_bytes, threads
@@ -145,12 +301,12 @@ class DataPath:
             for threads in (1, self.threads)
         )
         # It saves on half of its threads.
-        with self.host(io_threads=2 * self.threads, memory_prompts=SAVE_MEMORY_PROMPTS) as host:
+        with self._host(2 * self.threads, SAVE_MEMORY_PROMPTS) as host:
 
             def save(number: int) -> None:
                 case.ours.append(timed(partial(host.save, number)))
 
-            def write(files: PlainFiles, runs: list[Measured], _number: int) -> None:
+            def write(files: PlainFiles, runs: list[Seconds], _number: int) -> None:
                 runs.append(timed(files.write))
                 files.remove()
 
@@ -162,7 +318,7 @@ class DataPath:
             for number in range(self.size.num_prompts):
                 for work in cases:
                     work(number)
-                # Who comes after a deletion gets its pages back from the host: not always the same.
+                # What follows a deletion gets its pages back from the host: another case each time.
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:
@@ -179,14 +335,14 @@ class DataPath:
         source = np.ones(self.kv.num_bytes, np.uint8)
         target = np.ones(self.kv.num_bytes, np.uint8)
         one, several = DirectRead(some, 1), DirectRead(some, self.threads)
-        warm, cold = Case(), Case()
-        with self.host(io_threads=self.threads, memory_prompts=LOAD_MEMORY_PROMPTS) as host:
+        warm, cold = Timings(), Timings()
+        with self._host(self.threads, LOAD_MEMORY_PROMPTS) as host:
             # All of its memory is touched, and so are the files.
             for number in range(self.size.num_prompts):
                 host.load(number)
             prompts = itertools.cycle(range(self.size.num_prompts))
 
-            def load(case: Case) -> None:
+            def load(case: Timings) -> None:
                 loaded = host.load(next(prompts))
                 case.ours.append(loaded.all)
                 case.in_hand.append(loaded.in_hand)
@@ -203,10 +359,14 @@ class DataPath:
                 for work in cold_cases:
                     drop_from_cache(files)
                     work()
-                # Disks have moods, and caches of their own: nobody is always first.
+                # A disk's speed changes, and it has a cache: another case goes first each time.
                 cold_cases.append(cold_cases.pop(0))
         direct = "O_DIRECT read" if one.works else "buffered read"
         return [
             warm.row("load_warm", "memcpy", self.kv.num_bytes),
             cold.row("load_cold", direct, self.kv.num_bytes),
         ]
+
+    def _host(self, io_threads: int, memory_prompts: int) -> AbstractContextManager[PromptHost]:
+        store = self.directory / "store"
+        return prompt_host(self.kv, store, io_threads=io_threads, memory_prompts=memory_prompts)

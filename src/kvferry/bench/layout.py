@@ -10,7 +10,11 @@ memory as the rows do (HND, blocks of a chunk). `ratio` is the time of the conve
 of the straight one, the median over rounds in which they take turns; `copy_ratio` that of the last
 step alone, from staging into blocks. One thread works, and its CPU time counts: the wall time of a
 machine with nothing else to do. Before anything is measured, all that was read is compared with
-what was stored. On a machine with a GPU its copies follow, see `layout_device`.
+what was stored.
+
+On a machine with a GPU, rows of its copies follow: 1,024 tokens in blocks of 16 are gathered (and
+hashed) on the device and copied to the host, or copied to the device, (verified) and scattered.
+Their `ratio` is against the plain copy of as many bytes from or to pinned memory, in turns.
 """
 
 from __future__ import annotations
@@ -23,17 +27,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvferry.bench.layout_device import device_rows
+from kvferry.bench import BenchOptions, Row
+from kvferry.bench.host import (
+    CHUNK_TOKENS,
+    Blocks,
+    Rows,
+    Shape,
+    fill_with_noise,
+    group_of,
+    kv_tensors,
+)
 from kvferry.bench.limits import timed
-from kvferry.bench.paged import CHUNK_TOKENS, Blocks, Rows, Shape, group_of
-from kvferry.bench.registry import BenchOptions, Row
 from kvferry.errors import LayoutError
+from kvferry.layout.device import TorchCopies
+from kvferry.layout.ops import PagedKV
 from kvferry.record.schema import LEAF_BYTES, digest
+from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Conversion:
     name: str
     writer: Shape
     reader: Shape
@@ -41,17 +55,17 @@ class Case:
 
 
 CASES = (
-    Case("tp 4 to 2", Shape(4, 128, "HND"), Shape(2, 128, "HND")),
-    Case("block 16 to 128", Shape(2, 16, "HND"), Shape(2, 128, "HND")),
-    Case("block 128 to 16", Shape(2, 128, "HND"), Shape(2, 16, "HND")),
-    Case("NHD to HND", Shape(2, 128, "NHD"), Shape(2, 128, "HND")),
-    Case("HND to NHD", Shape(2, 128, "HND"), Shape(2, 128, "NHD")),
-    Case("HND to BLHNC", Shape(2, 128, "HND"), Shape(2, 128, "BLHNC")),
-    Case("HND to keys and values apart", Shape(2, 128, "HND"), Shape(2, 128, "2BNHD")),
-    Case("all three", Shape(4, 16, "NHD"), Shape(2, 128, "HND")),
-    Case("all three, back", Shape(2, 128, "HND"), Shape(4, 16, "NHD")),
-    Case("all three, to BLNHC", Shape(4, 128, "HND"), Shape(2, 16, "BLNHC")),
-    Case("mla, block 16 to 64", Shape(4, 16, "BND"), Shape(2, 64, "BND"), is_mla=True),
+    Conversion("tp 4 to 2", Shape(4, 128, "HND"), Shape(2, 128, "HND")),
+    Conversion("block 16 to 128", Shape(2, 16, "HND"), Shape(2, 128, "HND")),
+    Conversion("block 128 to 16", Shape(2, 128, "HND"), Shape(2, 16, "HND")),
+    Conversion("NHD to HND", Shape(2, 128, "NHD"), Shape(2, 128, "HND")),
+    Conversion("HND to NHD", Shape(2, 128, "HND"), Shape(2, 128, "NHD")),
+    Conversion("HND to BLHNC", Shape(2, 128, "HND"), Shape(2, 128, "BLHNC")),
+    Conversion("HND to keys and values apart", Shape(2, 128, "HND"), Shape(2, 128, "2BNHD")),
+    Conversion("all three", Shape(4, 16, "NHD"), Shape(2, 128, "HND")),
+    Conversion("all three, back", Shape(2, 128, "HND"), Shape(4, 16, "NHD")),
+    Conversion("all three, to BLNHC", Shape(4, 128, "HND"), Shape(2, 16, "BLNHC")),
+    Conversion("mla, block 16 to 64", Shape(4, 16, "BND"), Shape(2, 64, "BND"), is_mla=True),
 )
 
 
@@ -60,10 +74,12 @@ def run(options: BenchOptions) -> Sequence[Row]:
     num_tokens = CHUNK_TOKENS * (2 if options.quick else 8)
     rounds = 2 if options.quick else 15
     rows = [measure(case, num_tokens, rounds, options.seed) for case in CASES]
-    return [*rows, *device_rows(options)]
+    for layout in ("HND", "2BNHD") if torch.cuda.is_available() else ():
+        rows += DeviceCopies(layout, num_tokens, options.seed).measure(rounds)
+    return rows
 
 
-def measure(case: Case, num_tokens: int, rounds: int, seed: int) -> Row:
+def measure(case: Conversion, num_tokens: int, rounds: int, seed: int) -> Row:
     """One case."""
     rng = random.Random(seed)
     records = stored(case, num_tokens, rng)
@@ -104,7 +120,7 @@ def measure(case: Case, num_tokens: int, rounds: int, seed: int) -> Row:
     }
 
 
-def stored(case: Case, num_tokens: int, rng: random.Random) -> Rows:
+def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
     """Records of all chunks, `[chunk, layer, head, token, content]`, as the writer's ranks gather
     them out of their blocks."""
     group = group_of(case.writer.block_size, is_mla=case.is_mla)
@@ -113,7 +129,7 @@ def stored(case: Case, num_tokens: int, rng: random.Random) -> Rows:
     records = np.zeros((num_chunks, group.num_layers, heads, CHUNK_TOKENS, content), np.int16)
     for rank in range(case.writer.tp):
         blocks = Blocks(group, case.writer, rank, num_tokens, rng)
-        blocks.fill(rank)
+        fill_with_noise(blocks.tensors, rank)
         rows = blocks.rows(np.empty(blocks.row_bytes, np.uint8))
         for record, runs in zip(records, blocks.runs, strict=True):
             blocks.paged.gather(rows, 0, 0, runs, 0)
@@ -169,3 +185,92 @@ class Reader:
             for row in range(0, len(chunk), row_bytes)
             for start in range(row, row + row_bytes, LEAF_BYTES)
         ]
+
+
+class DeviceCopies:
+    """One rank's KV on the device, and rows of all its tokens in pinned memory.
+
+    With "cpu" it shows that it runs, without a GPU.
+    """
+
+    def __init__(self, layout: str, num_tokens: int, seed: int, *, device: str = "cuda") -> None:
+        group = group_of(16)
+        self._device = device
+        self._layout = layout
+        num_blocks = num_tokens // group.block_size
+        tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
+        fill_with_noise(tensors, seed)
+        shard = tensor_parallel_shard((group,), 0, 1).groups[0]
+        copies = TorchCopies if device == "cpu" else None
+        self._paged = PagedKV(tensors, group, shard, layout, copies=copies)
+        blocks = list(range(1, num_blocks + 1))
+        random.Random(seed).shuffle(blocks)
+        self._runs = self._paged.runs(blocks, 0, num_tokens)
+        shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
+        self._host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
+        self._other = torch.empty(shape, dtype=torch.int16, device=device)
+        self._paged.gather(self._host, 0, 0, self._runs, 0)
+        self._digests = self._paged.digests(self._host, LEAF_BYTES)
+
+    def gather(self) -> None:
+        self._paged.gather(self._host, 0, 0, self._runs, 0)
+
+    def gather_and_hash(self) -> None:
+        found = self._paged.gather_with_digests(
+            self._host, 0, 0, self._runs, 0, leaf_bytes=LEAF_BYTES
+        )
+        if found != self._digests:
+            raise LayoutError("what was gathered has other checksums than before")
+
+    def scatter(self) -> None:
+        self._paged.scatter(self._host, 0, 0, self._runs, 0)
+
+    def verify_and_scatter(self) -> None:
+        rows = self._host.to(self._device)
+        if self._paged.digests(rows, LEAF_BYTES) != self._digests:
+            raise LayoutError("what was copied has other checksums than before")
+        self._paged.scatter(rows, 0, 0, self._runs, 0)
+
+    def to_host(self) -> None:
+        self._host.copy_(self._other)
+
+    def to_device(self) -> None:
+        self._other.copy_(self._host)
+
+    def measure(self, rounds: int) -> list[Row]:
+        """Rows of all four cases."""
+        self.to_device()  # `to_host` brings back what is there
+        cases: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+            ("gather to host", self.gather, self.to_host),
+            ("gather, hash, to host", self.gather_and_hash, self.to_host),
+            ("from host, scatter", self.scatter, self.to_device),
+            ("from host, verify, scatter", self.verify_and_scatter, self.to_device),
+        ]
+        rows = []
+        for name, work, plain in cases:
+            pairs = [(self._seconds(work), self._seconds(plain)) for _ in range(rounds + 1)]
+            rows.append(self._row(name, pairs[1:]))  # the first pair compiles kernels
+        return rows
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        def complete() -> None:
+            work()
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+
+        return timed(complete).wall
+
+    def _row(self, name: str, seconds: list[tuple[float, float]]) -> Row:
+        gigabytes = self._host.nbytes / 1e9
+        ours, plain = zip(*seconds, strict=True)
+        return {
+            "case": f"{self._device}: {name}",
+            "stored_by": None,
+            "read_by": f"TP 1, 16, {self._layout}",
+            "gb_per_s": gigabytes / statistics.median(ours),
+            "straight_gb_per_s": gigabytes / statistics.median(plain),
+            "ratio": statistics.median(one / other for one, other in seconds),
+            "copy_gb_per_s": None,
+            "copy_ratio": None,
+            "memcpy_gb_per_s": None,
+        }

@@ -8,19 +8,36 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One timed run: wall seconds and process CPU seconds."""
+class Seconds(NamedTuple):
+    """Wall seconds and CPU seconds of the process."""
 
     wall: float
     cpu: float
+
+
+def now() -> Seconds:
+    """The clocks."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def since(started: Seconds) -> Seconds:
+    """What has passed since."""
+    wall, cpu = now()
+    return Seconds(wall - started.wall, cpu - started.cpu)
+
+
+def timed(work: Callable[[], object]) -> Seconds:
+    """What one call takes."""
+    started = now()
+    work()
+    return since(started)
 
 
 class PlainFiles:
@@ -106,35 +123,6 @@ def bring_into_cache(files: Sequence[Path]) -> None:
 
 
 def on_threads(num_threads: int, work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Share items among threads; the first error is raised."""
-    waiting = iter(items)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def loop() -> None:
-        while True:
-            with lock:
-                try:
-                    item = next(waiting)
-                except StopIteration:
-                    return
-            try:
-                work(item)
-            except OSError as error:
-                errors.append(error)
-                return
-
-    threads = [threading.Thread(target=loop) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def timed(work: Callable[[], object]) -> Measured:
-    """Wall and CPU seconds of one call."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    work()
-    return Measured(time.perf_counter() - wall, time.process_time() - cpu)
+    """Share items among new threads; the first error is raised."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(work, items))

@@ -17,11 +17,11 @@ import shutil
 import statistics
 import time
 import tracemalloc
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvferry.bench.registry import BenchOptions, Row
+from kvferry.bench import BenchOptions, Row
+from kvferry.bench.host import CHUNK_TOKENS, engine_spec
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
     Held,
@@ -31,33 +31,21 @@ from kvferry.connectors.shared_storage.messages import (
 )
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.spec import EngineSpec
-from kvferry.keys import ChunkKeys, ModelIdentity
+from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
 from kvferry.store.base import Store, SupportsProbe
 from kvferry.store.file.directory import record_path
 from kvferry.store.known_keys import KnownKeys
 from kvferry.store.url import open_store
 from kvferry.testing.host import HostStep
-from kvferry.topology import tensor_parallel_shard
-from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
+from kvferry.testing.host_tables import HostRequest
+from kvferry.types import ChunkKey, KVGroup
 
 PROMPT_CHUNKS = 1000
-CHUNK_TOKENS = 128
 EARLY_TOKENS = 16 * CHUNK_TOKENS
 """Length of the requests that come while the index fills."""
 
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="bfloat16", block_size=16)
-
-
-@dataclass
-class Prompt:
-    """A request of `PROMPT_CHUNKS` chunks and one token."""
-
-    request_id: str
-    all_token_ids: Sequence[int]
-    num_prompt_tokens: int
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
 
 
 def run(options: BenchOptions) -> Sequence[Row]:
@@ -69,12 +57,7 @@ def run(options: BenchOptions) -> Sequence[Row]:
 def measure(num_chunks: int, directory: Path, seed: int) -> Row:
     """Fill a store, open it as an engine does, look up."""
     url = f"file://{directory}"
-    spec = EngineSpec(
-        identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
-        groups=(GROUP,),
-        shard=tensor_parallel_shard((GROUP,), 0, 1),
-        layer_names=None,
-    )
+    spec = engine_spec(GROUP)
     options = {"store": url, "chunk_tokens": CHUNK_TOKENS}
     token_ids = list(range(PROMPT_CHUNKS * CHUNK_TOKENS + 1))
     try:
@@ -127,18 +110,18 @@ def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, s
 
 
 def rebuild(url: str, directory: Path) -> float:
-    """Seconds until a store whose index is gone has made it anew."""
+    """Seconds that a store takes to rebuild an index that is gone."""
     for file in directory.glob("index.sqlite3*"):
         file.unlink()
     started = time.perf_counter()
     with open_store(url) as store:
         if not isinstance(store, SupportsProbe) or not store.wait_indexed(600):
-            raise AssertionError("the index is not made anew")
+            raise AssertionError("the index is not rebuilt")
         return time.perf_counter() - started
 
 
 def while_filling(
-    parts: Parts, scheduler: SchedulerRole, token_ids: Sequence[int]
+    parts: Parts, scheduler: SchedulerRole, token_ids: list[int]
 ) -> tuple[float, float]:
     """Worst time of one request's look-up, in ms, until the index is complete; and how long that
     took, in seconds."""
@@ -147,7 +130,7 @@ def while_filling(
     begun = time.perf_counter()
     number = 0
     while isinstance(store, SupportsProbe) and not store.wait_indexed(0.002):
-        prompt = Prompt(f"early {number}", token_ids[: EARLY_TOKENS + 1], EARLY_TOKENS + 1)
+        prompt = HostRequest(f"early {number}", token_ids[: EARLY_TOKENS + 1], EARLY_TOKENS + 1)
         started = time.perf_counter()
         scheduler.on_new_request(prompt)
         scheduler.lookup(prompt, 0)
@@ -159,17 +142,19 @@ def while_filling(
 
 def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
     """Median microseconds to ask the store for one key, all of which it has."""
-    times = []
-    for _ in range(40):
+
+    def find() -> float:
         started = time.perf_counter()
         found = sum(map(store.contains, keys))
-        times.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         if found != len(keys):
             raise AssertionError(f"the store knows {found} of {len(keys)} records")
-    return statistics.median(times[5:]) / len(keys) * 1e6
+        return seconds
+
+    return median_us(find, len(keys))
 
 
-def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int], expected: int | None) -> float:
+def lookup_us(scheduler: SchedulerRole, token_ids: list[int], expected: int | None) -> float:
     """Median microseconds per chunk of the first look-up of a request whose keys are known.
 
     Args:
@@ -177,22 +162,24 @@ def lookup_us(scheduler: SchedulerRole, token_ids: Sequence[int], expected: int 
         token_ids: of the prompt.
         expected: the answer: tokens, or None for "ask again".
     """
-    times = []
-    for number in range(40):
-        prompt = Prompt(f"prompt {number}", token_ids, len(token_ids))
+
+    def look_up() -> float:
+        prompt = HostRequest("prompt", token_ids, len(token_ids))
         scheduler.on_new_request(prompt)
         started = time.perf_counter()
         found = scheduler.lookup(prompt, 0).num_tokens
-        times.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         scheduler.request_finished(prompt, ([],))
         if found != expected:
             raise AssertionError(f"looked up {found} tokens of a stored prompt, not {expected}")
-    return statistics.median(times[5:]) / PROMPT_CHUNKS * 1e6
+        return seconds
+
+    return median_us(look_up, PROMPT_CHUNKS)
 
 
-def hold(scheduler: SchedulerRole, token_ids: Sequence[int]) -> None:
+def hold(scheduler: SchedulerRole, token_ids: list[int]) -> None:
     """Report every chunk of a prompt as fetched, as a worker would."""
-    prompt = Prompt("fetched", token_ids, len(token_ids))
+    prompt = HostRequest("fetched", token_ids, len(token_ids))
     scheduler.on_new_request(prompt)
     scheduler.lookup(prompt, 0)
     plan = scheduler.build_plan(HostStep())
@@ -204,15 +191,21 @@ def hold(scheduler: SchedulerRole, token_ids: Sequence[int]) -> None:
     scheduler.request_finished(prompt, ([],))
 
 
-def keys_us(token_ids: Sequence[int]) -> float:
+def keys_us(token_ids: list[int]) -> float:
     """Median microseconds per chunk of hashing a prompt."""
-    times = []
-    for _ in range(20):
+
+    def hash_prompt() -> float:
         keys = ChunkKeys(bytes(32), CHUNK_TOKENS)
         started = time.perf_counter()
         keys.extend(token_ids)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) / PROMPT_CHUNKS * 1e6
+        return time.perf_counter() - started
+
+    return median_us(hash_prompt, PROMPT_CHUNKS)
+
+
+def median_us(seconds: Callable[[], float], count: int) -> float:
+    """Median microseconds for each of `count` things; the first few runs are left out."""
+    return statistics.median([seconds() for _ in range(40)][5:]) / count * 1e6
 
 
 def index_bytes(num_chunks: int, seed: int) -> int:

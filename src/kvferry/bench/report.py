@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.bench.registry import Row
+from kvferry.bench import Row
 from kvferry.store.filesystem import file_system
 
 MachineFacts = Mapping[str, str | int | float | None]
@@ -73,7 +73,7 @@ def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Group:
     shown: list[Text | Table] = [Text(name)]
     for part in _parts(cells, numbers):
         shown += [_part({column: cells[column] for column in part}, numbers), Text("")]
-    caption = "\n".join([", ".join(str(fact) for fact in _caption(facts)), *notes])
+    caption = "\n".join([_caption(facts), *notes])
     return Group(*shown, Text(caption))
 
 
@@ -109,19 +109,12 @@ def _part(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> Table:
     return part
 
 
-def _caption(facts: MachineFacts) -> list[object]:
-    memory = facts["memory_bytes"]
-    gib = f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
-    wanted = [
-        facts["cpu"],
-        f"{facts['cores']} cores",
-        gib,
-        facts["kernel"],
-        facts["file_system"],
-        f"torch {facts['torch']}",
-        facts["date"],
-    ]
-    return [fact for fact in wanted if fact is not None]
+def _caption(facts: MachineFacts) -> str:
+    shown = {**facts, "cores": f"{facts['cores']} cores", "torch": f"torch {facts['torch']}"}
+    if isinstance(memory := facts["memory_bytes"], int):
+        shown["memory_bytes"] = f"{memory / 2**30:.0f} GiB"
+    hidden = ("python", "kvferry")
+    return ", ".join(str(fact) for name, fact in shown.items() if fact and name not in hidden)
 
 
 def _cell(value: str | float | None) -> str:

@@ -11,54 +11,23 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kvferry.bench.registry import BenchOptions, Row
-from kvferry.connectors.registry import create_roles
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.spec import EngineSpec, Roles
-from kvferry.keys import ModelIdentity
-from kvferry.observe import Counters, Observer
-from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.topology import tensor_parallel_shard
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
+from kvferry.bench import BenchOptions, Row
+from kvferry.bench.host import RolesHost, opened_roles
+from kvferry.contract.spec import Roles
+from kvferry.testing.host_tables import HostRequest
+from kvferry.types import KVGroup
 from kvferry.v1.base import KVConnectorRole
 from kvferry.v1.facade import RolesAsV1
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048
 EMPTY: frozenset[str] = frozenset()
-
-
-@dataclass
-class Request:
-    """A request in decode, as `RequestView` and `ScheduledRequest` want it."""
-
-    request_id: str
-    all_token_ids: list[int]
-    num_prompt_tokens: int
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-    num_scheduled_tokens: int = 1
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
-
-    @property
-    def request(self) -> Request:
-        return self
-
-
-@dataclass
-class Step:
-    """A step as `StepView` wants it."""
-
-    scheduled: list[Request]
-    preempted_request_ids: frozenset[str] = EMPTY
-    finished_request_ids: frozenset[str] = EMPTY
 
 
 def run(options: BenchOptions) -> Sequence[Row]:
@@ -80,35 +49,45 @@ def measure(options: BenchOptions, num_layers: int, steps: int) -> dict[str, flo
         dtype="bfloat16",
         block_size=BLOCK_SIZE,
     )
-    spec = EngineSpec(
-        identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
-        groups=(group,),
-        shard=tensor_parallel_shard((group,), 0, 1),
-        layer_names=None,
-    )
     num_blocks = PROMPT_TOKENS // BLOCK_SIZE + 64
     layers = {
         f"layers.{index}": torch.zeros(num_blocks, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
         for index in range(num_layers)
     }
-    result: dict[str, float] = {}
-    for name, host_class in (("us_per_step", RolesHost), ("facade_us_per_step", FacadeHost)):
-        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-            store = f"file://{directory}/store"
-            roles = create_roles("shared_storage", spec, {"store": store}, Counters())
-            roles.worker.register_kv_caches(layers)
-            host = host_class(roles, list(layers.items()))
-            result[name] = host.median_us(steps)
-            roles.scheduler.close()
-            roles.worker.close()
-            roles.close_last()
-    return {"layers": num_layers, **result}
+    result: dict[str, float] = {"layers": num_layers}
+    for name, median_us in (("us_per_step", roles_us), ("facade_us_per_step", facade_us)):
+        with (
+            tempfile.TemporaryDirectory(dir=options.directory) as directory,
+            opened_roles(group, {"store": f"file://{directory}/store"}, layers) as roles,
+        ):
+            result[name] = median_us(roles, layers, steps)
+    return result
 
 
-def decode(admit: Callable[[Request], None], step: Callable[[Request], None], steps: int) -> float:
+def roles_us(roles: Roles, layers: Mapping[str, torch.Tensor], steps: int) -> float:
+    """Median microseconds of a step as the embedded engine calls the roles."""
+    host = RolesHost(roles, layers, BLOCK_SIZE)
+
+    def admit(request: HostRequest) -> None:
+        host.scheduler.on_new_request(request)
+        host.scheduler.lookup(request, 0)
+        host.scheduler.update_after_alloc(request, request.block_ids, 0)
+
+    return decode(admit, lambda request: host.step([request]), steps)
+
+
+def facade_us(roles: Roles, layers: Mapping[str, torch.Tensor], steps: int) -> float:
+    """Median microseconds of a step through the façade."""
+    host = FacadeHost(roles, layers)
+    return decode(host.admit, host.step, steps)
+
+
+def decode(
+    admit: Callable[[HostRequest], None], step: Callable[[HostRequest], object], steps: int
+) -> float:
     """Prefill one prompt, let its saves end, then time decode steps; median microseconds."""
     blocks = list(range(1, PROMPT_TOKENS // BLOCK_SIZE + 60))
-    request = Request("r", list(range(PROMPT_TOKENS)), PROMPT_TOKENS, (blocks,), 0)
+    request = HostRequest("r", list(range(PROMPT_TOKENS)), PROMPT_TOKENS, block_ids=(blocks,))
     admit(request)
     request.num_scheduled_tokens = PROMPT_TOKENS
     step(request)
@@ -128,57 +107,34 @@ def decode(admit: Callable[[Request], None], step: Callable[[Request], None], st
     return statistics.median(times) / 1e3
 
 
-class RolesHost:
-    """Calls the roles as the embedded engine does."""
-
-    def __init__(self, roles: Roles, layers: list[tuple[str, torch.Tensor]]) -> None:
-        self._scheduler = GuardedScheduler(roles.scheduler, Observer(), block_size=BLOCK_SIZE)
-        self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, Observer()))
-        self._layers = layers
-
-    def median_us(self, steps: int) -> float:
-        return decode(self.admit, self.step, steps)
-
-    def admit(self, request: Request) -> None:
-        self._scheduler.on_new_request(request)
-        self._scheduler.lookup(request, 0)
-        self._scheduler.update_after_alloc(request, request.block_ids, 0)
-
-    def step(self, request: Request) -> None:
-        plan = self._scheduler.build_plan(Step([request]))
-        with self._lifecycle.step(plan, EMPTY) as step:
-            hooks = self._lifecycle.layerwise
-            if hooks is not None:
-                for name, tensor in self._layers:
-                    hooks.wait_for_layer_load(name)
-                    hooks.save_layer(name, tensor, None)
-        self._scheduler.update_output(step.output)
-        self._scheduler.take_events()
-
-
 class FacadeHost:
     """Calls the one-class façade as vLLM 0.32 does, with two hooks per layer."""
 
-    def __init__(self, roles: Roles, layers: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, roles: Roles, layers: Mapping[str, torch.Tensor]) -> None:
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
             cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype="auto"),
         )
         self._scheduler = RolesAsV1(config, KVConnectorRole.SCHEDULER, scheduler=roles.scheduler)
         self._worker = RolesAsV1(config, KVConnectorRole.WORKER, worker=roles.worker)
-        self._layers = layers
+        self._layers = list(layers.items())
+        self._view: Any = None
         self._is_new = True
 
-    def median_us(self, steps: int) -> float:
-        return decode(self.admit, self.step, steps)
-
-    def admit(self, request: Request) -> None:
-        view = self._view(request)
-        self._scheduler.get_num_new_matched_tokens(view, 0)
+    def admit(self, request: HostRequest) -> None:
+        self._view = SimpleNamespace(
+            request_id=request.request_id,
+            prompt_token_ids=request.all_token_ids[:PROMPT_TOKENS],
+            all_token_ids=request.all_token_ids,
+            num_tokens=PROMPT_TOKENS,
+            num_prompt_tokens=PROMPT_TOKENS,
+            num_computed_tokens=0,
+        )
+        self._scheduler.get_num_new_matched_tokens(self._view, 0)
         table = SimpleNamespace(get_block_ids=lambda: request.block_ids)
-        self._scheduler.update_state_after_alloc(view, table, 0)
+        self._scheduler.update_state_after_alloc(self._view, table, 0)
 
-    def step(self, request: Request) -> None:
+    def step(self, request: HostRequest) -> None:
         output = self._output(request)
         scheduler, worker = self._scheduler, self._worker
         metadata = scheduler.build_connector_meta(output)
@@ -199,19 +155,7 @@ class FacadeHost:
         scheduler.get_kv_connector_stats()
         scheduler.take_events()
 
-    def _view(self, request: Request) -> Any:  # noqa: ANN401 - a host's object
-        if not hasattr(self, "_request"):
-            self._request = SimpleNamespace(
-                request_id=request.request_id,
-                prompt_token_ids=request.all_token_ids[:PROMPT_TOKENS],
-                all_token_ids=request.all_token_ids,
-                num_tokens=PROMPT_TOKENS,
-                num_prompt_tokens=PROMPT_TOKENS,
-                num_computed_tokens=0,
-            )
-        return self._request
-
-    def _output(self, request: Request) -> Any:  # noqa: ANN401 - a host's object
+    def _output(self, request: HostRequest) -> Any:  # noqa: ANN401 - a host's object
         num_scheduled = request.num_scheduled_tokens
         new: list[Any] = []
         cached: tuple[list[Any], list[Any], list[int]] = ([], [], [])
@@ -220,7 +164,7 @@ class FacadeHost:
             new = [
                 SimpleNamespace(
                     req_id="r",
-                    prompt_token_ids=self._request.prompt_token_ids,
+                    prompt_token_ids=self._view.prompt_token_ids,
                     block_ids=request.block_ids,
                     num_computed_tokens=0,
                 )

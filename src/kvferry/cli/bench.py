@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.bench import registry
+from kvferry.bench import BENCHMARKS, BenchOptions, load
 from kvferry.cli.output import JsonOption, emit
 from kvferry.errors import ConfigError
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(registry.BENCHMARKS)}.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(BENCHMARKS)}.")],
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -43,11 +41,11 @@ def bench(
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.bench import report
 
-    run = registry.load(name)
+    run = load(name)
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
-        options = registry.BenchOptions(
+        options = BenchOptions(
             directory=Path(scratch), quick=quick, threads=threads, seed=seed, rounds=rounds
         )
         facts = report.machine(options.directory)

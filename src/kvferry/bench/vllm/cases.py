@@ -1,10 +1,9 @@
-"""The connectors that are compared."""
+"""The connectors that are compared, and what their processes measured."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ class Case:
         connector: from the directory it may store in to vLLM's `kv_transfer_config`; None for none.
         required: whether the benchmark means nothing without it.
         stores: whether a second process can find anything.
-        server: whether it stores in LMCache's server, which is started for each round.
-        refusal: why it cannot run here; None if it can.
         note: what must be known to read its figures.
     """
 
@@ -29,13 +26,24 @@ class Case:
     connector: Callable[[Path], Json] | None
     required: bool = False
     stores: bool = True
-    server: bool = False
-    refusal: str | None = None
     note: str | None = None
 
 
-SERVER_PORT = 5566
-CPU_TIER_BYTES = 1 << 30
+@dataclass(slots=True)
+class Measured:
+    """The results of one case, as its processes print them.
+
+    Attributes:
+        case: which.
+        cold: results of its storing processes, one per round, with `bytes_per_token` in the store.
+        warm: results of its reading processes; empty if it stores nothing.
+        failure: why the case was given up, if it was.
+    """
+
+    case: Case
+    cold: list[Json] = field(default_factory=list)
+    warm: list[Json] = field(default_factory=list)
+    failure: str | None = None
 
 
 def cases() -> Sequence[Case]:
@@ -46,31 +54,24 @@ def cases() -> Sequence[Case]:
             name="no-op",
             connector=_no_op,
             stores=False,
-            note="a connector that does nothing: what vLLM takes for having one",
+            note="a connector that does nothing: the cost of having one",
         ),
-        Case(
-            name="kvferry",
-            connector=_kvferry,
-            required=True,
-        ),
+        Case(name="kvferry", connector=_kvferry, required=True),
         Case(name="example", connector=_example, note="vLLM's ExampleConnector"),
         Case(
             name="fs-tier",
             connector=_fs_tier,
             note="vLLM's OffloadingConnector with its fs tier, device copies replaced by memmove",
         ),
-        Case(
-            name="lmcache-mp",
-            connector=_lmcache,
-            server=True,
-            refusal=None if _is_installed("lmcache") else "lmcache is not installed here",
-            note="LMCache's multi-process connector; the CPU time of its server is not included",
-        ),
     )
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _no_op(directory: Path) -> Json:
+    return {
+        "kv_connector": "NoOpConnector",
+        "kv_connector_module_path": "kvferry.bench.vllm.stand_ins",
+        "kv_role": "kv_both",
+    }
 
 
 def _kvferry(directory: Path) -> Json:
@@ -79,14 +80,6 @@ def _kvferry(directory: Path) -> Json:
         "kv_connector_module_path": "kvferry.adapters.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
-    }
-
-
-def _no_op(directory: Path) -> Json:
-    return {
-        "kv_connector": "NoOpConnector",
-        "kv_connector_module_path": "kvferry.bench.vllm.no_op",
-        "kv_role": "kv_both",
     }
 
 
@@ -104,19 +97,8 @@ def _fs_tier(directory: Path) -> Json:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",
-            "spec_module_path": "kvferry.bench.vllm.fs_tier",
-            "cpu_bytes_to_use": CPU_TIER_BYTES,
+            "spec_module_path": "kvferry.bench.vllm.stand_ins",
+            "cpu_bytes_to_use": 1 << 30,
             "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
-        },
-    }
-
-
-def _lmcache(directory: Path) -> Json:
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": SERVER_PORT,
         },
     }

@@ -1,8 +1,9 @@
 """One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm.child`.
 
-It obeys: a JSON object per line of stdin, and one per line of stdout for the answer. The first
-command is `Engine`'s arguments and is answered when the engine has done a short prompt; the others
-name themselves in `do`. At the end of stdin the engine is shut down. The other end is `Child`.
+Its work comes as one JSON object on stdin, and its result goes as one to stdout; all else that the
+process prints goes to stderr. The keys of the work are `arguments`, `connector`, `warm_up` and
+`stored` for the `Engine`; `prompts` and `max_tokens`, which are timed twice; and the arguments of
+`serve` and `decode`, or null where the process does neither.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvferry.bench.limits import bring_into_cache
+from kvferry.bench.vllm.cases import Json
 from kvferry.bench.vllm.hooks import HookTimer
-
-Json = dict[str, Any]
 
 IDLE_SECONDS = 0.001
 """What vLLM's own loop sleeps after a step that ran no model."""
@@ -29,14 +29,11 @@ WARM_UP_ANSWER = 4
 """Tokens."""
 
 QUIET_SECONDS = 1.5
-"""For what a connector does behind an engine that has started: a process that was stopped meanwhile
-would do it beside the first timed prompt."""
+"""For what a connector does behind an engine that has started."""
 
 UNCOUNTED_STEPS = 100
 """CPython forgets what it has learnt about a class that changes, as when hooks are wrapped, and
 learns it again after some eighty calls: until then hooks take a third more than later on."""
-
-CHUNK_BYTES = 4 << 20
 
 
 class Engine:
@@ -56,8 +53,6 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         if connector is not None:
-            if connector["kv_connector"].startswith("LMCache"):
-                _hide_numba()
             arguments = arguments | {"kv_transfer_config": KVTransferConfig(**connector)}
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
@@ -85,24 +80,11 @@ class Engine:
             return []
         return [self._scheduler.connector, get_kv_transfer_group()]
 
-    @contextmanager
-    def unplugged(self) -> Iterator[None]:
-        """For as long as this lasts, the engine takes no notice of its connector. It must be idle
-        when that begins and when it ends."""
-        from vllm.distributed.kv_transfer import kv_transfer_state as state
-
-        halves = self._scheduler.connector, state._KV_CONNECTOR_AGENT
-        self._scheduler.connector = state._KV_CONNECTOR_AGENT = None
-        try:
-            yield
-        finally:
-            self._scheduler.connector, state._KV_CONNECTOR_AGENT = halves
-
     def get_ready(self) -> None:
-        """Before a timed prompt that finds something stored: work a little, with all of that in
-        memory."""
+        """Before a timed prompt that finds something stored: work a little, with all stored files
+        in the page cache. Some systems drop files that were idle for a few seconds."""
         if self._stored is not None:
-            bring_to_memory(self._stored)
+            bring_into_cache([path for path in self._stored.rglob("*") if path.is_file()])
             prompt(self, self._warm_up, WARM_UP_ANSWER)
 
     def add(self, tokens: list[int], max_tokens: int, logprobs: int | None) -> str:
@@ -143,24 +125,6 @@ class Engine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-
-
-def _hide_numba() -> None:
-    """Keep numba and llvmlite, which LMCache loads, from vLLM's walk over all modules in search of
-    kernels: objects of theirs make it fail."""
-    from vllm.triton_utils import dispatcher
-
-    rebind = dispatcher._rebind_kernels
-
-    def without_numba(overrides: Any) -> None:  # noqa: ANN401 - vLLM's
-        names = [n for n in sys.modules if n.partition(".")[0] in ("numba", "llvmlite")]
-        hidden = {name: sys.modules.pop(name) for name in names}
-        try:
-            rebind(overrides)
-        finally:
-            sys.modules.update(hidden)
-
-    dispatcher._rebind_kernels = without_numba
 
 
 def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
@@ -204,22 +168,6 @@ def _host_cpu_s() -> float:
             if "gloo" in (task / "comm").read_text():
                 nanoseconds += int((task / "schedstat").read_text().split()[0])
     return time.thread_time() + nanoseconds / 1e9
-
-
-def by_turns(
-    engine: Engine, plugged: list[list[int]], unplugged: list[list[int]], max_tokens: int
-) -> Json:
-    """Prompts with and without the connector in one process: what makes one process slower than
-    another (up to a tenth of a prompt's CPU time) is the same for both."""
-    found: dict[str, list[Json]] = {"plugged": [], "unplugged": []}
-    for index, pair in enumerate(zip(plugged, unplugged, strict=True)):
-        turns = [("plugged", pair[0]), ("unplugged", pair[1])]
-        # Neither of them always follows the other.
-        for name, tokens in turns if index % 2 == 0 else turns[::-1]:
-            with engine.unplugged() if name == "unplugged" else nullcontext():
-                answer = prompt(engine, tokens, max_tokens)
-            found[name].append({key: answer[key] for key in ("cpu_s", "own_cpu_s")})
-    return found
 
 
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
@@ -269,42 +217,39 @@ def serve(engine: Engine, prompts: list[list[int]], max_tokens: list[int], at_on
     return {"cpu_s": cpu, "wall_s": wall, "gaps_s": gaps, "tokens": sum(max_tokens)}
 
 
-def bring_to_memory(directory: Path) -> None:
-    """Read all files below a directory, so that reads that follow are of the page cache. Some
-    systems drop files from it that were idle for a few seconds, such as an engine's start takes."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file, suppress(OSError):
-                while file.read(CHUNK_BYTES):
-                    pass
+def timed_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Json]:
+    """Prompts one after the other, each on an engine that has just worked if it can find something
+    stored."""
+    answers = []
+    for tokens in prompts:
+        engine.get_ready()
+        answers.append(prompt(engine, tokens, max_tokens))
+    return answers
 
 
-def timed_prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
-    """`prompt`, on an engine that has just worked if it can find something stored."""
-    engine.get_ready()
-    return prompt(engine, tokens, max_tokens)
-
-
-COMMANDS: dict[str, Callable[..., Json]] = {
-    "by_turns": by_turns,
-    "prompt": timed_prompt,
-    "serve": serve,
-    "decode": decode,
-}
+def measure(work: Json) -> Json:
+    """All that one process measures, with a new engine."""
+    names = ("arguments", "connector", "warm_up", "stored")
+    engine = Engine(**{name: work[name] for name in names})
+    time.sleep(QUIET_SECONDS)
+    result: Json = {
+        "prompts": timed_prompts(engine, work["prompts"], work["max_tokens"]),
+        "again": timed_prompts(engine, work["prompts"], work["max_tokens"]),
+    }
+    if work["serve"] is not None:
+        result["serve"] = serve(engine, **work["serve"])
+    if work["decode"] is not None:
+        result["decode"] = decode(engine, **work["decode"])
+    engine.close()
+    return result
 
 
 def main() -> None:
-    # vLLM prints; what it prints goes to the log with stderr, and answers stay alone.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # vLLM prints; what it prints goes to the log with stderr, and the result stays alone.
+    answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(**json.loads(sys.stdin.readline()))
-    time.sleep(QUIET_SECONDS)
-    print("{}", file=answers)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = COMMANDS[command.pop("do")](engine, **command)
-        print(json.dumps(answer), file=answers)
-    engine.close()
+    with answer:
+        json.dump(measure(json.load(sys.stdin)), answer)
 
 
 if __name__ == "__main__":

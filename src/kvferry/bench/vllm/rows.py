@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-from kvferry.bench.registry import Row
-from kvferry.bench.vllm.phase import Measured
-
-Json = dict[str, Any]
+from kvferry.bench import Row
+from kvferry.bench.vllm.cases import Json, Measured
 
 TOLERANCE = 1e-3
 """Of logprobs against those of the engine's own prefix hit."""
@@ -19,7 +16,6 @@ COLUMNS = (
     "phase",
     "cpu_s",
     "cpu_ratio",
-    "by_turns",
     "own_cpu_ms",
     "wall_s",
     "beyond_ms",
@@ -33,16 +29,7 @@ COLUMNS = (
     "equal",
     "note",
 )
-"""All rows have these keys.
-
-cpu_s: CPU time of the engine's process, all threads, until saves have ended. cpu_ratio: to vLLM
-alone with the same prompt, for warm rows to the same prompt asked again. by_turns: with the
-connector to without it, of cold prompts that come by turns in one process. own_cpu_ms: of cpu_s,
-what threads of the connector took, and the engine's inside its hooks. wall_s: to the first token.
-beyond_ms: of wall_s, what the same prompt does not take when it is asked again at once in the same
-process, which then has its prefix itself.
-p50_ms, p99_ms: between tokens of one request (in `decode`: of steps).
-bytes_per_token: stored, per token of whole blocks that were computed. us_per_step: inside hooks."""
+"""All rows have these keys; docs/benchmarks.md says what each means."""
 
 
 def rows_of(found: Sequence[Measured]) -> list[Row]:
@@ -57,7 +44,7 @@ def rows_of(found: Sequence[Measured]) -> list[Row]:
             continue
         rows.append(_cold_row(measured, alone, note))
         if measured is alone:
-            rows.append(_own_row(alone))
+            rows.append(_row(alone, "own_hit", **_prompt_values(_all(alone.cold, "again"))))
         elif measured.case.stores:
             rows.append(_warm_row(measured, alone, note))
         rows.append(_decode_row(measured, alone))
@@ -76,39 +63,14 @@ def _row(measured: Measured, phase: str, **values: str | float | None) -> Row:
 
 def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     prompts, plain = _all(measured.cold, "prompts"), _all(alone.cold, "prompts")
+    stored = [result["bytes_per_token"] for result in measured.cold]
     return _row(
         measured,
         "cold",
-        cpu_s=_median(p["cpu_s"] for p in prompts),
+        **_prompt_values(prompts),
         cpu_ratio=_ratio(prompts, plain),
-        by_turns=_median(by_turns(measured)),
-        own_cpu_ms=_own_cpu_ms(prompts),
-        wall_s=_median(p["wall_s"] for p in prompts),
-        hit_tokens=_median(p["hit_tokens"] for p in prompts),
-        bytes_per_token=_bytes_per_token(measured),
+        bytes_per_token=_median(stored) if measured.case.stores else None,
         note=note,
-    )
-
-
-def by_turns(measured: Measured) -> Iterator[float]:
-    """Ratios of CPU time with the connector to that without it, each within one process."""
-    for result in measured.warm if measured.case.stores else measured.cold:
-        turns = result["by_turns"]
-        for plugged, unplugged in _pairs(turns["plugged"], turns["unplugged"]):
-            # What its threads do after its turn, it has put off.
-            late = unplugged["own_cpu_s"]
-            yield (plugged["cpu_s"] + late) / (unplugged["cpu_s"] - late)
-
-
-def _own_row(alone: Measured) -> Row:
-    again = _all(alone.cold, "again")
-    return _row(
-        alone,
-        "own_hit",
-        cpu_s=_median(p["cpu_s"] for p in again),
-        own_cpu_ms=_own_cpu_ms(again),
-        wall_s=_median(p["wall_s"] for p in again),
-        hit_tokens=_median(p["hit_tokens"] for p in again),
     )
 
 
@@ -118,15 +80,21 @@ def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
     return _row(
         measured,
         "warm",
-        cpu_s=_median(p["cpu_s"] for p in prompts),
+        **_prompt_values(prompts),
         cpu_ratio=_ratio(prompts, again),
-        own_cpu_ms=_own_cpu_ms(prompts),
-        wall_s=_median(p["wall_s"] for p in prompts),
         beyond_ms=1e3 * _median(p["wall_s"] - a["wall_s"] for p, a in _pairs(prompts, again)),
-        hit_tokens=_median(p["hit_tokens"] for p in prompts),
         equal=all(is_equal(p, o) for p, o in _pairs(prompts, own)),
         note=note,
     )
+
+
+def _prompt_values(prompts: Sequence[Json]) -> dict[str, float]:
+    return {
+        "cpu_s": _median(p["cpu_s"] for p in prompts),
+        "own_cpu_ms": 1e3 * _median(p["own_cpu_s"] for p in prompts),
+        "wall_s": _median(p["wall_s"] for p in prompts),
+        "hit_tokens": _median(p["hit_tokens"] for p in prompts),
+    }
 
 
 def _decode_row(measured: Measured, alone: Measured) -> Row:
@@ -170,15 +138,6 @@ def is_equal(ours: Json, reference: Json) -> bool:
     )
 
 
-def _bytes_per_token(measured: Measured) -> float | None:
-    if not measured.case.stores:
-        return None
-    return _median(
-        stored / tokens
-        for stored, tokens in zip(measured.stored_bytes, measured.computed, strict=True)
-    )
-
-
 def _all(results: Iterable[Json], name: str) -> list[Json]:
     return [one for result in results for one in result[name]]
 
@@ -189,10 +148,6 @@ def _pairs(ours: Sequence[Json], plain: Sequence[Json]) -> Iterator[tuple[Json, 
 
 def _ratio(ours: Sequence[Json], plain: Sequence[Json]) -> float:
     return _median(one["cpu_s"] / other["cpu_s"] for one, other in _pairs(ours, plain))
-
-
-def _own_cpu_ms(prompts: Sequence[Json]) -> float:
-    return 1e3 * _median(one["own_cpu_s"] for one in prompts)
 
 
 def _median(values: Iterable[float]) -> float:

@@ -146,7 +146,7 @@ class FileStore(Store):
             max_bytes=None if self.is_read_only else max_bytes,
             machines_share=machines_share,
             changes=not self.is_read_only,
-            compares=compares and index,
+            compares=compares,
         )
         if background:
             self._upkeep.start()
@@ -154,7 +154,8 @@ class FileStore(Store):
     def _open_index(
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
     ) -> tuple[Index, bool]:
-        """The index, and whether it has to be compared with the directory here."""
+        """The index, and whether this process compares it with the directory all the time; one
+        that does not know keys does so only until the index is complete."""
         if file is not None:
             path = str(file)
         elif machines_share:
@@ -170,14 +171,14 @@ class FileStore(Store):
             if not self.is_read_only:
                 if not index.totals.is_complete and self._directory.is_empty():
                     index.complete()
-                return index, True
+                return index, self._known.learns
             if index.totals.is_complete:
                 return index, False
         except OSError as error:
             if not self.is_read_only:
                 self._faults.failed("open", error)
                 if not machines_share or isinstance(error, IndexUnavailable):
-                    return index, True  # opened later
+                    return index, self._known.learns  # opened later
         # There is no complete index, or it cannot be opened: this process keeps one in memory.
         if not self._directory.is_empty():
             logger.warning(

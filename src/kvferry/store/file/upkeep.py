@@ -97,7 +97,8 @@ class Upkeep:
         max_bytes: the quota.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
-        compares: whether the index has to be compared with the directory here.
+        compares: whether to compare the index with the directory all the time; else, if anything
+            may be written, only until the index is complete.
     """
 
     def __init__(

@@ -1,8 +1,11 @@
-"""vLLM's tiered offloading where the "device" is the host itself.
+"""Connectors and parts of them that vLLM loads by name, to compare ours with.
 
-Its spec refuses such hosts because its copies are made by a device's copy engine. Here the same
-copies are made by memmove, at once; everything else (scheduler, primary tier, file tier) is vLLM's.
-Loaded by vLLM, by name.
+`NoOpConnector` keeps nothing: the cost of having a connector at all. Every hook returns at once,
+most of them in vLLM's base class.
+
+`HostTieringSpec` is vLLM's tiered offloading where the "device" is the host itself. vLLM's own spec
+refuses such hosts, because a device's copy engine makes its copies. Here tensors copy at once, and
+everything else (scheduler, primary tier, file tier) is vLLM's.
 """
 
 from __future__ import annotations
@@ -11,9 +14,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+
+class NoOpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Finds nothing, stores nothing."""
+
+    _metadata = KVConnectorMetadata()
+    _results = KVConnectorOutput()
+    requires_kv_delivery = False
+
+    def bind_connector_metadata(self, connector_metadata: object) -> None:
+        """Bound to nothing: vLLM then leaves out the hooks around layers."""
+
+    def clear_connector_metadata(self) -> None:
+        pass
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:  # noqa: ANN401
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_transfer_results(self, finished_req_ids: object) -> Any:  # noqa: ANN401
+        return self._results
+
+    def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Any:  # noqa: ANN401
+        return 0, False
+
+    def update_state_after_alloc(self, *args: object) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: object) -> Any:  # noqa: ANN401
+        return self._metadata
+
+    def request_finished_all_groups(self, request: object, block_ids: object) -> Any:  # noqa: ANN401
+        return False, None
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]

@@ -1,0 +1,173 @@
+"""What benchmarks have in place of an engine, without a model: paged KV of any shape, and a host
+that calls both roles of a connector."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from kvferry.connectors.registry import create_roles
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.spec import EngineSpec, Roles
+from kvferry.keys import ModelIdentity
+from kvferry.layout.ops import PagedKV, as_rows
+from kvferry.layout.plan import BlockRun
+from kvferry.layout.spec import parse
+from kvferry.observe import Counters, Observer
+from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.testing.host import HostStep
+from kvferry.testing.host_tables import HostRequest
+from kvferry.topology import tensor_parallel_shard
+from kvferry.types import KVGroup
+
+CHUNK_TOKENS = 128
+
+Rows = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine keeps KV. Its layout has one tensor per layer."""
+
+    tp: int
+    block_size: int
+    layout: str
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}, {self.block_size}, {self.layout}"
+
+
+def group_of(block_size: int, *, is_mla: bool = False) -> KVGroup:
+    """KV of an 8B model, or of a small MLA model, in blocks of that size."""
+    layers, heads, content = (27, 1, 576) if is_mla else (32, 8, 256)
+    return KVGroup(
+        num_layers=layers,
+        num_kv_heads=heads,
+        content_size=content,
+        dtype="bfloat16",
+        block_size=block_size,
+    )
+
+
+class Blocks:
+    """Paged KV of one rank, its blocks in random order; block 0 stays free."""
+
+    def __init__(
+        self,
+        group: KVGroup,
+        shape: Shape,
+        rank: int,
+        num_tokens: int,
+        rng: random.Random,
+    ) -> None:
+        shard = tensor_parallel_shard((group,), rank, shape.tp).groups[0]
+        self.heads = shard.heads
+        num_heads = shard.heads[1] - shard.heads[0]
+        num_blocks = num_tokens // shape.block_size
+        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1)
+        self.paged = PagedKV(self.tensors, group, shard, shape.layout)
+        self._row_shape = (group.num_layers, num_heads, CHUNK_TOKENS, group.content_size)
+        self.row_bytes = prod(self._row_shape) * 2
+        self.ids = list(range(1, num_blocks + 1))
+        rng.shuffle(self.ids)
+        per_chunk = CHUNK_TOKENS // shape.block_size
+        # Of each whole chunk.
+        self.runs: list[list[BlockRun]] = [
+            self.paged.runs(self.ids[start : start + per_chunk], 0, CHUNK_TOKENS)
+            for start in range(0, num_blocks - per_chunk + 1, per_chunk)
+        ]
+
+    def rows(self, staging: Bytes) -> Rows:
+        """A chunk's rows in a buffer."""
+        found: Rows = as_rows(staging.data, self.paged, "bfloat16", self._row_shape)
+        return found
+
+
+def kv_tensors(
+    layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str = "cpu"
+) -> list[torch.Tensor]:
+    """One bfloat16 tensor per layer, in memory as the layout says."""
+    spec = parse(layout)
+    order = spec.order or "L" + spec.axes
+    sizes = {
+        "L": group.num_layers,
+        "B": num_blocks,
+        "2": 2,
+        "H": num_heads,
+        "N": group.block_size,
+        "C": group.content_size,
+        "D": group.content_size // (2 if "2" in order else 1),
+    }
+    memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16, device=device)
+    return list(memory.permute(*(order.index(axis) for axis in "L" + spec.axes)))
+
+
+def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:
+    """Noise that differs from layer to layer, so that KV in the wrong layer is noticed."""
+    noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
+    for layer, tensor in enumerate(tensors):
+        values = np.resize(np.roll(noise, 1009 * layer), tensor.numel()).reshape(tensor.shape)
+        tensor.view(torch.int16).copy_(torch.from_numpy(values))
+
+
+def engine_spec(group: KVGroup) -> EngineSpec:
+    """An engine of one rank."""
+    return EngineSpec(
+        identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
+        groups=(group,),
+        shard=tensor_parallel_shard((group,), 0, 1),
+        layer_names=None,
+    )
+
+
+@contextmanager
+def opened_roles(
+    group: KVGroup, options: Mapping[str, object], layers: Mapping[str, torch.Tensor]
+) -> Iterator[Roles]:
+    """Both roles of the shared-storage connector of one rank, with its tensors by layer."""
+    roles: Roles = create_roles("shared_storage", engine_spec(group), options, Counters())
+    try:
+        roles.worker.register_kv_caches(layers)
+        yield roles
+    finally:
+        roles.scheduler.close()
+        roles.worker.close()
+        roles.close_last()
+
+
+class RolesHost:
+    """Calls both roles, guarded, in the order of the embedded engine, with a hook before and after
+    each layer where they ask for it."""
+
+    def __init__(self, roles: Roles, layers: Mapping[str, torch.Tensor], block_size: int) -> None:
+        observer = Observer()
+        self.scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
+        self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, observer))
+        self._layers = list(layers.items())
+        self._none: set[str] = set()
+
+    def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
+        """One step, with a forward if something is scheduled. Makes little but calls: `bench step`
+        times it."""
+        finished = finished or self._none
+        plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
+        if scheduled:
+            with self._lifecycle.step(plan, finished) as step:
+                if (hooks := self._lifecycle.layerwise) is not None:
+                    for name, tensor in self._layers:
+                        hooks.wait_for_layer_load(name)
+                        hooks.save_layer(name, tensor, None)
+            output = step.output
+        else:
+            output = self._lifecycle.no_forward(plan, finished)
+        self.scheduler.update_output(output)
+        self.scheduler.take_events()
+        return output
