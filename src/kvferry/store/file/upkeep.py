@@ -32,11 +32,12 @@ _DUTY = 20
 _SETTLED_SECONDS = 1.0
 """A directory that changed later may change again within the same tick of its clock."""
 _MAX_PROBES = 256
+_BATCH = 256
 _QUARANTINE_FRACTION = 20
 """At most one twentieth of the quota is quarantine, but the newest file stays."""
 
 
-class Comparison:
+class ShardComparison:
     """The index against the directory, which is right, one shard at a time."""
 
     def __init__(self, directory: Directory, index: Index) -> None:
@@ -119,7 +120,7 @@ class Upkeep:
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
-        self._comparison = Comparison(directory, index)
+        self._comparison = ShardComparison(directory, index)
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._wake = threading.Event()
@@ -298,4 +299,4 @@ class Upkeep:
 def _batches(keys: set[ChunkKey]) -> list[list[ChunkKey]]:
     """The keys in batches, between which other processes get a turn."""
     ordered = sorted(keys)
-    return [ordered[start : start + _MAX_PROBES] for start in range(0, len(ordered), _MAX_PROBES)]
+    return [ordered[start : start + _BATCH] for start in range(0, len(ordered), _BATCH)]
