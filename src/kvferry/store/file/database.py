@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from urllib.parse import quote
 
+from kvferry.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 2.0
@@ -55,10 +57,13 @@ class Database:
         read_only: never changes it; then it must be there.
 
     Raises:
+        ConfigError: this Python has a SQLite from before 3.33 (2020).
         IndexUnavailable: from every method.
     """
 
     def __init__(self, path: str | None, schema: Sequence[str], *, read_only: bool) -> None:
+        if sqlite3.sqlite_version_info < (3, 33):
+            raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 is needed")
         self._path = path
         self._schema = schema
         self._read_only = read_only

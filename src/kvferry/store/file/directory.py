@@ -258,11 +258,14 @@ class Directory:
             os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
-    def drop(self, name: str) -> None:
-        """Remove a file that is written, or was. Never raises: what is left is found later."""
+    def drop(self, name: str) -> bool:
+        """Remove a file that is written, or was; whether it was there and is gone. Never raises:
+        what is left is found later."""
         if _WRITING_NAME.fullmatch(name) is not None:
             with suppress(OSError), self.opened("writing") as writing:
                 self._remove_any(name, writing)
+                return True
+        return False
 
     def list_writing(self) -> list[str]:
         """Names of files that are being written, or were when their writer died."""

@@ -43,6 +43,10 @@ _NOTE_STEP = 1e-6
 """Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
 chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
+_NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
+_SET_USED = (
+    "UPDATE records SET last_used = column2 FROM ({}) WHERE key = column1 AND last_used < column2"
+)
 
 _SCHEMA = (
     "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, "
@@ -170,13 +174,15 @@ class Index:
 
     def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes) -> None:
         """Turn a reservation into a record. Adds no row if the reservation was released, whose
-        releaser has added it, or if the file is gone again."""
+        releaser has added it, or if the file is gone again. The key becomes known here, so that
+        a thread that follows the removal of the file by another process does not come first."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
             if self._directory.find(key) is not None:
                 self._insert(db, [(key, num_bytes, self.wall(), namespace)])
+                self._known.stored(key)
 
     def release(self, file: str) -> bool:
         """Drop a reservation. False if there is none."""
@@ -208,20 +214,15 @@ class Index:
         if rows:
             with self._changing() as db:
                 self._insert(db, rows)
-        for row in rows:
-            self._known.add(row[0])
+                for row in rows:
+                    self._known.add(row[0])
         return len(rows)
 
     def forget(self, keys: Sequence[ChunkKey], reason: str, detail: str = "") -> int:
         """Remove the rows of those `keys` whose files are gone; how many. The transaction keeps
         other writers out while it looks."""
-        gone: list[tuple[ChunkKey, int]] = []
-        query = "SELECT num_bytes FROM records WHERE key = ?"
         with self._changing() as db:
-            for key in keys:
-                if self._directory.find(key) is None:
-                    row = db.execute(query, (key,)).fetchone()
-                    gone.append((key, *_checked(row or (0,), "n")))
+            gone = [key for key in keys if self._directory.find(key) is None]
             self._take_out(db, gone, reason, detail)
         return len(gone)
 
@@ -273,9 +274,7 @@ class Index:
         used = iter(list(notes.items()))  # another thread may still add to them
         while batch := list(islice(used, _BATCH)):
             with self._changing() as db:
-                db.executemany(
-                    "UPDATE records SET last_used = ?2 WHERE key = ?1 AND last_used < ?2", batch
-                )
+                _execute(db, _SET_USED, batch)
 
     def follow(self) -> bool:
         """Learn which records other processes added and removed, up to 1,024 of each. Whether
@@ -307,29 +306,26 @@ class Index:
             if self._last_record == self._last_removal == 0:
                 self._last_record = 0 if self._known.learns else last_record
                 self._last_removal = last_removal
-            query = "SELECT id, key FROM removals WHERE id > ? ORDER BY id LIMIT ?"
-            removed = db.execute(query, (self._last_removal, _BATCH)).fetchall()
-            added = []
-            if len(removed) < _BATCH:  # removals come first: a key may be removed and added again
-                query = "SELECT id, key FROM records WHERE id > ? ORDER BY id LIMIT ?"
-                added = db.execute(query, (self._last_record, _BATCH)).fetchall()
-            for row in removed:
-                self._last_removal, key = _checked(row, "nk")
+            last, keys = _read_keys(db, f"removals {_NEXT}", self._last_removal)
+            self._last_removal = max(last, self._last_removal)
+            for key in keys:
                 self._known.discard(key)
-            for row in added:
-                self._last_record, key = _checked(row, "nk")
-                self._known.add(key)
-        self._is_behind = max(len(removed), len(added)) == _BATCH
+            self._is_behind = len(keys) == _BATCH
+            if not self._is_behind:  # removals come first: a key may be removed and added again
+                last, keys = _read_keys(db, f"records {_NEXT}", self._last_record)
+                self._last_record = max(last, self._last_record)
+                for key in keys:
+                    self._known.add(key)
+                self._is_behind = len(keys) == _BATCH
         if not self._is_behind and self.totals.is_complete:
             self.all_known.set()
         return self._is_behind
 
     def keys_between(self, first: bytes, end: bytes | None) -> set[ChunkKey]:
         """Keys from `first` on, below `end`."""
-        query = "SELECT key FROM records WHERE key >= ?" + (" AND key < ?" if end else "")
+        rows = "records WHERE key >= ?" + (" AND key < ?" if end else "")
         with self._reading() as db:
-            rows = db.execute(query, (first, end) if end else (first,))
-            return {_checked(row, "k")[0] for row in rows}
+            return set(_read_keys(db, rows, *((first, end) if end else (first,)))[1])
 
     def entries(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
@@ -413,48 +409,52 @@ class Index:
                 self._directory.remove_quarantined(file)
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
                 excess -= num_bytes
-        gone: list[tuple[ChunkKey, int]] = []
-        kept: list[tuple[float, ChunkKey]] = []
+        gone: list[ChunkKey] = []
+        kept: list[ChunkKey] = []
+        removed_bytes = 0
         query = "SELECT key, num_bytes FROM records ORDER BY last_used LIMIT ?"
         oldest = db.execute(query, (_EVICT_AT_ONCE,))
-        while excess > 0 and (row := oldest.fetchone()) is not None:
+        while removed_bytes < excess and (row := oldest.fetchone()) is not None:
             key, num_bytes = _checked(row, "kn")
             try:
                 self._directory.remove(key)
-            except OSError:  # it cannot be removed: the others come first from now on
-                kept.append((self.wall(), key))
+            except OSError:
+                kept.append(key)
             else:
-                gone.append((key, num_bytes))
-                excess -= num_bytes
+                gone.append(key)
+                removed_bytes += num_bytes
         oldest.close()
-        db.executemany("UPDATE records SET last_used = ? WHERE key = ?", kept)
+        if kept:  # they cannot be removed: the others come first from now on
+            _execute(db, _SET_USED, [(key, self.wall()) for key in kept])
         self._take_out(db, gone, "evicted", "")
         if gone:
             self._observer.count("store_evicted_records", len(gone))
-            self._observer.count("store_evicted_bytes", sum(size for _, size in gone))
+            self._observer.count("store_evicted_bytes", removed_bytes)
         return bool(gone)
 
     def _take_out(
-        self, db: sqlite3.Connection, gone: Sequence[tuple[ChunkKey, int]], reason: str, detail: str
+        self, db: sqlite3.Connection, gone: Sequence[ChunkKey], reason: str, detail: str
     ) -> None:
-        now = self.wall()
-        for key, num_bytes in gone:
+        if not gone:
+            return
+        for key in gone:
             self._known.discard(key)
-            db.execute("DELETE FROM records WHERE key = ?", (key,))
-            row = (key, num_bytes, now, reason, detail, self._by)
-            db.execute("INSERT INTO removals VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
+        _execute(
+            db,
+            "INSERT INTO removals SELECT NULL, column1, ifnull(num_bytes, 0), column2, column3, "
+            "column4, column5 FROM ({}) LEFT JOIN records ON key = column1",
+            [(key, self.wall(), reason, detail, self._by) for key in gone],
+        )
+        _execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
         bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
         db.execute(bound, (MAX_REMOVALS,))
 
     def _insert(
-        self, db: sqlite3.Connection, rows: Iterable[tuple[ChunkKey, int, float, bytes]]
+        self, db: sqlite3.Connection, rows: Sequence[tuple[ChunkKey, int, float, bytes]]
     ) -> None:
         """Rows that exist stay as they are."""
-        db.executemany(
-            "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) "
-            "VALUES (?, ?, ?, ?)",
-            rows,
-        )
+        columns = "key, num_bytes, last_used, namespace"
+        _execute(db, f"INSERT OR IGNORE INTO records ({columns}) {{}}", rows)
 
     def _check_totals(self, db: sqlite3.Connection) -> None:
         query = (
@@ -483,6 +483,23 @@ class Index:
             self._read_totals(db)
             yield db
             self._read_totals(db)
+
+
+def _execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
+    """Execute one statement for all rows, which stand for its `{}`; not one per row: Python gives
+    its lock away at each step of SQLite, a busy thread keeps it for 5 ms, and meanwhile our lock of
+    the database keeps other processes waiting."""
+    row = f"({', '.join('?' * len(rows[0]))})"
+    values = f"VALUES {', '.join([row] * len(rows))}"
+    db.execute(statement.format(values), [value for row in rows for value in row])
+
+
+def _read_keys(db: sqlite3.Connection, rows: str, *arguments: object) -> tuple[int, list[ChunkKey]]:
+    """The last id and the keys of `rows`; in one step, as above."""
+    query = f"SELECT ifnull(max(id), 0), group_concat(hex(key)) FROM (SELECT id, key FROM {rows})"
+    last, text = db.execute(query, arguments).fetchone()
+    keys = [bytes.fromhex(key) for key in text.split(",")] if text else []
+    return _checked((last,), "n")[0], [_checked((key,), "k")[0] for key in keys]
 
 
 _IS_KIND: dict[str, Callable[[object], bool]] = {

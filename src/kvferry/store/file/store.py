@@ -207,7 +207,7 @@ class FileStore(Store):
                 f"record {key.hex()} of {self.url} cannot be opened: {error.strerror}"
             ) from error
         if opened is None:
-            self._known.discard(key)
+            self._miss(key)
             return None
         return FileSource(*opened, direct=self._direct_io != "off")
 
@@ -223,7 +223,7 @@ class FileStore(Store):
         try:
             moved = self._directory.quarantine(key, reason)
         except FileNotFoundError:
-            self._known.discard(key)
+            self._miss(key)
             return
         except OSError as error:
             self._known.ban(key)  # the same broken hit is not offered twice
@@ -247,7 +247,7 @@ class FileStore(Store):
         if removed:
             self._forget(key, "deleted", "")
         else:
-            self._known.discard(key)
+            self._miss(key)
         return removed
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
@@ -446,7 +446,7 @@ class FileStore(Store):
             return resting
         try:
             if self._directory.find(key) is not None:
-                self._known.add(key)
+                self.probe([key])
                 return PutResult.EXISTS
             if num_bytes > (_MAX_BYTES if self._max_bytes is None else self._max_bytes):
                 return PutResult.NO_SPACE
@@ -501,7 +501,7 @@ class FileStore(Store):
         self._faults.write_succeeded()
         if not won:
             self._abort(writing)
-            self._known.add(key)
+            self.probe([key])
             return PutResult.EXISTS
         namespace = namespace_of(bytes(views[0][:512])) if views else None
         # The first name goes before the reservation does: an eviction would leave it behind.
@@ -511,7 +511,6 @@ class FileStore(Store):
         except OSError as error:
             self._faults.failed("index", error)  # stays reserved until the next clean
         os.close(writing.fd)
-        self._known.stored(key)
         self._faults.observer.count("store_put_records")
         self._faults.observer.count("store_put_bytes", writing.num_bytes)
         return PutResult.STORED
@@ -533,7 +532,13 @@ class FileStore(Store):
         try:
             self._index.forget([key], reason, detail)
         except OSError:
-            self._known.discard(key)  # its row goes when the shard is next compared
+            self._miss(key)  # its row goes when the shard is next compared
+
+    def _miss(self, key: ChunkKey) -> None:
+        """There was no file. Look again in the background: one may just have been stored."""
+        if self._known.contains(key):
+            self._known.discard(key)
+            self.probe([key])
 
 
 def _private_index(root: str) -> str:

@@ -129,7 +129,10 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Look for the files of these keys soon; dropped when too many wait. Memory only."""
+        """Look for the files of these keys soon; dropped when too many wait. Memory only. An index
+        that only may be read learns nothing this way."""
+        if not self._compares:
+            return
         if len(self._probes) >= _MAX_PROBES:
             self._faults.observer.count("store_probe_dropped")
             return
@@ -163,14 +166,13 @@ class Upkeep:
         """Release the reservations of dead writers and remove their files."""
         if not self._changes:
             return
-        files = set(self._directory.list_writing())
         for file, key in self._index.writing().items():
             if self._directory.is_locked(file):
                 continue
             self._index.add([key])
-            self._directory.drop(file)  # counted until it is gone
-            # A writer that lives may be about to confirm: it has dropped its file itself.
-            if self._index.release(file) and file in files:
+            # A writer that lives and is about to confirm has dropped its file itself.
+            was_there = self._directory.drop(file)  # counted until it is gone
+            if self._index.release(file) and was_there:
                 self._faults.observer.count("store_recovered_writes")
         # A file without a reservation may be new: its writer is about to reserve. On a network
         # mount it may belong to another machine, whose locks do not show here.
