@@ -1,7 +1,40 @@
-"""The thirty known defects of the original shared-storage connector: one test each.
+"""The thirty known defects of vLLM's original shared-storage connector: one test each.
 
-Numbered as in `docs/shared_storage.md`. The simulated host checks every byte of KV of every
-request, so running a request is itself an assertion.
+What the original does, by the number of the test:
+
+ 1. hits only a prompt equal to the stored one
+ 2. saves and looks up under different lengths when one token more than a block
+ 3. answers with a negative count when the engine has more than the store
+ 4. every short prompt shares the key of no tokens
+ 5. fails on, or mixes up, prompt embeddings
+ 6. a folder that exists is a hit, even half written
+ 7. loading a missing key creates its folder
+ 8. writes in place, without checksum
+ 9. ranks overwrite each other
+10. no model identity in the key
+11. LoRA and cache salt ignored
+12. images ignored
+13. md5 over integers of platform size
+14. chunked prefill stores a part under the key of the whole
+15. only the prompt, only at first admission
+16. a request that hits never stores more
+17. a resumed request loads under another key than it looked up
+18. relies on the order of requests in a step
+19. writes again what the engine has
+20. file I/O on the scheduler's and the model's thread
+21. moves tensors to `.cuda()`
+22. walks every layer of the model
+23. guesses the layout
+24. skips a promised load when there is no attention metadata
+25. an I/O error kills the step
+26. needs layer hooks that full CUDA graphs skip
+27. no quota, eviction, reset, statistics
+28. keeps requests alive, trips over one allocated and not scheduled
+29. logs every hit, writes to a world-readable directory
+30. one small file per layer and prompt
+
+The simulated host checks every byte of KV of every request, so running a request is itself an
+assertion.
 """
 
 from __future__ import annotations
