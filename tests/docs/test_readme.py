@@ -22,6 +22,32 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 MODEL = ".demo/SmolLM2-135M-Instruct"
 STORES = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
 
+CONNECTOR = """
+from kvferry.v1 import KVConnectorBase_V1, KVConnectorMetadata
+
+class MyConnector(KVConnectorBase_V1):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+
+    def build_connector_meta(self, scheduler_output):
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, forward_context, **kwargs):
+        pass
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        pass
+
+    def wait_for_save(self):
+        pass
+"""
+
 
 def _python(*arguments: str, cwd: Path) -> str:
     done = subprocess.run(
@@ -64,6 +90,22 @@ def test_the_code_of_the_readme_runs_and_its_second_run_reads(place):
     _python("-c", count, cwd=place)
     [line] = (place / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["hit_tokens"] >= 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["engine.md", "v1-connectors.md"])
+def test_the_code_of_the_engine_pages_runs(place, page):
+    [code] = blocks_of(ROOT / "docs" / page)
+    (place / "my_package.py").write_text(CONNECTOR)
+    script = place / f"{page}.py"
+    script.write_text(code.replace("/var/cache", str(place / "cache")))
+    assert _python(str(script), cwd=place).strip()
+
+
+def test_no_other_page_has_code_that_is_not_run():
+    run_elsewhere = {"format.md", "transformers.md"}
+    run_here = {"README.md", "stores.md", "engine.md", "v1-connectors.md"}
+    assert {page.name for page in PAGES if blocks_of(page)} == run_here | run_elsewhere
 
 
 @pytest.mark.slow
