@@ -279,7 +279,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         ("runner/lifecycle.py", "from kvferry.connectors.registry import Roles", "beside runner"),
-        ("cli/stat.py", "import kvferry.connectors.shared_storage.worker", "not for cli/stat.py"),
+        ("cli/main.py", "import kvferry.connectors.shared_storage.worker", "not for cli/main.py"),
         ("blocks/copies.py", "import kvferry.connectors.registry", "above blocks"),
         ("blocks/copies.py", "import kvferry.store.base", "not for blocks/copies.py"),
         ("blocks/tables.py", "import torch", "torch is not for blocks"),
