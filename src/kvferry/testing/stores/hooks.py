@@ -6,9 +6,11 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
+
+import pytest
 
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, Store
@@ -94,6 +96,12 @@ class StoreHooks(ABC):
 
     patience_seconds: ClassVar[float] = PATIENCE_SECONDS
     """How long a test waits for what a thread of the store does."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        """A store without a quota, closed after the test."""
+        with self.make_store(tmp_path) as store:
+            yield store
 
     @abstractmethod
     def make_store(
