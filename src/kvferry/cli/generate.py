@@ -83,14 +83,14 @@ def generate(
     _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
 
 
-class _Answer(NamedTuple):
+class _Generated(NamedTuple):
     text: str
     num_tokens: int
     ttft_seconds: float
     seconds: float
 
 
-def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
@@ -102,10 +102,10 @@ def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
         if echo:
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return _Answer("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
+    return _Generated("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
 
 
-def _report(prompt_tokens: int, hit_tokens: float, answer: _Answer, json: str | None) -> None:
+def _report(prompt_tokens: int, hit_tokens: float, answer: _Generated, json: str | None) -> None:
     value: dict[str, JsonValue] = {
         "prompt_tokens": prompt_tokens,
         "hit_tokens": hit_tokens,

@@ -71,8 +71,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
 
     Args:
         value: the result, for programs.
-        json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
-            as a whole.
+        json_target: None for no JSON, "-" for JSON alone on stdout, else a file.
         *renderables: the result, for people; text is shown as it is, a line of it on one line.
 
     Raises:
@@ -108,30 +107,15 @@ def read_text(what: str, path: Path) -> str:
 
 
 def write_json(path: Path, value: JsonValue) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old file or the new one. A device or
-    pipe is written into.
+    """Write `value` to `path` as JSON.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps(value, indent=2) + "\n"
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            _replace(path, text)
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".kvferry-{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def plain(text: str) -> Text:

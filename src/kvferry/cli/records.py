@@ -35,7 +35,7 @@ class Order(StrEnum):
     """By namespace, then by position in the prompt. Reads the header of every record."""
 
 
-class _Found(NamedTuple):
+class _Shown(NamedTuple):
     """A record, and its header or why that cannot be read."""
 
     entry: Entry
@@ -73,21 +73,21 @@ def ls(
         _show_records(*look(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: FileStore, sort: Order, limit: int) -> tuple[list[_Found], dict[bytes, str], int]:
+def _list(store: FileStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
     """The records to show, the names of their models, and how many records there are. Of the
     records not shown at most one at a time is in memory."""
     num_records = store.stat().num_records
     if sort is Order.TOKEN:
-        every = (_Found(entry, inspect(store, entry)) for entry in store.scan())
+        every = (_Shown(entry, inspect(store, entry)) for entry in store.scan())
         shown = heapq.nsmallest(limit or max(1, num_records), every, key=_place)
     else:
         order = "last_used" if sort is Order.AGE else "num_bytes"
         chosen: Iterable[Entry] = store.scan(order, limit or -1)  # type: ignore[arg-type]
-        shown = [_Found(entry, inspect(store, entry)) for entry in chosen]
+        shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
-def _place(found: _Found) -> tuple[bytes, int]:
+def _place(found: _Shown) -> tuple[bytes, int]:
     """Unreadable records come first: they are what one looks for."""
     if isinstance(found.record, MissReason):
         return b"", 0
@@ -95,7 +95,7 @@ def _place(found: _Found) -> tuple[bytes, int]:
 
 
 def _show_records(
-    shown: list[_Found], models: dict[bytes, str], num_records: int, json: str | None
+    shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
 ) -> None:
     value: list[JsonRow] = []
     for entry, record in shown:
