@@ -137,7 +137,7 @@ THIRD_PARTIES = {
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters/prometheus.py"],
     "typer": ["cli"],
-    "rich": ["cli", "bench", "demo", "engine"],
+    "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo"],
     "gguf": ["demo"],
 }

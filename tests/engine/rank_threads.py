@@ -6,9 +6,8 @@ import socket
 import threading
 
 from kvferry.engine import LLM
-from kvferry.engine.rank_messages import Channel
 from kvferry.engine.rank_process import RankProcess, report_failure
-from kvferry.engine.ranks import Ranks
+from kvferry.engine.ranks import Channel, Ranks
 
 
 class RankThread:

@@ -70,18 +70,6 @@ CASES = (
     Conversion("mla, block 16 to 64", Shape(4, 16, "BND"), Shape(2, 64, "BND"), is_mla=True),
 )
 
-COLUMNS = (
-    "case",
-    "stored_by",
-    "read_by",
-    "gb_per_s",
-    "straight_gb_per_s",
-    "ratio",
-    "copy_gb_per_s",
-    "copy_ratio",
-    "memcpy_gb_per_s",
-)
-
 
 def run(options: BenchOptions) -> Sequence[Row]:
     """Measure all cases; medians over rounds."""
@@ -247,7 +235,6 @@ def device_rows(
         ours, straight = zip(*pairs[1:], strict=True)  # the first pair compiles kernels
         rows.append(
             {
-                **dict.fromkeys(COLUMNS),
                 "case": f"{device}: {name}",
                 "read_by": f"TP 1, 16, {layout}",
                 "gb_per_s": host.nbytes / 1e9 / statistics.median(ours),

@@ -35,8 +35,14 @@ _HARMLESS_ARGUMENTS = frozenset(
 """What layers pass to attention that changes nothing here: inference, no Transformers cache."""
 
 _UNLOADABLE = (
-    *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
-    *(SafetensorError, pickle.UnpicklingError),
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
 )
 """What Transformers lets through when weight files are damaged or belong to another config."""
 

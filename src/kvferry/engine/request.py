@@ -56,6 +56,13 @@ class Outcome(NamedTuple):
     """What the connector has to tell the client."""
 
 
+class BlockHash(NamedTuple):
+    """Content of one full block: its own digest and that of the block before it."""
+
+    digest: bytes
+    parent: bytes
+
+
 class Request:
     """Tokens and blocks of one request. Satisfies `kvferry.types.RequestView`.
 
@@ -69,6 +76,7 @@ class Request:
     Attributes:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
+        block_hashes: of its leading full blocks, as far as they were asked for.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
     """
@@ -92,6 +100,7 @@ class Request:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
+        self.block_hashes: list[BlockHash] = []
         self.hit: Hit | None = None
         self.outcome: Outcome | None = None
 
@@ -148,7 +157,7 @@ class ScheduledTokens:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One step, while it is being filled and after. Satisfies `kvferry.types.StepView`.
 
     Attributes:
@@ -199,4 +208,4 @@ class RunStep(NamedTuple):
     plan: Plan
     finished_request_ids: frozenset[str]
     batch: tuple[BatchEntry, ...]
-    """In the order of `Step.scheduled`; empty in a step without tokens."""
+    """In the order of `EngineStep.scheduled`; empty in a step without tokens."""

@@ -17,7 +17,7 @@ from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutpu
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool, KVCache
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus, Step
+from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request, RequestStatus
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
@@ -192,9 +192,9 @@ class Scheduler:
         """Forget all local prefixes."""
         self._kv.pool.reset()
 
-    def schedule(self) -> Step:
+    def schedule(self) -> EngineStep:
         """Decide the next step; its plan is built last, once, also without a token."""
-        step = Step(self._config.max_batched_tokens, frozenset(self._finished_ids))
+        step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
         self._schedule_running(step)
@@ -204,7 +204,9 @@ class Scheduler:
         step.plan = self._role.build_plan(step)
         return step
 
-    def update(self, step: Step, output: WorkerOutput, sample: Callable[[Request], int]) -> None:
+    def update(
+        self, step: EngineStep, output: WorkerOutput, sample: Callable[[Request], int]
+    ) -> None:
         """Take in what a step brought.
 
         Args:
@@ -244,7 +246,7 @@ class Scheduler:
 
     # ---- running requests
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_running(self, step: EngineStep) -> None:
         index = 0
         while index < len(self._running) and step.budget > 0:
             request = self._running[index]
@@ -255,7 +257,7 @@ class Scheduler:
             step.add(request, num_tokens)
             index += 1
 
-    def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
         """Grow a running request, at the cost of the last that came; False if that is itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
@@ -272,7 +274,7 @@ class Scheduler:
         loaded = [request for request in self._waiting if request.status is RequestStatus.LOADED]
         return loaded[-1] if loaded else self._running[-1]
 
-    def _preempt(self, request: Request, step: Step) -> None:
+    def _preempt(self, request: Request, step: EngineStep) -> None:
         self._observer.count("preempted")
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
@@ -290,7 +292,7 @@ class Scheduler:
 
     # ---- waiting requests
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: EngineStep) -> None:
         skipped: list[Request] = []
         while self._waiting and step.budget > 0:
             if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
@@ -306,7 +308,7 @@ class Scheduler:
                 break
         self._waiting.extendleft(reversed(skipped))
 
-    def _admit(self, request: Request, step: Step) -> _Admission:
+    def _admit(self, request: Request, step: EngineStep) -> _Admission:
         if request.status is RequestStatus.LOADED:
             return self._admit_loaded(request, step)
         hit = self._kv.local_hit(request)
@@ -330,7 +332,7 @@ class Scheduler:
             self._run(request, num_tokens, step)
         return _Admission.ADMITTED
 
-    def _admit_loaded(self, request: Request, step: Step) -> _Admission:
+    def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
         remaining = request.num_tokens - request.num_computed_tokens
         num_tokens = min(remaining, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
@@ -340,12 +342,12 @@ class Scheduler:
         self._run(request, num_tokens, step)
         return _Admission.ADMITTED
 
-    def _run(self, request: Request, num_tokens: int, step: Step) -> None:
+    def _run(self, request: Request, num_tokens: int, step: EngineStep) -> None:
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         step.add(request, num_tokens)
 
-    def _unblock(self, request: Request, step: Step) -> None:
+    def _unblock(self, request: Request, step: EngineStep) -> None:
         """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
         others that were loaded, or, if a connector never gave blocks back, end the request."""
         holders = [
@@ -358,7 +360,9 @@ class Scheduler:
         elif not self._awaits_lent_blocks():
             logger.error(
                 "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
-                *(request, sum(map(len, self._lent_tables())), self._kv.pool.num_usable),
+                request,
+                sum(map(len, self._lent_tables())),
+                self._kv.pool.num_usable,
             )
             self._finish(request, FinishReason.ERROR)
 
@@ -459,7 +463,6 @@ class Scheduler:
         else:
             self._kv.release(request)
         self._lookups.forget(request)
-        self._kv.forget(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
