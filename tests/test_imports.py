@@ -149,14 +149,14 @@ LAZY = {
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {"kvferry.store.file"},
-    "engine": {"transformers"},
+    "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
     "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
     "testing": {"transformers"},
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
-    "demo": {"torch", "transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
+    "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},

@@ -61,7 +61,6 @@ def demo(
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
-    from kvferry.demo import report
     from kvferry.demo.model import prepare_model
     from kvferry.demo.run import DemoOptions
 
@@ -79,8 +78,13 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    result = _run(options, console)
-    plot = directory / "demo.png"
+    _show(_run(options, console), directory / "demo.png", json)
+
+
+def _show(result: DemoResult, plot: Path, json: str | None) -> None:
+    """Plot and print the result; exit code 1 if anything was not right."""
+    from kvferry.demo import report
+
     report.save_plot(plot, result)
     emit(
         report.as_json(result),

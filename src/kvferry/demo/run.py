@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,7 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What is asked, of which model, and where files go.
+    """The questions, the model, and where files go.
 
     Attributes:
         model_dir: the model.
@@ -66,13 +65,6 @@ class DemoOptions:
                 f"the shortest prompt has {shortest} tokens and a stored chunk "
                 f"{self.chunk_tokens}; ask about a document of at least three chunks"
             )
-
-
-class Ask(NamedTuple):
-    """One prompt, and the URL of the store it may use."""
-
-    prompt: list[int]
-    store: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +196,14 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     # The first question's store is the one that later phases read; the others are thrown away.
     stores = [root / ("store" if index == 0 else f"cold-{index}") for index in range(count)]
     urls = [store.resolve().as_uri() for store in stores]
-    cold = _run_phase("cold", options, list(map(Ask, options.prompts, urls)), advance)
+    cold = _run_phase("cold", options, urls, advance)
     for store in stores[1:]:
         shutil.rmtree(store)
-    asks = [Ask(prompt, urls[0]) for prompt in options.prompts]
-    warm = _run_phase("warm", options, asks, advance)
+    warm = _run_phase("warm", options, urls[:1] * count, advance)
     shared = _common_prefix(options.prompts)
     _flip_byte(_middle_record(stores[0], shared, options.chunk_tokens))
     before = _num_quarantined(stores[0])
-    [corrupted] = _run_phase("corrupted", options, asks[:1], advance)
+    [corrupted] = _run_phase("corrupted", options, urls[:1], advance)
     return DemoResult(
         model=options.model_dir.resolve().name,
         warm=[
@@ -226,17 +217,18 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
 
 
 def _run_phase(
-    name: str, options: DemoOptions, asks: Sequence[Ask], advance: Advance
+    name: str, options: DemoOptions, stores: Sequence[str], advance: Advance
 ) -> list[Answer]:
-    """Answers of a new process, in order; `advance` is called for each."""
+    """Answers of a new process to the first prompts, one per URL in `stores`, which it may use;
+    `advance` is called for each."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer_all, args=(options, asks, theirs))
+    process = context.Process(target=_answer_all, args=(options, stores, theirs))
     process.start()
     theirs.close()
     answers: list[Answer] = []
     try:
-        while len(answers) < len(asks):
+        while len(answers) < len(stores):
             if not ours.poll(_ANSWER_SECONDS):
                 raise StoreError(f"the {name} phase gave no answer in {_ANSWER_SECONDS} s")
             answer = ours.recv()
@@ -255,7 +247,7 @@ def _run_phase(
         process.join()
 
 
-def _answer_all(options: DemoOptions, asks: Sequence[Ask], answers: Connection) -> None:
+def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection) -> None:
     """Send the answers, computed in float32, as they come; an error ends them.
 
     Runs in: the process of a phase.
@@ -263,9 +255,10 @@ def _answer_all(options: DemoOptions, asks: Sequence[Ask], answers: Connection) 
     logging.getLogger().addHandler(logging.NullHandler())  # what matters is in the report
     with closing(answers):
         try:
-            # Asks with the same store share an engine, whose own prefix cache is off.
-            for store, group in itertools.groupby(asks, key=lambda ask: ask.store):
-                _answer_from(options, store, [ask.prompt for ask in group], answers)
+            # Prompts with the same store share an engine, whose own prefix cache is off.
+            prompts = iter(options.prompts)
+            for store, same in itertools.groupby(stores):
+                _answer_from(options, store, [next(prompts) for _ in same], answers)
         except KVError as error:
             answers.send(error)
 

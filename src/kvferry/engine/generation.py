@@ -141,7 +141,7 @@ class Completion:
         num_external_tokens: prompt tokens beyond these that the connector brought.
         ttft_seconds: from queueing to the first token, None if there is none.
         first_logits: `[vocab]` float32 logits of the first generated position, if asked for.
-        params: what the connector tells the client, mostly None.
+        params: what the connector has for the client, mostly None.
     """
 
     request_id: str

@@ -309,6 +309,25 @@ def load_tokenizer(model_dir: Path) -> Any | None:
             ) from error
 
 
+def encode_message(tokenizer: Any, message: str) -> list[int]:
+    """Token ids of a user's message as the model's chat template renders it, or of the message
+    itself where a model has no template.
+
+    Raises:
+        ConfigError: the template cannot be rendered.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return list(tokenizer(message, verbose=False)["input_ids"])
+    chat = [{"role": "user", "content": message}]
+    try:
+        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def _eos_token_ids(model: Any) -> frozenset[int]:
     for source in (model.generation_config, model.config):
         eos = getattr(source, "eos_token_id", None)

@@ -348,8 +348,8 @@ class Ranks:
         raise self.explain(message.reason, patience_seconds=_DYING_SECONDS)
 
     def _blame(self) -> KVError | None:
-        """The error of a rank that ended. One that died without a message goes before those that
-        say why they end: they may only have lost that one."""
+        """The error of a rank that ended. A rank that died without a message is named before the
+        ranks that say why they end: they may only have lost that one."""
         failures: list[tuple[bool, int, Failed]] = []
         for child in self._children:
             status = child.process.poll()

@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
     reason: FinishReason
     params: Mapping[str, Any] | None
-    """What the connector has to tell the client."""
+    """What the connector has for the client."""
 
 
 class BlockHash(NamedTuple):
@@ -77,6 +77,9 @@ class Request:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
         block_hashes: of its leading full blocks, as far as they were asked for.
+        asked_since: when the connector first answered "ask again" to the look-up that goes on; None
+            without one.
+        num_failed_loads: loads that did not bring all that was promised.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
     """
@@ -101,6 +104,8 @@ class Request:
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         self.block_hashes: list[BlockHash] = []
+        self.asked_since: float | None = None
+        self.num_failed_loads = 0
         self.hit: Hit | None = None
         self.outcome: Outcome | None = None
 

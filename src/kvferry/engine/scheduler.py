@@ -28,59 +28,6 @@ MAX_FAILED_LOADS = 3
 what it cannot bring would otherwise keep the request going round for ever."""
 
 
-class Lookups:
-    """The questions of one scheduler to its connector.
-
-    A request gets a miss, and the connector is not asked again, once the connector has answered
-    "ask again" for longer than the deadline, or its loads have failed too often.
-
-    Runs in: scheduler.
-    """
-
-    def __init__(
-        self,
-        role: SchedulerRole,
-        deadline_seconds: float,
-        observer: Observer,
-        clock: Callable[[], float],
-    ) -> None:
-        self._role = role
-        self._deadline_seconds = deadline_seconds
-        self._observer = observer
-        self._clock = clock
-        self._asked_since: dict[str, float] = {}
-        self._failed_loads: dict[str, int] = {}
-
-    def ask(self, request: Request, num_local_tokens: int) -> LookupResult:
-        """What the connector can bring beyond the local hit; `num_tokens` None to ask again."""
-        request_id = request.request_id
-        if self._failed_loads.get(request_id, 0) >= MAX_FAILED_LOADS:
-            return MISS
-        result = self._role.lookup(request, num_local_tokens)
-        if result.num_tokens is not None:
-            self._asked_since.pop(request_id, None)
-            return result
-        now = self._clock()
-        if now - self._asked_since.setdefault(request_id, now) < self._deadline_seconds:
-            return ASK_AGAIN
-        self._observer.count("lookup_deadline")
-        self.give_up(request)
-        return MISS
-
-    def load_failed(self, request: Request) -> None:
-        """A load of this request did not bring all that was promised."""
-        self._failed_loads[request.request_id] = self._failed_loads.get(request.request_id, 0) + 1
-
-    def give_up(self, request: Request) -> None:
-        """Do not ask for this request again."""
-        self._failed_loads[request.request_id] = MAX_FAILED_LOADS
-
-    def forget(self, request: Request) -> None:
-        """The request is over."""
-        self._asked_since.pop(request.request_id, None)
-        self._failed_loads.pop(request.request_id, None)
-
-
 class _Admission(Enum):
     """What became of a waiting request in a scan."""
 
@@ -143,7 +90,6 @@ class Scheduler:
         self._role = role
         self._observer = observer or Observer()
         self._clock = clock
-        self._lookups = Lookups(role, config.load_deadline_seconds, self._observer, clock)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()  # LOADED ones first
         self._running: list[Request] = []
@@ -313,7 +259,7 @@ class Scheduler:
             return self._admit_loaded(request, step)
         hit = self._kv.local_hit(request)
         num_local = len(hit) * self._config.block_size
-        answer = self._lookups.ask(request, num_local)
+        answer = self._ask(request, num_local)
         num_external, is_async = answer.num_tokens, answer.is_async
         if num_external is None:
             return _Admission.ASK_AGAIN
@@ -331,6 +277,27 @@ class Scheduler:
         else:
             self._run(request, num_tokens, step)
         return _Admission.ADMITTED
+
+    def _ask(self, request: Request, num_local_tokens: int) -> LookupResult:
+        """What the connector can bring beyond the local hit; `num_tokens` None to ask again.
+
+        A request gets a miss, and the connector is not asked again, once the connector has answered
+        "ask again" for longer than the deadline, or its loads have failed too often.
+        """
+        if request.num_failed_loads >= MAX_FAILED_LOADS:
+            return MISS
+        result = self._role.lookup(request, num_local_tokens)
+        if result.num_tokens is not None:
+            request.asked_since = None
+            return result
+        now = self._clock()
+        if request.asked_since is None:
+            request.asked_since = now
+        if now - request.asked_since < self._config.load_deadline_seconds:
+            return ASK_AGAIN
+        self._observer.count("lookup_deadline")
+        request.num_failed_loads = MAX_FAILED_LOADS
+        return MISS
 
     def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
         remaining = request.num_tokens - request.num_computed_tokens
@@ -373,7 +340,7 @@ class Scheduler:
             if request_id not in self._loading:
                 continue  # an aborted one; its end is reported as well
             request = self._requests[request_id]
-            self._lookups.load_failed(request)
+            request.num_failed_loads += 1
             # Its local hit is still good, and is found again when it is admitted again.
             request.num_computed_tokens = 0
             request.limit_hit()
@@ -386,7 +353,7 @@ class Scheduler:
         for request in self._requests.values():
             if self._kv.spoil(request, invalid_block_ids):
                 request.limit_hit()
-                self._lookups.load_failed(request)
+                request.num_failed_loads += 1
                 spoiled.add(request.request_id)
         self._kv.pool.uncache(invalid_block_ids)
         self._observer.count("load_failed")
@@ -416,7 +383,7 @@ class Scheduler:
             logger.error("the load of %r did not end in time; its prompt is computed", request)
             self._observer.count("load_deadline")
             del self._loading[request_id]
-            self._lookups.give_up(request)
+            request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
             request.status = RequestStatus.WAITING
@@ -462,7 +429,6 @@ class Scheduler:
             self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
         else:
             self._kv.release(request)
-        self._lookups.forget(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
