@@ -11,7 +11,7 @@ from kvferry.engine.ranks import Channel, Ranks
 
 
 class RankThread:
-    """A `RankHandle`. It cannot be killed; it ends when its channel or a sum fails."""
+    """In place of a process. It cannot be killed; it ends when its channel or a sum fails."""
 
     def __init__(self, end: socket.socket) -> None:
         self._channel = Channel(end.dup())

@@ -16,6 +16,7 @@ import torch
 
 from kvferry.config import build_config
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -302,7 +303,9 @@ class LLM:
                 self._scheduler.abort(entry.request.request_id)
             raise
         finally:
-            self._scheduler.update(step, self._runner.take_output(), sample)
+            # Taken, so that no step gets the report of another.
+            output, self._runner.output = self._runner.output, EMPTY_OUTPUT
+            self._scheduler.update(step, output, sample)
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
 

@@ -109,7 +109,7 @@ class RankProcess:
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
             runner.run(message)
-            self._say(self._observer.done(runner.take_output()))
+            self._say(self._observer.done(runner.output))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -159,19 +159,11 @@ class Failed(NamedTuple):
     """Name of the error's class."""
 
 
-class RankHandle(Protocol):
-    """What `subprocess.Popen` has of a rank's process."""
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
-Launch = Callable[[socket.socket], RankHandle]
+Launch = Callable[[socket.socket], "subprocess.Popen[bytes]"]
 """Starts a rank that talks over the given end of a socket pair."""
 
 
-def launch_process(end: socket.socket) -> RankHandle:
+def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start `kvferry.engine.rank_process` in a new interpreter. Not a fork: threads and devices of
     this process do not survive one. And not `multiprocessing`: its children run the caller's script
     again."""
@@ -185,7 +177,7 @@ def launch_process(end: socket.socket) -> RankHandle:
 @dataclass(frozen=True, slots=True)
 class _Child:
     rank: int
-    process: RankHandle
+    process: subprocess.Popen[bytes]
     channel: Channel
 
 
@@ -379,11 +371,16 @@ def _last_words(channel: Channel) -> Failed | None:
 
 
 class ParallelRunner:
-    """What `ModelRunner` is for one rank, for all of them."""
+    """What `ModelRunner` is for one rank, for all of them.
+
+    Attributes:
+        output: the reports of all ranks on the last step, folded; that of the first alone if one
+            failed.
+    """
 
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
         """Run `first` here and the rest on `ranks`, which are ready."""
-        self._output = EMPTY_OUTPUT
+        self.output: WorkerOutput = EMPTY_OUTPUT
         self._first = first
         self._ranks = ranks
         self._fold = WorkerOutputFold(ranks.size, observer=observer)
@@ -394,6 +391,7 @@ class ParallelRunner:
         Raises:
             RankError: a rank failed.
         """
+        self.output = EMPTY_OUTPUT
         self._ranks.start_step(step)
         try:
             logits = self._first.run(step)
@@ -405,12 +403,6 @@ class ParallelRunner:
             self._ranks.explain(f"a step failed: {error!r}")
             raise
         finally:
-            self._output = self._first.take_output()
-        self._output = self._fold.fold([self._output, *self._ranks.finish_step()])
+            self.output = self._first.output
+        self.output = self._fold.fold([self.output, *self._ranks.finish_step()])
         return logits
-
-    def take_output(self) -> WorkerOutput:
-        """The reports of all ranks on the last step, folded; that of the first alone if one failed.
-        Given once, so that no step gets the report of another."""
-        output, self._output = self._output, EMPTY_OUTPUT
-        return output
