@@ -170,7 +170,7 @@ class PromptHost:
 
     def __init__(self, roles: Roles, kv: PagedPrompt) -> None:
         self._kv = kv
-        self._host = RolesHost(roles, kv.layers, BLOCK_SIZE)
+        self._host = RolesHost(roles, BLOCK_SIZE)
         self._scheduler = self._host.scheduler
         self._ids = itertools.count()
 

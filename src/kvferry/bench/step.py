@@ -8,7 +8,6 @@ in the lifecycle, both behind the guard, as the embedded engine runs them. The m
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 
@@ -21,40 +20,32 @@ from kvferry.types import KVGroup
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048
+NUM_LAYERS = 32
 EXTRA_BLOCKS = 60
 """For the tokens that are decoded."""
 
 
 def run(options: BenchOptions) -> Sequence[Row]:
-    """Rows for 8 and 32 layers; medians of rounds in which they take turns."""
+    """One row: the median over rounds of microseconds per step."""
     steps, rounds = (500, 1) if options.quick else (5000, 3)
-    layers = (8, 32)
-    runs = [[measure(options, num_layers, steps) for num_layers in layers] for _ in range(rounds)]
-    return [
-        {"layers": num_layers, "us_per_step": statistics.median(same)}
-        for num_layers, same in zip(layers, zip(*runs, strict=True), strict=True)
-    ]
-
-
-def measure(options: BenchOptions, num_layers: int, steps: int) -> float:
-    """Median microseconds of a step."""
     group = KVGroup(
-        num_layers=num_layers,
+        num_layers=NUM_LAYERS,
         num_kv_heads=8,
         content_size=128,
         dtype="bfloat16",
         block_size=BLOCK_SIZE,
     )
-    num_blocks = PROMPT_TOKENS // BLOCK_SIZE + EXTRA_BLOCKS
+    blocks = range(1, PROMPT_TOKENS // BLOCK_SIZE + EXTRA_BLOCKS)
     layers = {
-        f"layers.{index}": torch.zeros(num_blocks, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
-        for index in range(num_layers)
+        f"layers.{index}": torch.zeros(blocks.stop, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
+        for index in range(NUM_LAYERS)
     }
-    with (
-        tempfile.TemporaryDirectory(dir=options.directory) as directory,
-        opened_roles(group, {"store": f"file://{directory}/store"}, layers) as roles,
-    ):
-        return decode(RolesHost(roles, layers, BLOCK_SIZE), range(1, num_blocks), steps)
+    found = []
+    for number in range(rounds):
+        connector = {"store": f"file://{options.directory}/{number}"}
+        with opened_roles(group, connector, layers) as roles:
+            found.append(decode(RolesHost(roles, BLOCK_SIZE), blocks, steps))
+    return [{"layers": NUM_LAYERS, "us_per_step": statistics.median(found)}]
 
 
 def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:

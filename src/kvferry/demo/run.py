@@ -11,6 +11,7 @@ import itertools
 import logging
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kvferry.errors import ConfigError, KVError, StoreError
 
 RUN_DIR = "kvferry-demo-run"
 _ANSWER_SECONDS = 1800
+_END_SECONDS = 60
 
 _WARM_UP_TOKENS = 12
 """Shorter than a chunk, so never stored: takes what a first forward costs out of every figure."""
@@ -237,10 +239,10 @@ def _run_phase(
             answers.append(answer)
             advance(name)
     except EOFError:
-        process.join()
+        process.join(_END_SECONDS)
         raise StoreError(f"the {name} phase died (exit status {process.exitcode})") from None
     else:
-        process.join()
+        process.join(_END_SECONDS)  # it closes its store
         return answers
     finally:
         process.kill()  # nothing if it ended; else we were interrupted
@@ -252,6 +254,8 @@ def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection
 
     Runs in: the process of a phase.
     """
+    # Ctrl-C goes to the whole process group; the parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger().addHandler(logging.NullHandler())  # what matters is in the report
     with closing(answers):
         try:
