@@ -140,8 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
         used_bytes = self.store.stat().used_bytes
         if self.max_bytes is not None:
             assert used_bytes <= self.max_bytes
-        if self.hooks.exact_accounting:
-            assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
+        assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
 
     @invariant()
     def scan_lists_what_the_dict_holds(self) -> None:

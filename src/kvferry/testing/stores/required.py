@@ -271,12 +271,10 @@ class QuotaTests(StoreHooks):
             store.put(make_key(number), [make_value(size)])
         stat = store.stat()
         assert (stat.url, stat.max_bytes, stat.num_records) == (store.url, None, 3)
-        if self.exact_accounting:
-            assert stat.used_bytes == sum(map(self.charge, sizes))
+        assert stat.used_bytes == sum(map(self.charge, sizes))
         store.delete(make_key(1))
         assert store.stat().num_records == 2
-        if self.exact_accounting:
-            assert store.stat().used_bytes == self.charge(1) + self.charge(SIZE)
+        assert store.stat().used_bytes == self.charge(1) + self.charge(SIZE)
 
 
 class RaceTests(StoreHooks):
@@ -318,8 +316,7 @@ class RaceTests(StoreHooks):
                 make_value(70_001, writer) for writer in range(3)
             ]
         assert store.stat().num_records == ROUNDS
-        if self.exact_accounting:
-            assert store.stat().used_bytes == ROUNDS * self.charge(70_001)
+        assert store.stat().used_bytes == ROUNDS * self.charge(70_001)
 
     def test_one_of_racing_deletes_deletes(self, store: Store) -> None:
         results: list[bool] = []
@@ -333,8 +330,7 @@ class RaceTests(StoreHooks):
             run_together(remove, remove, remove)
             assert sorted(results) == [False, False, True]
         assert store.stat().num_records == 0
-        if self.exact_accounting:
-            assert store.stat().used_bytes == 0
+        assert store.stat().used_bytes == 0
 
     def test_racing_discards_are_one(self, tmp_path: Path) -> None:
         counters = Counters()
