@@ -137,7 +137,7 @@ THIRD_PARTIES = {
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters/prometheus.py"],
     "typer": ["cli"],
-    "rich": ["cli", "bench", "demo", "engine"],
+    "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo"],
     "gguf": ["demo"],
 }
@@ -149,14 +149,14 @@ LAZY = {
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {"kvferry.store.file"},
-    "engine": {"transformers"},
+    "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
     "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
     "testing": {"transformers"},
     # A simulated host serves any connector; this one only if it is asked for.
     "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
-    "demo": {"torch", "transformers", "jinja2", "matplotlib", "gguf", "pydoc_data"},
+    "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
@@ -279,7 +279,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         ("runner/lifecycle.py", "from kvferry.connectors.registry import Roles", "beside runner"),
-        ("cli/stat.py", "import kvferry.connectors.shared_storage.worker", "not for cli/stat.py"),
+        ("cli/main.py", "import kvferry.connectors.shared_storage.worker", "not for cli/main.py"),
         ("blocks/copies.py", "import kvferry.connectors.registry", "above blocks"),
         ("blocks/copies.py", "import kvferry.store.base", "not for blocks/copies.py"),
         ("blocks/tables.py", "import torch", "torch is not for blocks"),

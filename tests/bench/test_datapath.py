@@ -68,9 +68,9 @@ def test_a_load_reads_its_prompt_from_the_store(open_host, kv):
     with open_host(memory_prompts=2) as host:
         for number in (0, 1, 2, 3, 4, 0, 1):
             before = num_read_bytes()
-            loaded = host.load(number)
+            in_hand, in_blocks = host.load(number)
             assert num_read_bytes() - before >= kv.num_bytes
-            assert 0 < loaded.in_hand.wall < loaded.all.wall
+            assert 0 < in_hand.wall < in_blocks.wall
 
 
 def test_kv_that_does_not_come_back_is_no_figure(open_host):

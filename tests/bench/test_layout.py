@@ -87,6 +87,6 @@ def test_a_leaf_that_changed_ends_the_benchmark():
     ],
 )
 def test_the_cases_of_a_device_stand_beside_the_pinned_copy(device):
-    rows = layout.DeviceCopies("2BNHD", CHUNK_TOKENS, 0, device=device).measure(1)
+    rows = layout.device_rows("2BNHD", CHUNK_TOKENS, 1, 0, device=device)
     assert len({row["case"] for row in rows}) == 4
     assert all(set(row) >= KEYS and row["ratio"] > 0 for row in rows)

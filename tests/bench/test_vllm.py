@@ -5,24 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvferry.bench import BenchOptions, vllm
-from kvferry.bench.vllm import ChildFailedError, Sizes, rows
-from kvferry.bench.vllm.cases import Case, Measured, cases
-from kvferry.bench.vllm.hooks import HookTimer
+from kvferry.bench.vllm import ChildFailedError, Measured, Sizes
+from kvferry.bench.vllm_child import HookTimer
 from kvferry.errors import ConfigError
 
-SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130, served=2, served_tokens=128)
+SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130)
 
 
 def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
     return {
         "cpu_s": cpu,
-        "own_cpu_s": cpu / 10,
         "wall_s": wall,
         "hit_tokens": hit,
         "tokens": [7],
@@ -37,7 +34,6 @@ def storing(
         "prompts": prompts,
         "again": again,
         "decode": {"hooks_us": [hooks] * 3, "steps_s": [0.01], "cpu_s": 1.0},
-        "serve": {"gaps_s": [0.01, 0.02, 0.03], "tokens": 30, "wall_s": 2.0, "cpu_s": 2.0},
         "bytes_per_token": bytes_per_token,
     }
 
@@ -46,11 +42,11 @@ def storing(
 def measured() -> list[Measured]:
     """Two rounds of none and of a connector that costs 10 % and reuses 20 ms late."""
     alone = Measured(
-        Case(name="none", connector=None, stores=False),
+        "none",
         [storing([answer(1.0, 1.0)], [answer(0.2, 0.20, hit=128)]) for _ in range(2)],
     )
     ours = Measured(
-        Case(name="ours", connector=lambda path: {}),
+        "ours",
         [
             storing([answer(1.1, 1.0)], [], hooks=9.0, bytes_per_token=stored)
             for stored in (2.0, 4.0)
@@ -79,28 +75,25 @@ def test_rounds_below_one_are_refused(tmp_path):
 
 
 def test_rows_are_medians_against_vllm_alone(measured):
-    found = {(row["case"], row["phase"]): row for row in rows.rows_of(measured)}
-    assert {tuple(row) for row in found.values()} == {rows.COLUMNS}
+    found = {(row["case"], row["phase"]): row for row in vllm.rows_of(measured)}
+    assert {tuple(row) for row in found.values()} == {vllm.COLUMNS}
     assert list(found) == [
-        *(("none", phase) for phase in ("cold", "own_hit", "decode", "serve")),
-        *(("ours", phase) for phase in ("cold", "warm", "decode", "serve")),
+        *(("none", phase) for phase in ("cold", "own_hit", "decode")),
+        *(("ours", phase) for phase in ("cold", "warm", "decode")),
     ]
     assert found["ours", "cold"]["cpu_ratio"] == pytest.approx(1.1)
-    assert found["ours", "cold"]["own_cpu_ms"] == pytest.approx(110)
-    assert found["none", "own_hit"]["own_cpu_ms"] == pytest.approx(20)
+    assert found["none", "own_hit"]["cpu_s"] == pytest.approx(0.2)
     assert found["ours", "cold"]["bytes_per_token"] == 3.0
     assert found["ours", "warm"]["beyond_ms"] == pytest.approx(20)
     assert found["ours", "warm"]["hit_tokens"] == 128
     assert found["ours", "warm"]["equal"] is True
     assert found["ours", "decode"]["us_per_step"] == 9.0
     assert found["none", "decode"]["us_per_step"] is None
-    assert found["ours", "serve"]["tokens_s"] == 15.0
-    assert found["ours", "serve"]["p99_ms"] == pytest.approx(30)
 
 
 def test_one_answer_that_differs_makes_the_row_unequal(measured):
     measured[1].warm[1]["prompts"][0]["logprobs"][0]["7"] += 2e-3
-    [warm] = [row for row in rows.rows_of(measured) if row["phase"] == "warm"]
+    [warm] = [row for row in vllm.rows_of(measured) if row["phase"] == "warm"]
     assert warm["equal"] is False
 
 
@@ -116,12 +109,12 @@ def test_one_answer_that_differs_makes_the_row_unequal(measured):
 )
 def test_equal_means_tokens_and_logprobs(change, equal):
     reference = answer(1.0, 1.0)
-    assert rows.is_equal({**reference, **change}, reference) is equal
+    assert vllm.is_equal({**reference, **change}, reference) is equal
 
 
 def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
     measured[1].failure = "no AVX"
-    found = rows.rows_of(measured)
+    found = vllm.rows_of(measured)
     assert found[-1]["case"] == "ours"
     assert found[-1]["note"] == "not measured: no AVX"
     assert found[-1]["cpu_s"] is None
@@ -146,18 +139,16 @@ def processes(monkeypatch):
 
     monkeypatch.setattr(vllm, "run_child", run_child)
     monkeypatch.setattr(vllm, "make_tiny_model", lambda path, *args, **kwargs: path)
+    configs = {case: None if case == "none" else {"name": case} for case in CASES}
+    monkeypatch.setattr(vllm, "connectors", lambda path: configs)
     return seen
 
 
-def named(name: str, **more) -> Case:
-    return Case(name=name, connector=lambda path: {"name": name}, **more)
-
-
-NONE = Case(name="none", connector=None, required=True, stores=False)
+CASES = ("none", "a", "b", "breaks in store", "breaks in read")
 
 
 def test_every_case_stores_and_then_reads_and_another_goes_first_each_round(processes, tmp_path):
-    found = vllm.measure([NONE, named("a"), named("b")], SMALL, tmp_path, rounds=2, seed=1)
+    found = vllm.measure(["none", "a", "b"], SMALL, tmp_path, rounds=2, seed=1)
     of = {
         "none": [("none", "store")],
         "a": [("a", "store"), ("a", "read")],
@@ -167,31 +158,20 @@ def test_every_case_stores_and_then_reads_and_another_goes_first_each_round(proc
         *(done for case in ("none", "a", "b") for done in of[case]),
         *(done for case in ("a", "b", "none") for done in of[case]),
     ]
-    # One whole block of the short prompt, of both timed ones and of both that are served.
-    assert [result["bytes_per_token"] for result in found[1].cold] == [1.0, 1.0]
+    # One whole block of the short prompt and of both timed ones.
+    assert [result["bytes_per_token"] for result in found[1].cold] == [640 / 384] * 2
     assert found[0].warm == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_reads_neither_serves_nor_decodes(processes, tmp_path):
-    _, ours = vllm.measure([NONE, named("a")], SMALL, tmp_path, rounds=1, seed=1)
-    assert ours.cold[0]["serve"]
+def test_a_process_that_reads_does_not_decode(processes, tmp_path):
+    _, ours = vllm.measure(["none", "a"], SMALL, tmp_path, rounds=1, seed=1)
     assert ours.cold[0]["decode"]
-    assert ours.warm[0]["serve"] is ours.warm[0]["decode"] is None
-
-
-def test_what_stores_nothing_has_nothing_to_read(processes, tmp_path, measured):
-    found = vllm.measure([NONE, named("a", stores=False)], SMALL, tmp_path, rounds=1, seed=1)
-    assert processes == [("none", "store"), ("a", "store")]
-    assert found[1].warm == []
-    measured[1].case = named("ours", stores=False)
-    table = [row for row in rows.rows_of(measured) if row["case"] == "ours"]
-    assert [row["phase"] for row in table] == ["cold", "decode", "serve"]
-    assert table[0]["bytes_per_token"] is None
+    assert ours.warm[0]["decode"] is None
 
 
 def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(processes, tmp_path):
-    none, ours = vllm.measure([NONE, named("a")], SMALL, tmp_path, rounds=2, seed=1)
+    none, ours = vllm.measure(["none", "a"], SMALL, tmp_path, rounds=2, seed=1)
     for number in range(2):
         assert none.cold[number]["prompts"] == ours.cold[number]["prompts"]
         assert ours.cold[number]["prompts"] == ours.warm[number]["prompts"]
@@ -201,7 +181,7 @@ def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(processes, 
 @pytest.mark.parametrize("kind", ["store", "read"])
 def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(processes, tmp_path, kind):
     breaks = f"breaks in {kind}"
-    found = vllm.measure([NONE, named(breaks), named("a")], SMALL, tmp_path, rounds=3, seed=1)
+    found = vllm.measure(["none", breaks, "a"], SMALL, tmp_path, rounds=3, seed=1)
     assert [m.failure for m in found] == [None, "no such device", None]
     assert processes.count((breaks, kind)) == 1
     assert processes.count((breaks, "read")) == (kind == "read")
@@ -209,21 +189,20 @@ def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(processes, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_required_case_that_fails_ends_the_run_in_one_line(processes, tmp_path):
-    breaks = named("breaks in store", required=True)
+def test_a_required_case_that_fails_ends_the_run_in_one_line(processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm, "REQUIRED", ("none", "breaks in store"))
     with pytest.raises(ConfigError, match="vLLM with breaks in store failed: no such device"):
-        vllm.measure([NONE, breaks], SMALL, tmp_path, rounds=1, seed=1)
+        vllm.measure(["none", "breaks in store"], SMALL, tmp_path, rounds=1, seed=1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
-    found = cases()
-    assert found[0].connector is None
-    assert {case.name for case in found if case.required} == {"none", "kvferry"}
-    for case in found[1:]:
-        assert case.connector is not None
-        text = json.dumps(case.connector(tmp_path))
-        assert str(tmp_path) in text or not case.stores
+    found = vllm.connectors(tmp_path)
+    assert found.keys() >= {*vllm.REQUIRED, *vllm.NOTES}
+    assert next(iter(found)) == "none"
+    assert found.pop("none") is None
+    for connector in found.values():
+        assert str(tmp_path) in json.dumps(connector)
 
 
 def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
@@ -245,49 +224,18 @@ def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
     connector.take_events()
     assert timer.take() >= 2_000
     assert vars(connector) == {}  # as it is without a timer
-    timer.remove()
-    connector.take_events()
-    assert timer.take() == 0.0
-
-
-def test_a_timer_that_is_removed_leaves_classes_as_they_were():
-    class Base:
-        def take_events(self) -> tuple:
-            return ()
-
-    class Connector(Base):
-        def wait_for_save(self) -> None:
-            pass
-
-    before = dict(vars(Connector))
-    timer = HookTimer([Connector()], clock=time.thread_time_ns)
-    assert vars(Connector) != before
-    timer.remove()
-    timer.remove()
-    assert dict(vars(Connector)) == before
-
-
-def test_a_timer_of_thread_time_does_not_count_sleep():
-    class Connector:
-        def wait_for_save(self) -> None:
-            time.sleep(0.05)
-
-    timer = HookTimer([connector := Connector()], clock=time.thread_time_ns)
-    connector.wait_for_save()
-    assert timer.take() < 25_000
 
 
 def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):
     seen = {}
 
-    def measure(found, sizes, directory, *, rounds, seed):
+    def measure(cases, sizes, directory, *, rounds, seed):
         seen.update(tokens=sizes.prompt_tokens, rounds=rounds)
-        return [Measured(Case(name="none", connector=None), failure="stopped")]
+        return [Measured("none", failure="stopped")]
 
     monkeypatch.setattr(vllm, "measure", measure)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     found = vllm.run(BenchOptions(directory=tmp_path, quick=True))
     assert seen == {"tokens": 300, "rounds": 1}
-    assert [row["case"] for row in found[1:3]] == ["memcpy", "pwritev"]
-    assert all(row["gb_s"] > 0 for row in found[1:])
-    assert list(Path(tmp_path).iterdir()) == []
+    assert [row["note"] for row in found] == ["not measured: stopped"]
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench.vllm import child
+from kvferry.bench import vllm_child as child
 
 WORK = {
     "arguments": {"model": "m"},
@@ -15,25 +15,15 @@ WORK = {
     "stored": None,
     "prompts": [[7, 8], [9]],
     "max_tokens": 2,
-    "serve": {"prompts": [[1]] * 5, "max_tokens": [3, 1, 2, 2, 1], "at_once": 2},
     "decode": None,
 }
-
-
-class FakeHooks:
-    def take(self):
-        return 5.0
-
-    def remove(self):
-        pass
 
 
 class FakeEngine:
     """Gives every request a token per step."""
 
     def __init__(self, arguments, connector, warm_up, stored):
-        self.seen, self.most, self._running = [("engine", arguments["model"])], 0, {}
-        self.hooks = FakeHooks()
+        self.seen, self._running = [("engine", arguments["model"])], {}
 
     def get_ready(self):
         self.seen.append("ready")
@@ -42,7 +32,6 @@ class FakeEngine:
         name = str(len(self.seen))
         self.seen.append(tuple(tokens))
         self._running[name] = ([], max_tokens)
-        self.most = max(self.most, len(self._running))
 
     def has_work(self):
         return bool(self._running)
@@ -86,20 +75,16 @@ def test_prompts_are_timed_twice_before_anything_else_and_the_engine_is_closed(e
     result = child.measure(WORK)
     [engine] = engines
     timed = ["ready", (7, 8), "ready", (9,)]
-    assert engine.seen == [("engine", "m"), *timed, *timed, *5 * [(1,)], "closed"]
-    assert list(result) == ["prompts", "again", "serve"]
+    assert engine.seen == [("engine", "m"), *timed, *timed, "closed"]
+    assert list(result) == ["prompts", "again"]
     for answer in (*result["prompts"], *result["again"]):
         assert answer["tokens"] == [4, 4]
         assert answer["hit_tokens"] == 0
         assert answer["wall_s"] > 0
 
 
-def test_as_many_are_served_at_once_as_asked_for(engines):
-    served = child.measure(WORK)["serve"]
-    assert engines[0].most == 2
-    assert served["tokens"] == 9
-    assert len(served["gaps_s"]) == 9 - 5
-
-
-def test_a_process_that_only_reads_only_times_prompts(engines):
-    assert list(child.measure({**WORK, "serve": None})) == ["prompts", "again"]
+def test_a_process_that_decodes_times_prompts_first(engines, monkeypatch):
+    monkeypatch.setattr(child, "decode", lambda engine, tokens, num_steps: (tokens, num_steps))
+    result = child.measure({**WORK, "decode": {"tokens": [5], "num_steps": 3}})
+    assert list(result) == ["prompts", "again", "decode"]
+    assert result["decode"] == ([5], 3)

@@ -6,13 +6,12 @@ import socket
 import threading
 
 from kvferry.engine import LLM
-from kvferry.engine.rank_messages import Channel
 from kvferry.engine.rank_process import RankProcess, report_failure
-from kvferry.engine.ranks import Ranks
+from kvferry.engine.ranks import Channel, Ranks
 
 
 class RankThread:
-    """A `RankHandle`. It cannot be killed; it ends when its channel or a sum fails."""
+    """In place of a process. It cannot be killed; it ends when its channel or a sum fails."""
 
     def __init__(self, end: socket.socket) -> None:
         self._channel = Channel(end.dup())

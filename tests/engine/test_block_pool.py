@@ -7,14 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.engine.block_pool import BlockPool, HashChain
+from kvferry.engine.block_pool import BlockPool, extend_hashes
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 SIZE = 3
 
 
 def chain(*token_ids: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS):
-    return HashChain(SIZE, extra_keys).extend(token_ids)
+    hashes = []
+    extend_hashes(hashes, token_ids, SIZE, extra_keys)
+    return hashes
 
 
 def cached(pool: BlockPool, hashes) -> list[int]:
@@ -25,10 +27,11 @@ def cached(pool: BlockPool, hashes) -> list[int]:
 
 
 def test_hashes_cover_full_blocks_and_the_whole_prefix():
-    grown = HashChain(SIZE, NO_EXTRA_KEYS)
-    assert grown.extend([1, 2]) == []
-    assert len(grown.extend([1, 2, 3, 4, 5, 6, 7])) == 2
-    assert grown.hashes == chain(1, 2, 3, 4, 5, 6)
+    grown = chain(1, 2, 3)
+    assert len(grown) == 1
+    extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7], SIZE, NO_EXTRA_KEYS)
+    assert grown == chain(1, 2, 3, 4, 5, 6)
+    assert chain(1, 2) == []
     assert chain(9, 2, 3, 4, 5, 6)[1] != chain(1, 2, 3, 4, 5, 6)[1]
     assert chain(1, 2, 3, extra_keys=ExtraKeys(cache_salt="a")) != chain(1, 2, 3)
     # Token ids are of fixed width: no two sequences run together.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
-from rich.console import Console
 
-from kvferry.engine.generation import Detokenizer, GenerationProgress, Sampler, SamplingParams
-from kvferry.engine.request import FinishReason, Outcome, Request
+from kvferry.engine.generation import Detokenizer, Sampler, SamplingParams
 from kvferry.errors import ConfigError
 
 # ---- choosing tokens
@@ -113,30 +109,3 @@ def test_special_tokens_add_nothing_and_lose_nothing():
 
 def test_an_unfinished_character_at_the_end_is_shown_as_such():
     assert pieces(list("a€".encode())[:-1]) == ["a", "", "\ufffd"]
-
-
-# ---- the bar of long generations
-
-
-def test_a_request_that_stops_early_jumps_to_its_end():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80)
-    requests = [Request(f"r{i}", [1, 2, 3], max_total_tokens=10) for i in range(2)]
-    with GenerationProgress(requests, enabled=True, console=console) as bar:
-        requests[0].num_computed_tokens = 5
-        bar.update()
-        bar._progress.refresh()
-        assert "0/2 prompts" in screen.getvalue()
-        assert "25%" in screen.getvalue()
-        for request in requests:
-            request.outcome = Outcome(FinishReason.STOP, None)
-        bar.update()
-    assert "2/2 prompts" in screen.getvalue()
-    assert "100%" in screen.getvalue()
-
-
-def test_disabled_it_draws_nothing():
-    screen = io.StringIO()
-    with GenerationProgress([], enabled=False, console=Console(file=screen)) as bar:
-        bar.update()
-    assert screen.getvalue() == ""

@@ -416,14 +416,6 @@ def test_options_that_cannot_be_used_are_refused(model_dir, tmp_path):
         LLM(path, kv_cache_bytes="1KiB")
 
 
-def test_progress_goes_to_the_standard_error_output(model_dir, capsys):
-    with engine(model_dir()) as llm:
-        llm.generate([prompt(5)], progress=True)
-        assert capsys.readouterr().out == ""
-        llm.generate([prompt(5)])
-        assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("bad", [None, [1.5], ["a"], 7])
 def test_what_is_no_prompt_is_refused_before_anything_runs(model_dir, bad):
     with LLM(model_dir()) as llm:

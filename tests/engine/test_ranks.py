@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from kvferry.engine import SamplingParams
-from kvferry.engine.rank_messages import Channel
 from kvferry.engine.rank_process import report_failure
-from kvferry.engine.ranks import Ranks
+from kvferry.engine.ranks import Channel, Ranks
 from kvferry.errors import ConfigError, RankError, StoreError
 from kvferry.observe import Counters
 from tests.engine.rank_threads import RankThread, ThreadedLLM

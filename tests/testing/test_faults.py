@@ -15,10 +15,8 @@ from kvferry.testing.faults import (
     CorruptingStore,
     FailingStore,
     Gate,
-    SlowStore,
     StallingStore,
     flip_bit,
-    truncate,
     zero,
 )
 from kvferry.testing.stores import make_key, make_value, read_value
@@ -56,17 +54,6 @@ def test_no_arrival_is_no_arrival():
     assert not gate.wait_for_arrival(timeout=0.0)
 
 
-def test_slow_operations_take_their_time_on_the_given_clock():
-    clock = FakeClock()
-    store = SlowStore(filled(), seconds=3.0, sleep=clock.sleep)
-    started = clock()
-    assert read_value(store, make_key()) == b"value"  # open_read, read_into
-    assert store.put(make_key(1), [b"x"]) is PutResult.STORED
-    assert clock() - started == 9.0
-    assert store.contains(make_key(1))
-    assert clock() - started == 9.0
-
-
 def test_failing_reads_raise_store_error():
     with pytest.raises(StoreError, match="open_read"):
         FailingStore(filled(), operations={"open_read"}).open_read(make_key())
@@ -100,25 +87,6 @@ def test_damage_on_read_leaves_the_stored_value_alone():
     assert read_value(store, make_key(1)) == bytes(9)
     assert read_value(inner, make_key(0)) == bytes(9)
     assert store.open_read(make_key(2)) is None
-
-
-def test_damage_on_put_is_stored():
-    inner = MemoryStore()
-    store = CorruptingStore(inner, damage=truncate(-1), when="put", keys=[make_key(0)])
-    store.put(make_key(0), [b"ab", b"c"])
-    store.put(make_key(1), [b"ab", b"c"])
-    assert read_value(inner, make_key(0)) == b"ab"
-    assert read_value(store, make_key(0)) == b"ab"
-    assert read_value(store, make_key(1)) == b"abc"
-
-
-def test_swapped_keys_serve_each_other():
-    first, second = make_key(0), make_key(1)
-    store = CorruptingStore(
-        filled(values=(b"first", b"second")), swap={first: second, second: first}
-    )
-    assert read_value(store, first) == b"second"
-    assert read_value(store, second) == b"first"
 
 
 @given(st.binary(min_size=1, max_size=50), st.integers(0, 1000))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.bench.step import FacadeHost
 from kvferry.connectors.registry import create_roles
 from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsIdle
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
@@ -344,6 +343,85 @@ def test_a_fault_while_asking_is_counted_and_means_awake():
     guard = GuardedWorker(Broken(), observer)
     assert not guard.is_idle
     assert observer["hook_failed_is_idle"] == 1
+
+
+class FacadeHost:
+    """Calls the one-class façade as vLLM 0.32 does, with two hooks per layer."""
+
+    def __init__(self, roles, layers):
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+            cache_config=SimpleNamespace(block_size=16, cache_dtype="auto"),
+        )
+        self._scheduler = RolesAsV1(config, KVConnectorRole.SCHEDULER, scheduler=roles.scheduler)
+        self._worker = RolesAsV1(config, KVConnectorRole.WORKER, worker=roles.worker)
+        self._layers = list(layers.items())
+        self._view = None
+        self._is_new = True
+
+    def admit(self, request):
+        self._view = SimpleNamespace(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.all_token_ids),
+            all_token_ids=request.all_token_ids,
+            num_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=0,
+        )
+        self._scheduler.get_num_new_matched_tokens(self._view, 0)
+        table = SimpleNamespace(get_block_ids=lambda: request.block_ids)
+        self._scheduler.update_state_after_alloc(self._view, table, 0)
+
+    def step(self, request):
+        output = self._output(request)
+        scheduler, worker = self._scheduler, self._worker
+        metadata = scheduler.build_connector_meta(output)
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        for name, tensor in self._layers:
+            worker.wait_for_layer_load(name)
+            worker.save_kv_layer(name, tensor, None)
+        worker.start_load_kv(SimpleNamespace(attn_metadata=None, no_compile_layers={}))
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        worker.get_block_ids_with_load_errors()
+        worker.get_kv_connector_stats()
+        worker.get_kv_connector_kv_cache_events()
+        results.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        scheduler.update_connector_output(results)
+        scheduler.get_kv_connector_stats()
+        scheduler.take_events()
+
+    def _output(self, request):
+        num_scheduled = request.num_scheduled_tokens
+        new = []
+        cached = ([], [], [])
+        if self._is_new:
+            self._is_new = False
+            new = [
+                SimpleNamespace(
+                    req_id="r",
+                    prompt_token_ids=self._view.prompt_token_ids,
+                    block_ids=request.block_ids,
+                    num_computed_tokens=0,
+                )
+            ]
+        else:
+            cached = (["r"], [None], [request.num_computed_tokens])
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached[0],
+                new_block_ids=cached[1],
+                num_computed_tokens=cached[2],
+                resumed_req_ids=frozenset(),
+            ),
+            num_scheduled_tokens={"r": num_scheduled},
+            total_num_scheduled_tokens=num_scheduled,
+            finished_req_ids=frozenset(),
+            preempted_req_ids=frozenset(),
+        )
 
 
 def test_decoding_asks_nothing_of_the_shared_storage_roles(tmp_path):

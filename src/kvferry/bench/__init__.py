@@ -4,8 +4,8 @@ A benchmark is a module of this package with
 
     def run(options: BenchOptions) -> Sequence[Row]: ...
 
-that measures what it is named after next to a limit of the machine, in one run, and returns rows
-with the same keys. `report` makes the table.
+that measures what it is named after next to a limit of the machine, in one run. A key that a row
+lacks is an empty cell of the table, which `report` makes.
 """
 
 from __future__ import annotations

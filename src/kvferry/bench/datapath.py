@@ -26,11 +26,10 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -140,15 +139,6 @@ class PagedPrompt:
         )
 
 
-class Loaded(NamedTuple):
-    """What a load took."""
-
-    in_hand: Seconds
-    """Until the hit was promised."""
-    all: Seconds
-    """Until its KV was in the blocks."""
-
-
 @contextmanager
 def prompt_host(
     kv: PagedPrompt, store: Path, *, io_threads: int, memory_prompts: int
@@ -180,7 +170,7 @@ class PromptHost:
 
     def __init__(self, roles: Roles, kv: PagedPrompt) -> None:
         self._kv = kv
-        self._host = RolesHost(roles, kv.layers, BLOCK_SIZE)
+        self._host = RolesHost(roles, BLOCK_SIZE)
         self._scheduler = self._host.scheduler
         self._ids = itertools.count()
 
@@ -194,8 +184,11 @@ class PromptHost:
             self._pause()
         self._finish(request)
 
-    def load(self, number: int) -> Loaded:
+    def load(self, number: int) -> tuple[Seconds, Seconds]:
         """Run a prompt whose chunks are all stored.
+
+        Returns:
+            What it took until the hit was promised, and until its KV was in the blocks.
 
         Raises:
             StoreError: its KV is not in the blocks.
@@ -206,14 +199,14 @@ class PromptHost:
         hit = self._look_up(request)
         in_hand = since(started)
         output = self._forward(request, hit)
-        loaded = Loaded(in_hand, since(started))
+        in_blocks = since(started)
         self._finish(request)
         if hit != self._kv.num_tokens or output.invalid_block_ids or not self._kv.is_restored():
             raise StoreError(
                 f"{hit} of {self._kv.num_tokens} tokens hit, "
                 f"{len(output.invalid_block_ids)} blocks were not loaded"
             )
-        return loaded
+        return in_hand, in_blocks
 
     def _request(self, number: int) -> HostRequest:
         # One token more than is stored: the last one is always computed.
@@ -283,12 +276,13 @@ class DataPath:
     def __init__(self, kv: PagedPrompt, directory: Path, threads: int, size: Size) -> None:
         self.kv = kv
         self.directory = directory
+        self.store = directory / "store"
         self.threads = threads
         self.size = size
 
     def files(self) -> list[Path]:
         """All records."""
-        return sorted((self.directory / "store" / "records").rglob("*.safetensors"))
+        return sorted((self.store / "records").rglob("*.safetensors"))
 
     def save(self, name: str) -> Row:
         """Blocks → hash → files, beside plain pwritev of as many bytes into new files. Leaves the
@@ -301,7 +295,9 @@ class DataPath:
             for threads in (1, self.threads)
         )
         # It saves on half of its threads.
-        with self._host(2 * self.threads, SAVE_MEMORY_PROMPTS) as host:
+        with prompt_host(
+            self.kv, self.store, io_threads=2 * self.threads, memory_prompts=SAVE_MEMORY_PROMPTS
+        ) as host:
 
             def save(number: int) -> None:
                 case.ours.append(timed(partial(host.save, number)))
@@ -336,16 +332,18 @@ class DataPath:
         target = np.ones(self.kv.num_bytes, np.uint8)
         one, several = DirectRead(some, 1), DirectRead(some, self.threads)
         warm, cold = Timings(), Timings()
-        with self._host(self.threads, LOAD_MEMORY_PROMPTS) as host:
+        with prompt_host(
+            self.kv, self.store, io_threads=self.threads, memory_prompts=LOAD_MEMORY_PROMPTS
+        ) as host:
             # All of its memory is touched, and so are the files.
             for number in range(self.size.num_prompts):
                 host.load(number)
             prompts = itertools.cycle(range(self.size.num_prompts))
 
             def load(case: Timings) -> None:
-                loaded = host.load(next(prompts))
-                case.ours.append(loaded.all)
-                case.in_hand.append(loaded.in_hand)
+                in_hand, in_blocks = host.load(next(prompts))
+                case.in_hand.append(in_hand)
+                case.ours.append(in_blocks)
 
             cold_cases: list[Callable[[], None]] = [
                 lambda: cold.plain.append(timed(one.read)),
@@ -366,7 +364,3 @@ class DataPath:
             warm.row("load_warm", "memcpy", self.kv.num_bytes),
             cold.row("load_cold", direct, self.kv.num_bytes),
         ]
-
-    def _host(self, io_threads: int, memory_prompts: int) -> AbstractContextManager[PromptHost]:
-        store = self.directory / "store"
-        return prompt_host(self.kv, store, io_threads=io_threads, memory_prompts=memory_prompts)

@@ -144,14 +144,12 @@ def opened_roles(
 
 
 class RolesHost:
-    """Calls both roles, guarded, in the order of the embedded engine, with a hook before and after
-    each layer where they ask for it."""
+    """Calls both roles, guarded, in the order of the embedded engine."""
 
-    def __init__(self, roles: Roles, layers: Mapping[str, torch.Tensor], block_size: int) -> None:
+    def __init__(self, roles: Roles, block_size: int) -> None:
         observer = Observer()
         self.scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
         self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, observer))
-        self._layers = list(layers.items())
         self._none: set[str] = set()
 
     def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
@@ -161,10 +159,7 @@ class RolesHost:
         plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
         if scheduled:
             with self._lifecycle.step(plan, finished) as step:
-                if (hooks := self._lifecycle.layerwise) is not None:
-                    for name, tensor in self._layers:
-                        hooks.wait_for_layer_load(name)
-                        hooks.save_layer(name, tensor, None)
+                pass  # the model is left out
             output = step.output
         else:
             output = self._lifecycle.no_forward(plan, finished)

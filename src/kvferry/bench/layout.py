@@ -23,6 +23,8 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import truediv
 
 import numpy as np
 import torch
@@ -75,7 +77,7 @@ def run(options: BenchOptions) -> Sequence[Row]:
     rounds = 2 if options.quick else 15
     rows = [measure(case, num_tokens, rounds, options.seed) for case in CASES]
     for layout in ("HND", "2BNHD") if torch.cuda.is_available() else ():
-        rows += DeviceCopies(layout, num_tokens, options.seed).measure(rounds)
+        rows += device_rows(layout, num_tokens, rounds, options.seed)
     return rows
 
 
@@ -187,90 +189,68 @@ class Reader:
         ]
 
 
-class DeviceCopies:
-    """One rank's KV on the device, and rows of all its tokens in pinned memory.
+def device_rows(
+    layout: str, num_tokens: int, rounds: int, seed: int, *, device: str = "cuda"
+) -> list[Row]:
+    """Copies between one rank's blocks on the device and rows of all its tokens in pinned memory,
+    each in turns with the plain copy of as many bytes. With "cpu" it shows that it runs, without a
+    GPU."""
+    group = group_of(16)
+    num_blocks = num_tokens // group.block_size
+    tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
+    fill_with_noise(tensors, seed)
+    shard = tensor_parallel_shard((group,), 0, 1).groups[0]
+    paged = PagedKV(tensors, group, shard, layout, copies=TorchCopies if device == "cpu" else None)
+    blocks = list(range(1, num_blocks + 1))
+    random.Random(seed).shuffle(blocks)
+    runs = paged.runs(blocks, 0, num_tokens)
+    shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
+    host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
+    other = torch.zeros(shape, dtype=torch.int16, device=device)
+    paged.gather(host, 0, 0, runs, 0)
+    digests = paged.digests(host, LEAF_BYTES)
 
-    With "cpu" it shows that it runs, without a GPU.
-    """
-
-    def __init__(self, layout: str, num_tokens: int, seed: int, *, device: str = "cuda") -> None:
-        group = group_of(16)
-        self._device = device
-        self._layout = layout
-        num_blocks = num_tokens // group.block_size
-        tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
-        fill_with_noise(tensors, seed)
-        shard = tensor_parallel_shard((group,), 0, 1).groups[0]
-        copies = TorchCopies if device == "cpu" else None
-        self._paged = PagedKV(tensors, group, shard, layout, copies=copies)
-        blocks = list(range(1, num_blocks + 1))
-        random.Random(seed).shuffle(blocks)
-        self._runs = self._paged.runs(blocks, 0, num_tokens)
-        shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
-        self._host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
-        self._other = torch.empty(shape, dtype=torch.int16, device=device)
-        self._paged.gather(self._host, 0, 0, self._runs, 0)
-        self._digests = self._paged.digests(self._host, LEAF_BYTES)
-
-    def gather(self) -> None:
-        self._paged.gather(self._host, 0, 0, self._runs, 0)
-
-    def gather_and_hash(self) -> None:
-        found = self._paged.gather_with_digests(
-            self._host, 0, 0, self._runs, 0, leaf_bytes=LEAF_BYTES
-        )
-        if found != self._digests:
+    def gather_and_hash() -> None:
+        if paged.gather_with_digests(host, 0, 0, runs, 0, leaf_bytes=LEAF_BYTES) != digests:
             raise LayoutError("what was gathered has other checksums than before")
 
-    def scatter(self) -> None:
-        self._paged.scatter(self._host, 0, 0, self._runs, 0)
-
-    def verify_and_scatter(self) -> None:
-        rows = self._host.to(self._device)
-        if self._paged.digests(rows, LEAF_BYTES) != self._digests:
+    def verify_and_scatter() -> None:
+        rows = host.to(device)
+        if paged.digests(rows, LEAF_BYTES) != digests:
             raise LayoutError("what was copied has other checksums than before")
-        self._paged.scatter(rows, 0, 0, self._runs, 0)
+        paged.scatter(rows, 0, 0, runs, 0)
 
-    def to_host(self) -> None:
-        self._host.copy_(self._other)
+    to_device = partial(other.copy_, host)
+    to_device()  # `to_host` brings back what is there
+    to_host = partial(host.copy_, other)
+    cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+        ("gather to host", partial(paged.gather, host, 0, 0, runs, 0), to_host),
+        ("gather, hash, to host", gather_and_hash, to_host),
+        ("from host, scatter", partial(paged.scatter, host, 0, 0, runs, 0), to_device),
+        ("from host, verify, scatter", verify_and_scatter, to_device),
+    ]
+    rows: list[Row] = []
+    for name, work, plain in cases:
+        pairs = [(_seconds(work, device), _seconds(plain, device)) for _ in range(rounds + 1)]
+        ours, straight = zip(*pairs[1:], strict=True)  # the first pair compiles kernels
+        rows.append(
+            {
+                "case": f"{device}: {name}",
+                "read_by": f"TP 1, 16, {layout}",
+                "gb_per_s": host.nbytes / 1e9 / statistics.median(ours),
+                "straight_gb_per_s": host.nbytes / 1e9 / statistics.median(straight),
+                "ratio": statistics.median(map(truediv, ours, straight)),
+            }
+        )
+    return rows
 
-    def to_device(self) -> None:
-        self._other.copy_(self._host)
 
-    def measure(self, rounds: int) -> list[Row]:
-        """Rows of all four cases."""
-        self.to_device()  # `to_host` brings back what is there
-        cases: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-            ("gather to host", self.gather, self.to_host),
-            ("gather, hash, to host", self.gather_and_hash, self.to_host),
-            ("from host, scatter", self.scatter, self.to_device),
-            ("from host, verify, scatter", self.verify_and_scatter, self.to_device),
-        ]
-        rows = []
-        for name, work, plain in cases:
-            pairs = [(self._seconds(work), self._seconds(plain)) for _ in range(rounds + 1)]
-            rows.append(self._row(name, pairs[1:]))  # the first pair compiles kernels
-        return rows
+def _seconds(work: Callable[[], object], device: str) -> float:
+    """Until what `work` started on the device has ended."""
 
-    def _seconds(self, work: Callable[[], None]) -> float:
-        def complete() -> None:
-            work()
-            if self._device == "cuda":
-                torch.cuda.synchronize()
+    def complete() -> None:
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
-        return timed(complete).wall
-
-    def _row(self, name: str, seconds: list[tuple[float, float]]) -> Row:
-        gigabytes = self._host.nbytes / 1e9
-        ours, plain = zip(*seconds, strict=True)
-        return {
-            "case": f"{self._device}: {name}",
-            "stored_by": None,
-            "read_by": f"TP 1, 16, {self._layout}",
-            "gb_per_s": gigabytes / statistics.median(ours),
-            "straight_gb_per_s": gigabytes / statistics.median(plain),
-            "ratio": statistics.median(one / other for one, other in seconds),
-            "copy_gb_per_s": None,
-            "copy_ratio": None,
-            "memcpy_gb_per_s": None,
-        }
+    return timed(complete).wall

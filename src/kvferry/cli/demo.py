@@ -58,7 +58,9 @@ def demo(
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
     # Not at the top: the demo brings in half a gigabyte of an optional extra.
-    _require_extra()
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
     from kvferry.demo.model import prepare_model
     from kvferry.demo.run import DemoOptions
 
@@ -76,30 +78,23 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    if not _show(model_dir, _run(options, console), directory / "demo.png", json):
-        raise typer.Exit(1)
+    _show(_run(options, console), directory / "demo.png", json)
 
 
-def _show(model_dir: Path, result: DemoResult, plot: Path, json: str | None) -> bool:
-    """Plot and print the result; whether all of it was right."""
+def _show(result: DemoResult, plot: Path, json: str | None) -> None:
+    """Plot and print the result; exit code 1 if anything was not right."""
     from kvferry.demo import report
 
-    summary = report.summarise(model_dir.resolve().name, result)
-    report.save_plot(plot, summary, result)
+    report.save_plot(plot, result)
     emit(
-        report.as_json(summary, result),
+        report.as_json(result),
         json,
-        report.table(summary, result),
-        Text.from_markup(report.verdict(summary)),
+        report.table(result),
+        Text.from_markup(report.verdict(result)),
         f"Plot: {plot}   Store: kvferry ls {result.store}",
     )
-    return summary.is_right
-
-
-def _require_extra() -> None:
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
+    if result.faults():
+        raise typer.Exit(1)
 
 
 def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -16,8 +16,6 @@ from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvferry.engine import TokenEvent
     from kvferry.keys import JsonValue
 
@@ -65,8 +63,8 @@ def generate(
     if find_spec("transformers") is None:
         raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
     # Not at the top: torch and transformers take seconds to load, and most commands need neither.
-    from kvferry.demo.document import encode_message
     from kvferry.engine import LLM, SamplingParams
+    from kvferry.engine.model import encode_message
 
     counters = Counters()
     options = {"chunk_tokens": chunk_tokens} if store is not None else None
@@ -75,7 +73,7 @@ def generate(
     ) as llm:
         prompt_token_ids = llm.encode(text)
         if not raw:
-            prompt_token_ids = encode_message(cast("PreTrainedTokenizerBase", llm.tokenizer), text)
+            prompt_token_ids = encode_message(llm.tokenizer, text)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
@@ -83,14 +81,14 @@ def generate(
     _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
 
 
-class _Answer(NamedTuple):
+class _Generated(NamedTuple):
     text: str
     num_tokens: int
     ttft_seconds: float
     seconds: float
 
 
-def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
@@ -102,10 +100,10 @@ def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
         if echo:
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return _Answer("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
+    return _Generated("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
 
 
-def _report(prompt_tokens: int, hit_tokens: float, answer: _Answer, json: str | None) -> None:
+def _report(prompt_tokens: int, hit_tokens: float, answer: _Generated, json: str | None) -> None:
     value: dict[str, JsonValue] = {
         "prompt_tokens": prompt_tokens,
         "hit_tokens": hit_tokens,

@@ -18,8 +18,7 @@ import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
 from kvferry.cli.generate import generate
-from kvferry.cli.records import ls, show
-from kvferry.cli.stat import stat
+from kvferry.cli.records import ls, show, stat
 from kvferry.cli.upkeep import gc, verify
 from kvferry.config import printable
 from kvferry.errors import KVError

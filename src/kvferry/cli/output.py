@@ -7,13 +7,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -52,10 +52,16 @@ JsonOption = Annotated[
     ),
 ]
 
+JsonRow = dict[str, "JsonValue"]
+"""Facts by name."""
+
 _PIPE_WIDTH = 80
 """Columns of a table when stdout is no terminal."""
 
 _KEY_DIGITS = 16
+"""Of a key or namespace in a table; `kvferry show` takes them for the whole."""
+
+_DIGEST_DIGITS = 64
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
@@ -65,8 +71,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
 
     Args:
         value: the result, for programs.
-        json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced
-            as a whole.
+        json_target: None for no JSON, "-" for JSON alone on stdout, else a file.
         *renderables: the result, for people; text is shown as it is, a line of it on one line.
 
     Raises:
@@ -102,30 +107,15 @@ def read_text(what: str, path: Path) -> str:
 
 
 def write_json(path: Path, value: JsonValue) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old file or the new one. A device or
-    pipe is written into.
+    """Write `value` to `path` as JSON.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps(value, indent=2) + "\n"
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            _replace(path, text)
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".kvferry-{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def plain(text: str) -> Text:
@@ -134,14 +124,16 @@ def plain(text: str) -> Text:
 
 
 def make_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str | None = None,
-    right: Sequence[str] = (),
+    columns: Mapping[str, str], rows: Iterable[Mapping[str, JsonValue]], *, title: str | None = None
 ) -> Table:
-    """A table of texts as they are. The columns named in `right` hold numbers; a long text in
-    another column goes on in a second line, so that nothing is cut off."""
+    """A table of facts, one row each. Numbers stand to the right; a long text goes on in a second
+    line, so that nothing is cut off.
+
+    Args:
+        columns: heading to the name of the fact.
+        rows: facts by name; one that is absent, or None, leaves its cell empty.
+        title: above the table.
+    """
     table = Table(
         title=None if title is None else plain(title),
         title_justify="left",
@@ -150,51 +142,52 @@ def make_table(
         padding=(0, 2, 0, 0),
         pad_edge=False,
     )
-    for column in columns:
-        if column in right:
-            table.add_column(column, justify="right", no_wrap=True)
+    rows = list(rows)
+    for heading, name in columns.items():
+        if any(isinstance(row.get(name), int | float) for row in rows):
+            table.add_column(heading, justify="right", no_wrap=True)
         else:
-            table.add_column(column, overflow="fold")
+            table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(plain, row))
+        table.add_row(*(plain(_readable(name, row.get(name))) for name in columns.values()))
     return table
 
 
-def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
-    """One line per fact; what a value means follows from its type and the end of its name."""
-    rows = [(name.replace("_", " "), _readable(name, value)) for name, value in facts.items()]
-    return make_table(("what", "value"), rows)
-
-
 def _readable(name: str, value: JsonValue) -> str:
+    """What a value means follows from its type and the end of its name."""
     if value is None:
-        return "no limit"
+        return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{format_size(value)} ({value} bytes)"
-    if name == "last_used" and isinstance(value, float):
+    if name.endswith("bytes") and isinstance(value, int):
+        return format_size(value)
+    if name in ("last_used", "last_at", "at") and isinstance(value, float):
         return f"{format_age(value)} ago"
+    if name in ("key", "namespace") and len(str(value)) == _DIGEST_DIGITS:
+        return str(value)[:_KEY_DIGITS]
     return str(value)
+
+
+def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
+    """One line per fact, with digests and sizes in full."""
+    rows: list[JsonRow] = []
+    for name, value in facts.items():
+        text = _readable(name, value)
+        if value is None:
+            text = "no limit"
+        elif name.endswith("_bytes"):
+            text = f"{text} ({value} bytes)"
+        elif isinstance(value, str):
+            text = value
+        rows.append({"what": name.replace("_", " "), "value": text})
+    return make_table({"what": "what", "value": "value"}, rows)
 
 
 def progress() -> Progress:
     """A progress bar on stderr; shows nothing where stderr is no terminal."""
     console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-
-
-def short_key(key: bytes) -> str:
-    """The first digits of a key or namespace, which `kvferry show` takes for the whole."""
-    return key.hex()[:_KEY_DIGITS]
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def format_age(since: float, now: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""`kvferry ls` and `show`: the records of a store, one line each or one in full."""
+"""`kvferry ls`, `show`, `stat`: records of a store one line each, one in full, or counted."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.output import (
-    JsonOption,
-    emit,
-    format_age,
-    make_fact_table,
-    make_table,
-    short_key,
-)
+from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_fact_table, make_table
 from kvferry.cli.stores import UrlArgument, check, find, inspect, look, model_names
-from kvferry.config import format_size
+from kvferry.config import parse_store_url
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
-from kvferry.store.base import Entry, Removal
+from kvferry.store.base import Entry, Removal, StoreStat
 from kvferry.types import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
     from kvferry.store.file import FileStore
 
+_SHOWN_NAMESPACES = 20
 _MAX_REMOVALS = 1 << 30
 
 
@@ -42,7 +35,9 @@ class Order(StrEnum):
     """By namespace, then by position in the prompt. Reads the header of every record."""
 
 
-class _Row(NamedTuple):
+class _Shown(NamedTuple):
+    """A record, and its header or why that cannot be read."""
+
     entry: Entry
     record: RecordInfo | MissReason
 
@@ -52,12 +47,6 @@ class _Row(NamedTuple):
         if isinstance(self.record, MissReason):
             return self.entry.namespace
         return self.record.schema.namespace
-
-
-class _Listing(NamedTuple):
-    rows: list[_Row]
-    num_records: int
-    models: dict[bytes, str]
 
 
 def ls(
@@ -81,83 +70,76 @@ def ls(
     if removed:
         _show_removals(look(url, lambda store: store.removals(limit or _MAX_REMOVALS)), json)
     else:
-        _show_records(look(url, lambda store: _list(store, sort, limit)), json)
+        _show_records(*look(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: FileStore, sort: Order, limit: int) -> _Listing:
-    """The records to show; of all others at most one at a time is in memory."""
+def _list(store: FileStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
+    """The records to show, the names of their models, and how many records there are. Of the
+    records not shown at most one at a time is in memory."""
     num_records = store.stat().num_records
     if sort is Order.TOKEN:
-        every = (_Row(entry, inspect(store, entry)) for entry in store.scan())
-        rows = heapq.nsmallest(limit or max(1, num_records), every, key=_place)
+        every = (_Shown(entry, inspect(store, entry)) for entry in store.scan())
+        shown = heapq.nsmallest(limit or max(1, num_records), every, key=_place)
     else:
         order = "last_used" if sort is Order.AGE else "num_bytes"
         chosen: Iterable[Entry] = store.scan(order, limit or -1)  # type: ignore[arg-type]
-        rows = [_Row(entry, inspect(store, entry)) for entry in chosen]
-    models = model_names(store, (row.namespace for row in rows))
-    return _Listing(rows, num_records, models)
+        shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
+    return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
-def _place(row: _Row) -> tuple[bytes, int]:
+def _place(found: _Shown) -> tuple[bytes, int]:
     """Unreadable records come first: they are what one looks for."""
-    if isinstance(row.record, MissReason):
+    if isinstance(found.record, MissReason):
         return b"", 0
-    return row.namespace, row.record.first_token
+    return found.namespace, found.record.first_token
 
 
-def _show_records(listing: _Listing, json: str | None) -> None:
-    columns = ("key", "namespace", "position", "tokens", "size", "used")
-    tables = [make_table(columns, map(_cells, listing.rows), right=columns[2:])]
-    if listing.models:
+def _show_records(
+    shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
+) -> None:
+    value: list[JsonRow] = []
+    for entry, record in shown:
+        row: JsonRow = {**_entry_facts(entry), "model": None}
+        if isinstance(record, MissReason):
+            row["model"] = models.get(entry.namespace)
+            value.append({**row, "error": str(record)})
+        else:
+            schema = record.schema
+            row["model"] = models.get(schema.namespace)
+            row |= {"namespace": schema.namespace.hex(), "first_token": record.first_token}
+            value.append({**row, "num_tokens": schema.chunk_tokens})
+    columns = {
+        "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
+        "size": "num_bytes", "used": "last_used",
+    }  # fmt: skip
+    rows = [
+        {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
+        for row in value
+    ]
+    tables = [make_table(columns, rows)]
+    if models:
         # Beside each record, a long name would leave no room for the rest.
-        names = ((short_key(namespace), model) for namespace, model in listing.models.items())
-        tables.append(make_table(("namespace", "model"), names))
-    value = [_as_json(row, listing.models.get(row.namespace)) for row in listing.rows]
-    emit(value, json, *tables, f"{len(listing.rows)} of {listing.num_records} records")
+        names = [{"namespace": each.hex(), "model": name} for each, name in models.items()]
+        tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
+    emit(value, json, *tables, f"{len(shown)} of {num_records} records")
 
 
-def _as_json(row: _Row, model: str | None) -> dict[str, JsonValue]:
-    entry, record = row
-    value: dict[str, JsonValue] = {
+def _entry_facts(entry: Entry) -> JsonRow:
+    return {
         "key": entry.key.hex(),
         "num_bytes": entry.num_bytes,
         "last_used": entry.last_used,
-        "model": model,
     }
-    if isinstance(record, MissReason):
-        return {**value, "error": str(record)}
-    return {
-        **value,
-        "namespace": record.schema.namespace.hex(),
-        "first_token": record.first_token,
-        "num_tokens": record.schema.chunk_tokens,
-    }
-
-
-def _cells(row: _Row) -> tuple[str, ...]:
-    entry, record = row
-    size, age = format_size(entry.num_bytes), format_age(entry.last_used)
-    key = short_key(entry.key)
-    if isinstance(record, MissReason):
-        return key, f"unreadable: {record}", "", "", size, age
-    namespace = short_key(record.schema.namespace)
-    return key, namespace, str(record.first_token), str(record.schema.chunk_tokens), size, age
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
-    rows = [
-        (
-            short_key(each.key),
-            format_size(each.num_bytes),
-            f"{format_age(each.at)} ago",
-            f"{each.reason}: {each.detail}" if each.detail else each.reason,
-            each.by,
-        )
-        for each in removals
+    value: list[JsonRow] = [{**each._asdict(), "key": each.key.hex()} for each in removals]
+    rows: list[JsonRow] = [
+        {**row, "why": f"{row['reason']}: {row['detail']}" if row["detail"] else row["reason"]}
+        for row in value
     ]
-    table = make_table(("key", "size", "when", "why", "by"), rows, right=("size", "when"))
-    value: JsonValue = [{**each._asdict(), "key": each.key.hex()} for each in removals]
-    emit(value, json, table, f"{len(removals)} records went last")
+    columns = {"key": "key", "size": "num_bytes", "when": "at", "why": "why", "by": "by"}
+    emit(value, json, make_table(columns, rows), f"{len(removals)} records went last")
 
 
 def show(
@@ -173,36 +155,28 @@ def show(
 
     Example: kvferry show file:///var/cache/kvferry 3f9a
     """
-    entry, record, fault = look(url, lambda store: _look_at(store, key_prefix))
-    facts: dict[str, JsonValue] = {
-        "key": entry.key.hex(),
-        "num_bytes": entry.num_bytes,
-        "last_used": entry.last_used,
-        "verdict": "right" if fault is None else str(fault),
-    }
-    components: list[dict[str, JsonValue]] = []
+
+    def look_at(store: FileStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+        entry = find(store, key_prefix)
+        return entry, inspect(store, entry), check(store, entry)
+
+    entry, record, fault = look(url, look_at)
+    facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}
+    components: list[JsonRow] = []
     if isinstance(record, RecordInfo):
         facts |= _header(record)
         components = _components(record)
     tables = [make_fact_table(facts)]
     if components:
-        columns = tuple(components[0])
-        rows = [[str(cell) for cell in component.values()] for component in components]
+        columns = {name: name for name in components[0]}
         title = "components: [layers, kv heads, tokens, content]"
-        tables.append(make_table(columns, rows, title=title, right=columns[3:]))
+        tables.append(make_table(columns, components, title=title))
     emit({**facts, "components": list(components)}, json, *tables)
     if fault is not None:
         raise typer.Exit(1)
 
 
-def _look_at(
-    store: FileStore, key_prefix: str
-) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
-    entry = find(store, key_prefix)
-    return entry, inspect(store, entry), check(store, entry)
-
-
-def _header(record: RecordInfo) -> dict[str, JsonValue]:
+def _header(record: RecordInfo) -> JsonRow:
     schema = record.schema
     return {
         "format_version": FORMAT_VERSION,
@@ -216,7 +190,7 @@ def _header(record: RecordInfo) -> dict[str, JsonValue]:
     }
 
 
-def _components(record: RecordInfo) -> list[dict[str, JsonValue]]:
+def _components(record: RecordInfo) -> list[JsonRow]:
     schema = record.schema
     return [
         {
@@ -229,3 +203,81 @@ def _components(record: RecordInfo) -> list[dict[str, JsonValue]]:
         }
         for component, offset in zip(schema.components, schema.component_offsets, strict=True)
     ]
+
+
+def stat(url: UrlArgument, json: JsonOption = None) -> None:
+    """Show what a store holds by model, its quota, what went lately and why.
+
+    `used_bytes` counts what all processes that share the store have stored or reserved, and what is
+    in quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes`
+    is the host memory for KV, per engine, unless the option of that name says otherwise.
+
+    Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
+    """
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.connectors.registry import default_options
+    from kvferry.store.file.directory import Directory
+
+    counts, namespaces, removals = look(url, _counts)
+    removed = _by_reason(removals)
+    since = removals[-1].at if removals else None
+    quarantine = Directory(parse_store_url(url).path).list_quarantine().values()
+    facts: JsonRow = {
+        "url": url,
+        "num_records": counts.num_records,
+        "used_bytes": counts.used_bytes,
+        "max_bytes": counts.max_bytes,
+        "index_complete": counts.index_complete,
+        "quarantined": len(quarantine),
+        "quarantined_bytes": sum(file.num_bytes for file in quarantine),
+        "memory_bytes": default_options("shared_storage")["memory_bytes"],
+    }
+    tables = [make_fact_table(facts)]
+    if namespaces:
+        left = len(namespaces) - _SHOWN_NAMESPACES
+        title = "records by namespace" + (f", {left} smaller ones not shown" if left > 0 else "")
+        rows = [
+            {**row, "namespace": row["namespace"] or "not known yet"}
+            for row in namespaces[:_SHOWN_NAMESPACES]
+        ]
+        columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
+        tables.append(make_table({**columns, "model": "model"}, rows, title=title))
+    if since is not None:
+        columns = {"why": "reason", "records": "num_records", "size": "num_bytes"}
+        title = f"went in the last {format_age(since)}"
+        tables.append(make_table({**columns, "last": "last_at"}, removed, title=title))
+    lists = {"namespaces": list(namespaces), "removed": list(removed), "removed_since": since}
+    emit({**facts, **lists}, json, *tables)
+
+
+def _counts(store: FileStore) -> tuple[StoreStat, list[JsonRow], list[Removal]]:
+    """Counts, namespaces (the largest first) and removals (the latest first)."""
+    counts = store.namespaces()
+    models = model_names(store, counts)
+    largest_first = sorted(counts.items(), key=lambda item: -item[1][1])
+    namespaces: list[JsonRow] = [
+        {
+            "namespace": digest.hex() or None,
+            "model": models.get(digest),
+            "num_records": num_records,
+            "num_bytes": num_bytes,
+        }
+        for digest, (num_records, num_bytes) in largest_first
+    ]
+    return store.stat(), namespaces, store.removals(_MAX_REMOVALS)
+
+
+def _by_reason(removals: list[Removal]) -> list[JsonRow]:
+    """The latest first."""
+    found: list[JsonRow] = []
+    for reason in dict.fromkeys(each.reason for each in removals):
+        went = [each for each in removals if each.reason == reason]
+        found.append(
+            {
+                "reason": reason,
+                "num_records": len(went),
+                "num_bytes": sum(each.num_bytes for each in went),
+                "last_at": went[0].at,
+            }
+        )
+    return found

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 
 from kvferry.cli import output
-from kvferry.cli.output import JsonOption, emit, make_table, short_key
+from kvferry.cli.output import JsonOption, JsonRow, emit, make_table
 from kvferry.cli.stores import UrlArgument, look, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry
 
 if TYPE_CHECKING:
-    from kvferry.store.checking import VerifyReport
     from kvferry.store.file import FileStore
+    from kvferry.store.file.store import GcReport
 
 
 def verify(
@@ -39,37 +39,26 @@ def verify(
     with open_existing(url, writable=not dry_run) as store, output.progress() as bar:
         task = bar.add_task("verifying", total=store.stat().num_records)
         report = store.verify(lambda num_records, _: bar.update(task, completed=num_records))
-    emit(
-        {
-            "dry_run": dry_run,
-            "records": report.num_records,
-            "num_bytes": report.num_bytes,
-            "unreadable": report.num_unreadable,
-            "bad": [{"key": key.hex(), "reason": str(reason)} for key, reason in report.bad],
-            "reasons": dict(Counter(str(reason) for _, reason in report.bad)),
-        },
-        json,
-        *_verdict(report, action="left" if dry_run else "quarantined"),
-    )
+    bad: list[JsonRow] = [{"key": key.hex(), "reason": str(why)} for key, why in report.bad]
+    value: JsonRow = {
+        "dry_run": dry_run,
+        "records": report.num_records,
+        "num_bytes": report.num_bytes,
+        "unreadable": report.num_unreadable,
+        "bad": list(bad),
+        "reasons": dict(Counter(str(why) for _, why in report.bad)),
+    }
+    shown: list[RenderableType] = [
+        f"{report.num_records} records, {format_size(report.num_bytes)} checked: "
+        f"{len(bad)} bad, {report.num_unreadable} unreadable"
+    ]
+    if bad:
+        action = "left" if dry_run else "quarantined"
+        columns = {"key": "key", "reason": "reason", "action": "action"}
+        shown.insert(0, make_table(columns, [{**row, "action": action} for row in bad]))
+    emit(value, json, *shown)
     if report.bad or report.num_unreadable:
         raise typer.Exit(1)
-
-
-def _verdict(report: VerifyReport, *, action: str) -> list[RenderableType]:
-    count = (
-        f"{report.num_records} records, {format_size(report.num_bytes)} checked: "
-        f"{len(report.bad)} bad, {report.num_unreadable} unreadable"
-    )
-    if not report.bad:
-        return [count]
-    rows = [(short_key(key), reason, action) for key, reason in report.bad]
-    return [make_table(("key", "reason", "action"), rows), count]
-
-
-class _Outcome(NamedTuple):
-    removed_records: int
-    removed_bytes: int
-    used_bytes: int
 
 
 def gc(
@@ -102,24 +91,26 @@ def gc(
     age = None if older_than is None else output.parse_duration(older_than)
     if dry_run:
         since = None if age is None else time.time() - age
-        done = look(url, lambda store: _estimate(store, keep_bytes, since))
+        report = look(url, lambda store: _estimate(store, keep_bytes, since))
     else:
         with open_existing(url, writable=True) as store:
             report = store.gc(keep_bytes, age)
-        done = _Outcome(report.removed_records, report.removed_bytes, report.used_bytes)
     verb = "would delete" if dry_run else "deleted"
-    rows = [
-        (verb, str(done.removed_records), format_size(done.removed_bytes)),
-        ("in use after it", "", format_size(done.used_bytes)),
+    rows: list[JsonRow] = [
+        {"what": verb, "records": report.removed_records, "num_bytes": report.removed_bytes},
+        {"what": "in use after it", "num_bytes": report.used_bytes},
     ]
-    columns = ("", "records", "size")
-    emit({"dry_run": dry_run, **done._asdict()}, json, make_table(columns, rows, right=columns[1:]))
+    table = make_table({"": "what", "records": "records", "size": "num_bytes"}, rows)
+    emit({"dry_run": dry_run, **report._asdict()}, json, table)
 
 
-def _estimate(store: FileStore, max_bytes: int | None, not_used_since: float | None) -> _Outcome:
+def _estimate(store: FileStore, max_bytes: int | None, not_used_since: float | None) -> GcReport:
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.store.file.store import GcReport
+
     victims = choose_victims(store.scan(), max_bytes=max_bytes, not_used_since=not_used_since)
     removed_bytes = sum(entry.num_bytes for entry in victims)
-    return _Outcome(len(victims), removed_bytes, store.stat().used_bytes - removed_bytes)
+    return GcReport(len(victims), removed_bytes, store.stat().used_bytes - removed_bytes)
 
 
 def choose_victims(

@@ -1,4 +1,1 @@
-"""The demonstration: one long document, several questions, three processes.
-
-`run` is the whole of it; `phase` is also the program of each process.
-"""
+"""The demonstration: one long document, several questions, three processes."""

@@ -87,29 +87,10 @@ def make_prompts(
         )
     document = str(tokenizer.decode(token_ids[:num_tokens]))
     return [
-        encode_message(
+        engine_model.encode_message(
             tokenizer,
             f"Read this text.\n\n{document}\n\n"
             f"Question about the text: {question} Answer in one short sentence.",
         )
         for question in questions
     ]
-
-
-def encode_message(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
-    """Token ids of a user's message as the model's chat template renders it, or of the message
-    itself where a model has no template.
-
-    Raises:
-        ConfigError: the template cannot be rendered.
-    """
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        return list(tokenizer(message, verbose=False)["input_ids"])
-    chat = [{"role": "user", "content": message}]
-    try:
-        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
-    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

@@ -8,31 +8,41 @@ process, after one byte of one record was flipped on disk.
 from __future__ import annotations
 
 import itertools
-import os
+import logging
+import multiprocessing
 import shutil
-import subprocess
-import sys
-import threading
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 from safetensors import safe_open
 
-from kvferry.demo.phase import Answer, Ask, PhaseSpec
-from kvferry.errors import ConfigError, StoreError
+from kvferry.engine import LLM, Completion, SamplingParams
+from kvferry.errors import ConfigError, KVError, StoreError
 
 RUN_DIR = "kvferry-demo-run"
-_PHASE_SECONDS = 1800
+_ANSWER_SECONDS = 1800
+_END_SECONDS = 60
+
+_WARM_UP_TOKENS = 12
+"""Shorter than a chunk, so never stored: takes what a first forward costs out of every figure."""
+
+MAX_LOGIT_DIFF = 1e-3
+"""Bound in float32. Honest reuse differs by some 1e-5: parts of another size round in another
+order; a single wrong block differs by more than 1."""
 
 Advance = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What is asked, of which model, and where files go.
+    """The questions, the model, and where files go.
 
     Attributes:
         model_dir: the model.
@@ -60,49 +70,54 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of one prompt.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        hit_tokens: of these, read from the store instead of computed.
+        ttft_seconds: from the request to its first token.
+        token_ids: the answer.
+        text: the answer, decoded.
+        logits: `[vocab]` float32, of the first answered position.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    ttft_seconds: float
+    token_ids: tuple[int, ...]
+    text: str
+    logits: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One prompt, computed and reused.
 
     Attributes:
         question: what the prompt asked.
-        prompt_tokens: length of the prompt.
-        hit_tokens: of these, read from the store.
-        cold_ttft_seconds: time to first token when all of it was computed.
-        ttft_seconds: the same with the store.
-        max_abs_logit_diff: largest difference of any logit at the first answered position.
-        tokens_equal: the answers are the same, token for token.
-        answer: the text.
+        cold: the answer when all of the prompt was computed.
+        reused: the answer with the store.
     """
 
     question: str
-    prompt_tokens: int
-    hit_tokens: int
-    cold_ttft_seconds: float
-    ttft_seconds: float
-    max_abs_logit_diff: float
-    tokens_equal: bool
-    answer: str
+    cold: Answer
+    reused: Answer
 
     @property
     def speedup(self) -> float:
-        return self.cold_ttft_seconds / self.ttft_seconds
+        return self.cold.ttft_seconds / self.reused.ttft_seconds
 
+    @property
+    def tokens_equal(self) -> bool:
+        return self.cold.token_ids == self.reused.token_ids
 
-def compare(question: str, cold: Answer, reused: Answer) -> Comparison:
-    """Compare by logits first: greedy text can agree while the KV cache is wrong."""
-    a = np.load(cold.logits, allow_pickle=False)
-    b = np.load(reused.logits, allow_pickle=False)
-    return Comparison(
-        question=question,
-        prompt_tokens=reused.prompt_tokens,
-        hit_tokens=reused.hit_tokens,
-        cold_ttft_seconds=cold.ttft_seconds,
-        ttft_seconds=reused.ttft_seconds,
+    @property
+    def max_abs_logit_diff(self) -> float:
+        """Of any logit. Greedy text can agree while the KV cache is wrong."""
+        difference = np.abs(self.cold.logits - self.reused.logits)
         # No number is no agreement; but JSON knows no infinity.
-        max_abs_logit_diff=float(np.nan_to_num(np.abs(a - b), nan=np.finfo(a.dtype).max).max()),
-        tokens_equal=cold.token_ids == reused.token_ids,
-        answer=reused.text,
-    )
+        return float(np.nan_to_num(difference, nan=np.finfo(difference.dtype).max).max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +125,54 @@ class DemoResult:
     """What the three phases showed.
 
     Attributes:
+        model: name of the model's directory.
         warm: every question, answered from the store.
         corrupted: the first question, answered from the store with a corrupted record.
         quarantined: records that the last phase took out of the store.
         store: URL of the store, left in place for the other commands.
     """
 
+    model: str
     warm: list[Comparison]
     corrupted: Comparison
     quarantined: int
     store: str
+
+    @property
+    def cold_ttft_seconds(self) -> float:
+        """Time to first token, all computed; the median over the questions."""
+        return median(run.cold.ttft_seconds for run in self.warm)
+
+    @property
+    def warm_ttft_seconds(self) -> float:
+        """Time to first token in a new process, from the store; the median."""
+        return median(run.reused.ttft_seconds for run in self.warm)
+
+    @property
+    def speedup(self) -> float:
+        """The ratio of these medians."""
+        return self.cold_ttft_seconds / self.warm_ttft_seconds
+
+    @property
+    def max_abs_logit_diff(self) -> float:
+        """The largest over all questions and phases."""
+        return max(run.max_abs_logit_diff for run in [*self.warm, self.corrupted])
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether no answer changed, in any phase."""
+        return all(run.tokens_equal for run in [*self.warm, self.corrupted])
+
+    def faults(self) -> list[str]:
+        """What is not right; empty if reuse changed nothing and the corrupted record was found."""
+        faults = []
+        if not self.tokens_equal:
+            faults.append("an answer changed")
+        if not self.max_abs_logit_diff <= MAX_LOGIT_DIFF:
+            faults.append(f"logits differ by {self.max_abs_logit_diff:.1e}")
+        if self.quarantined != 1:
+            faults.append(f"{self.quarantined} records quarantined instead of 1")
+        return faults
 
 
 def num_steps(options: DemoOptions) -> int:
@@ -144,69 +197,104 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     count = len(options.prompts)
     # The first question's store is the one that later phases read; the others are thrown away.
     stores = [root / ("store" if index == 0 else f"cold-{index}") for index in range(count)]
-    cold = _run_phase("cold", options, list(zip(options.prompts, stores, strict=True)), advance)
+    urls = [store.resolve().as_uri() for store in stores]
+    cold = _run_phase("cold", options, urls, advance)
     for store in stores[1:]:
         shutil.rmtree(store)
-    asks = [(prompt, stores[0]) for prompt in options.prompts]
-    warm = _run_phase("warm", options, asks, advance)
+    warm = _run_phase("warm", options, urls[:1] * count, advance)
     shared = _common_prefix(options.prompts)
     _flip_byte(_middle_record(stores[0], shared, options.chunk_tokens))
     before = _num_quarantined(stores[0])
-    [corrupted] = _run_phase("corrupted", options, asks[:1], advance)
+    [corrupted] = _run_phase("corrupted", options, urls[:1], advance)
     return DemoResult(
-        warm=[compare(*pair) for pair in zip(options.questions, cold, warm, strict=False)],
-        corrupted=compare(options.questions[0], cold[0], corrupted),
+        model=options.model_dir.resolve().name,
+        warm=[
+            Comparison(question=question, cold=computed, reused=read)
+            for question, computed, read in zip(options.questions, cold, warm, strict=False)
+        ],
+        corrupted=Comparison(question=options.questions[0], cold=cold[0], reused=corrupted),
         quarantined=_num_quarantined(stores[0]) - before,
-        store=_url(stores[0]),
+        store=urls[0],
     )
 
 
 def _run_phase(
-    name: str, options: DemoOptions, asks: Sequence[tuple[list[int], Path]], advance: Advance
+    name: str, options: DemoOptions, stores: Sequence[str], advance: Advance
 ) -> list[Answer]:
-    directory = options.work_dir / RUN_DIR / name
-    directory.mkdir()
-    spec, result = directory / "spec.json", directory / "result.json"
-    order = PhaseSpec(
-        model_dir=str(options.model_dir),
-        asks=[Ask(prompt=prompt, store=_url(store)) for prompt, store in asks],
-        max_tokens=options.max_tokens,
-        chunk_tokens=options.chunk_tokens,
-        logits_dir=str(directory),
-    )
-    spec.write_bytes(msgspec.json.encode(order))
-    command = [sys.executable, "-m", "kvferry.demo.phase", str(spec), str(result)]
-    log = directory / "stderr.txt"
-    code = _wait(command, log, lambda: advance(name))
-    if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        why = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        kind = ConfigError if code == 2 else StoreError
-        raise kind(f"the {name} phase failed: {why} (its output: {log})")
-    return msgspec.json.decode(result.read_bytes(), type=list[Answer])
+    """Answers of a new process to the first prompts, one per URL in `stores`, which it may use;
+    `advance` is called for each."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer_all, args=(options, stores, theirs))
+    process.start()
+    theirs.close()
+    answers: list[Answer] = []
+    try:
+        while len(answers) < len(stores):
+            if not ours.poll(_ANSWER_SECONDS):
+                raise StoreError(f"the {name} phase gave no answer in {_ANSWER_SECONDS} s")
+            answer = ours.recv()
+            if isinstance(answer, KVError):
+                raise type(answer)(f"the {name} phase failed: {answer}")
+            answers.append(answer)
+            advance(name)
+    except EOFError:
+        process.join(_END_SECONDS)
+        raise StoreError(f"the {name} phase died (exit status {process.exitcode})") from None
+    else:
+        process.join(_END_SECONDS)  # it closes its store
+        return answers
+    finally:
+        process.kill()  # nothing if it ended; else we were interrupted
+        process.join()
 
 
-def _wait(command: list[str], log: Path, advance: Callable[[], None]) -> int:
-    """Exit code of `command`; calls `advance` for each line that it prints."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
-        timer = threading.Timer(_PHASE_SECONDS, process.kill)
-        timer.start()
+def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection) -> None:
+    """Send the answers, computed in float32, as they come; an error ends them.
+
+    Runs in: the process of a phase.
+    """
+    # Ctrl-C goes to the whole process group; the parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger().addHandler(logging.NullHandler())  # what matters is in the report
+    with closing(answers):
         try:
-            for _ in process.stdout or ():
-                advance()
-            return process.wait()
-        finally:
-            timer.cancel()
-            process.kill()  # nothing if it ended; else we were interrupted
-            process.communicate()
+            # Prompts with the same store share an engine, whose own prefix cache is off.
+            prompts = iter(options.prompts)
+            for store, same in itertools.groupby(stores):
+                _answer_from(options, store, [next(prompts) for _ in same], answers)
+        except KVError as error:
+            answers.send(error)
 
 
-def _url(store: Path) -> str:
-    return store.resolve().as_uri()
+def _answer_from(
+    options: DemoOptions, store: str, prompts: Sequence[list[int]], answers: Connection
+) -> None:
+    params = SamplingParams(max_tokens=options.max_tokens, return_logits=True)
+    with LLM(
+        options.model_dir,
+        store=store,
+        connector_options={"chunk_tokens": options.chunk_tokens},
+        dtype="float32",
+        prefix_caching=False,
+    ) as llm:
+        llm.generate([prompts[0][:_WARM_UP_TOKENS]], SamplingParams(max_tokens=2))
+        for prompt in prompts:
+            [completion] = llm.generate([prompt], params)
+            answers.send(_answer(completion))
+
+
+def _answer(completion: Completion) -> Answer:
+    if completion.first_logits is None or completion.ttft_seconds is None:
+        raise StoreError("the engine ended a request before its first token")
+    return Answer(
+        prompt_tokens=len(completion.prompt_token_ids),
+        hit_tokens=completion.num_external_tokens,
+        ttft_seconds=completion.ttft_seconds,
+        token_ids=completion.token_ids,
+        text=completion.text or "",
+        logits=completion.first_logits,
+    )
 
 
 def _common_prefix(prompts: Sequence[list[int]]) -> int:

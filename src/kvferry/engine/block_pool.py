@@ -6,44 +6,32 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
-from kvferry.engine.request import Request
+from kvferry.engine.request import BlockHash, Request
 from kvferry.types import ExtraKeys
 
 NULL_BLOCK = 0
 """Never allocated, so that a slot number of 0 can mean "nowhere"."""
 
 
-class BlockHash(NamedTuple):
-    """Content of one full block: its own digest and that of the block before it."""
-
-    digest: bytes
-    parent: bytes
-
-
-class HashChain:
-    """Digests of the full blocks of one request, extended as its tokens grow.
+def extend_hashes(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` (prompt and generated tokens so far) that
+    `hashes` lacks.
 
     Local to one engine and one process: the identity of stored KV is `kvferry.keys`, not this.
     """
-
-    def __init__(self, block_size: int, extra_keys: ExtraKeys) -> None:
-        self._block_size = block_size
-        root = hashlib.blake2b(repr(extra_keys).encode(), digest_size=16)
-        self._parent = root.digest()
-        self.hashes: list[BlockHash] = []
-
-    def extend(self, token_ids: Sequence[int]) -> list[BlockHash]:
-        """Hash the full blocks of `token_ids` (prompt and generated tokens so far) that are new;
-        returns all of them."""
-        size = self._block_size
-        for start in range(len(self.hashes) * size, len(token_ids) // size * size, size):
-            content = array("q", token_ids[start : start + size]).tobytes()
-            digest = hashlib.blake2b(self._parent + content, digest_size=16).digest()
-            self.hashes.append(BlockHash(digest, self._parent))
-            self._parent = digest
-        return self.hashes
+    if hashes:
+        parent = hashes[-1].digest
+    else:
+        parent = hashlib.blake2b(repr(extra_keys).encode(), digest_size=16).digest()
+    stop = len(token_ids) // block_size * block_size
+    for start in range(len(hashes) * block_size, stop, block_size):
+        content = array("q", token_ids[start : start + block_size]).tobytes()
+        digest = hashlib.blake2b(parent + content, digest_size=16).digest()
+        hashes.append(BlockHash(digest, parent))
+        parent = digest
 
 
 class BlockPool:
@@ -190,7 +178,6 @@ class KVCache:
         self.pool = pool
         self.block_size = block_size
         self._prefix_caching = prefix_caching
-        self._chains: dict[str, HashChain] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -266,15 +253,9 @@ class KVCache:
         """Free the request's blocks; its computed tokens are gone."""
         self.pool.free(self.take(request))
 
-    def forget(self, request: Request) -> None:
-        """The request is over: drop what is kept per request."""
-        self._chains.pop(request.request_id, None)
-
     def _hashes(self, request: Request) -> list[BlockHash]:
         if not self._prefix_caching or not request.extra_keys.cacheable:
             return []
-        chain = self._chains.get(request.request_id)
-        if chain is None:
-            chain = HashChain(self.block_size, request.extra_keys)
-            self._chains[request.request_id] = chain
-        return chain.extend(request.all_token_ids)
+        hashes = request.block_hashes
+        extend_hashes(hashes, request.all_token_ids, self.block_size, request.extra_keys)
+        return hashes

@@ -6,14 +6,11 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvferry.engine.request import FinishReason, Request
 from kvferry.errors import ConfigError
@@ -144,7 +141,7 @@ class Completion:
         num_external_tokens: prompt tokens beyond these that the connector brought.
         ttft_seconds: from queueing to the first token, None if there is none.
         first_logits: `[vocab]` float32 logits of the first generated position, if asked for.
-        params: what the connector tells the client, mostly None.
+        params: what the connector has for the client, mostly None.
     """
 
     request_id: str
@@ -256,51 +253,3 @@ class Generation:
             first_logits=None if self._first_logits is None else self._first_logits.numpy(),
             params=outcome.params,
         )
-
-
-class GenerationProgress:
-    """Tokens done of tokens to do, over some requests, on the standard error output.
-
-    The end is the longest that the requests may become; one that stops early jumps to its end.
-    """
-
-    def __init__(
-        self, requests: Sequence[Request], *, enabled: bool, console: Console | None = None
-    ) -> None:
-        self._requests = requests
-        self._total = sum(request.max_total_tokens for request in requests)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=console or Console(stderr=True),
-            disable=not enabled,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=self._total)
-
-    def update(self) -> None:
-        """Draw where the requests stand."""
-        if self._progress.disable:
-            return
-        ended = sum(request.outcome is not None for request in self._requests)
-        done = sum(
-            request.num_computed_tokens if request.outcome is None else request.max_total_tokens
-            for request in self._requests
-        )
-        self._progress.update(
-            self._task, completed=done, description=f"{ended}/{len(self._requests)} prompts"
-        )
-
-    def __enter__(self) -> GenerationProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()

@@ -16,6 +16,7 @@ import torch
 
 from kvferry.config import build_config
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -23,7 +24,6 @@ from kvferry.engine.connector import ConnectorChoice, choose_connector, create_r
 from kvferry.engine.generation import (
     Completion,
     Generation,
-    GenerationProgress,
     SamplingParams,
     TokenEvent,
     Tokenizer,
@@ -161,15 +161,12 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, batched.
 
         Args:
             prompts: texts or token ids.
             params: for all prompts, or one per prompt; the defaults if None.
-            progress: draw a bar on the standard error output.
 
         Returns:
             One completion per prompt, in order.
@@ -188,14 +185,12 @@ class LLM:
         try:
             for generation in generations:
                 self._add(generation)
-            with GenerationProgress(requests, enabled=progress) as bar:
-                while any(request.outcome is None for request in requests):
-                    self._step()
-                    bar.update()
+            while any(request.outcome is None for request in requests):
+                self._step()
         finally:
             for generation in generations:
                 self._drop(generation)
-        self._tell_ends()
+        self._report_ends()
         return [generation.completion() for generation in generations]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -308,12 +303,14 @@ class LLM:
                 self._scheduler.abort(entry.request.request_id)
             raise
         finally:
-            self._scheduler.update(step, self._runner.take_output(), sample)
+            # Taken, so that no step gets the report of another.
+            output, self._runner.output = self._runner.output, EMPTY_OUTPUT
+            self._scheduler.update(step, output, sample)
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
 
-    def _tell_ends(self) -> None:
-        """One more step if nothing runs, so that the connector learns what ended now and not only
+    def _report_ends(self) -> None:
+        """One more step if nothing runs, so that the connector learns now what ended, and not only
         when the next request comes."""
         if not self._generations:
             self._step()

@@ -35,8 +35,14 @@ _HARMLESS_ARGUMENTS = frozenset(
 """What layers pass to attention that changes nothing here: inference, no Transformers cache."""
 
 _UNLOADABLE = (
-    *(OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError),
-    *(SafetensorError, pickle.UnpicklingError),
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
 )
 """What Transformers lets through when weight files are damaged or belong to another config."""
 
@@ -301,6 +307,25 @@ def load_tokenizer(model_dir: Path) -> Any | None:
             raise ConfigError(
                 f"cannot load the tokenizer in {model_dir}: {first_line(error)}"
             ) from error
+
+
+def encode_message(tokenizer: Any, message: str) -> list[int]:
+    """Token ids of a user's message as the model's chat template renders it, or of the message
+    itself where a model has no template.
+
+    Raises:
+        ConfigError: the template cannot be rendered.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return list(tokenizer(message, verbose=False)["input_ids"])
+    chat = [{"role": "user", "content": message}]
+    try:
+        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -92,7 +92,7 @@ class ModelConfig:
             ) from error
         heads, ranks = self.geometry.num_query_heads, engine.tensor_parallel_size
         if heads % ranks:
-            # Here, before there are ranks, of which one could fail before another is connected.
+            # Checked before ranks exist: one of them could fail before another is connected.
             raise ConfigError(
                 f"{heads} attention heads cannot be split over tensor_parallel_size={ranks}; use "
                 "a size that divides them"

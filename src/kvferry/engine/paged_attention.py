@@ -63,7 +63,10 @@ def attention(
     """
     if scores.is_plain:
         return scaled_dot_product_attention(
-            *(query, key, value, mask),
+            query,
+            key,
+            value,
+            attn_mask=mask,
             is_causal=is_causal,
             scale=scores.scaling,
             enable_gqa=True,

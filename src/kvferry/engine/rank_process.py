@@ -22,15 +22,15 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.connector import create_worker
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
-from kvferry.engine.rank_messages import (
+from kvferry.engine.ranks import (
     Channel,
     Close,
     Connect,
     Failed,
-    Loaded,
     Ready,
     Start,
     StepDone,
+    WeightsLoaded,
 )
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
@@ -87,7 +87,7 @@ class RankProcess:
         model = PagedModel(ModelConfig(start.model_dir, engine), device)
         half = create_worker(start.connector, start.rank, self._observer)
         try:
-            self._say(Loaded())
+            self._say(WeightsLoaded())
             self._expect(Connect)
             size = engine.tensor_parallel_size
             model.split(RankGroup.connect(start.rank, size, start.rendezvous, model.device))
@@ -109,7 +109,7 @@ class RankProcess:
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
             runner.run(message)
-            self._say(self._observer.done(runner.take_output()))
+            self._say(self._observer.done(runner.output))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)

@@ -1,10 +1,18 @@
-"""The other ranks of a tensor-parallel engine, as the first one's process sees them."""
+"""The other ranks of a tensor-parallel engine, as the first one's process sees them, and what the
+processes send each other.
+
+In this order: `Start` down, `WeightsLoaded` up, `Connect` down, `Ready` up; then `RunStep` down and
+`StepDone` up, step by step, until `Close`. A rank that cannot go on sends `Failed` instead, and
+ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -12,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,16 +28,6 @@ from kvferry.aggregation import WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import ConnectorChoice
-from kvferry.engine.rank_messages import (
-    Channel,
-    Close,
-    Connect,
-    Failed,
-    Loaded,
-    Ready,
-    Start,
-    StepDone,
-)
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup
@@ -50,20 +48,122 @@ _DYING_SECONDS = 2.0
 
 _Message = TypeVar("_Message")
 
-
-class RankHandle(Protocol):
-    """What `subprocess.Popen` has of a rank's process."""
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
+_LENGTH = struct.Struct("<Q")
 
 
-Launch = Callable[[socket.socket], RankHandle]
+class Channel:
+    """One end of the socket pair between the first rank's process and a child of it.
+
+    Messages are pickled: both ends are this package in two processes of ours, and no other process
+    has the socket. What comes from a network or a file never goes this way.
+
+    Not thread-safe; after any error it is of no more use.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: object, timeout_seconds: float) -> None:
+        """Hand over a message.
+
+        Raises:
+            RankError: the other end is gone, or does not read.
+        """
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            self._socket.settimeout(timeout_seconds)
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        except OSError as error:  # TimeoutError is one
+            raise RankError(f"cannot reach the other process: {error}") from error
+
+    def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
+        """The next message; None as timeout waits as long as the other end lives.
+
+        Raises:
+            TimeoutError: nothing has come yet; may be called again.
+            RankError: the other end is gone, or stopped within a message.
+        """
+        self._socket.settimeout(timeout_seconds)
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, may_time_out=True))
+        return pickle.loads(self._exactly(length))
+
+    def _exactly(self, count: int, *, may_time_out: bool = False) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            try:
+                part = self._socket.recv(min(count - len(received), 1 << 20))
+            except OSError as error:  # TimeoutError is one
+                if isinstance(error, TimeoutError) and may_time_out and not received:
+                    raise
+                raise RankError(f"the other process is gone: {error}") from error
+            if not part:
+                raise RankError("the other process is gone: it closed")
+            received += part
+        return bytes(received)
+
+    def close(self) -> None:
+        """Idempotent. The other end sees it."""
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Load this model.
+
+    Attributes:
+        rank: of the process that reads this.
+        model_dir: of the model.
+        engine: options, the same for all ranks.
+        num_blocks: of the KV pool, the same for all ranks.
+        connector: None for an engine without a store.
+        rendezvous: where the ranks meet.
+    """
+
+    rank: int
+    model_dir: Path
+    engine: EngineConfig
+    num_blocks: int
+    connector: ConnectorChoice | None
+    rendezvous: Path
+
+
+class WeightsLoaded(NamedTuple):
+    """Weights are read, nothing is connected yet."""
+
+
+class Connect(NamedTuple):
+    """All have loaded: meet, and split the model."""
+
+
+class Ready(NamedTuple):
+    """Steps may come."""
+
+
+class StepDone(NamedTuple):
+    """The worker role's report, and what it counted."""
+
+    output: WorkerOutput
+    counts: tuple[tuple[str, int], ...]
+    durations: tuple[tuple[str, float], ...]
+
+
+class Close(NamedTuple):
+    """Close the worker role, then end."""
+
+
+class Failed(NamedTuple):
+    """The rank ends, and why, in one line."""
+
+    reason: str
+    kind: str
+    """Name of the error's class."""
+
+
+Launch = Callable[[socket.socket], "subprocess.Popen[bytes]"]
 """Starts a rank that talks over the given end of a socket pair."""
 
 
-def launch_process(end: socket.socket) -> RankHandle:
+def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start `kvferry.engine.rank_process` in a new interpreter. Not a fork: threads and devices of
     this process do not survive one. And not `multiprocessing`: its children run the caller's script
     again."""
@@ -77,7 +177,7 @@ def launch_process(end: socket.socket) -> RankHandle:
 @dataclass(frozen=True, slots=True)
 class _Child:
     rank: int
-    process: RankHandle
+    process: subprocess.Popen[bytes]
     channel: Channel
 
 
@@ -105,7 +205,7 @@ class Ranks:
         self._observer = observer
         self.size = engine.tensor_parallel_size
         self._children: list[_Child] = []
-        self._said: dict[int, Failed] = {}
+        self._failed: dict[int, Failed] = {}
         self._failure: KVError | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="kvferry-ranks-"))
         try:
@@ -138,7 +238,7 @@ class Ranks:
             ConfigError: one of them could not be set up.
         """
         for child in self._children:
-            self._expect(child, Loaded, LOAD_SECONDS)
+            self._expect(child, WeightsLoaded, LOAD_SECONDS)
         self._send(Connect())
         return RankGroup.connect(0, self.size, self._rendezvous, device)
 
@@ -236,21 +336,21 @@ class Ranks:
             return message
         if not isinstance(message, Failed):
             raise self.explain(f"rank {child.rank} said {message!r} instead of {kind.__name__}")
-        self._said[child.rank] = message
+        self._failed[child.rank] = message
         raise self.explain(message.reason, patience_seconds=_DYING_SECONDS)
 
     def _blame(self) -> KVError | None:
-        """The error of a rank that ended. One that died without a message goes before those that
-        say why they end: they may only have lost that one."""
+        """The error of a rank that ended. A rank that died without a message is named before the
+        ranks that say why they end: they may only have lost that one."""
         failures: list[tuple[bool, int, Failed]] = []
         for child in self._children:
             status = child.process.poll()
             if status is None:
                 continue
-            said = self._said.get(child.rank) or _last_words(child.channel)
+            said = self._failed.get(child.rank) or _last_words(child.channel)
             if said is None:
                 return RankError(f"rank {child.rank} died (exit status {status})")
-            self._said[child.rank] = said
+            self._failed[child.rank] = said
             failures.append((said.kind == RankError.__name__, child.rank, said))
         if not failures:
             return None
@@ -271,11 +371,16 @@ def _last_words(channel: Channel) -> Failed | None:
 
 
 class ParallelRunner:
-    """What `ModelRunner` is for one rank, for all of them."""
+    """What `ModelRunner` is for one rank, for all of them.
+
+    Attributes:
+        output: the reports of all ranks on the last step, folded; that of the first alone if one
+            failed.
+    """
 
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
         """Run `first` here and the rest on `ranks`, which are ready."""
-        self._output = EMPTY_OUTPUT
+        self.output: WorkerOutput = EMPTY_OUTPUT
         self._first = first
         self._ranks = ranks
         self._fold = WorkerOutputFold(ranks.size, observer=observer)
@@ -286,6 +391,7 @@ class ParallelRunner:
         Raises:
             RankError: a rank failed.
         """
+        self.output = EMPTY_OUTPUT
         self._ranks.start_step(step)
         try:
             logits = self._first.run(step)
@@ -297,12 +403,6 @@ class ParallelRunner:
             self._ranks.explain(f"a step failed: {error!r}")
             raise
         finally:
-            self._output = self._first.take_output()
-        self._output = self._fold.fold([self._output, *self._ranks.finish_step()])
+            self.output = self._first.output
+        self.output = self._fold.fold([self.output, *self._ranks.finish_step()])
         return logits
-
-    def take_output(self) -> WorkerOutput:
-        """The reports of all ranks on the last step, folded; that of the first alone if one failed.
-        Given once, so that no step gets the report of another."""
-        output, self._output = self._output, EMPTY_OUTPUT
-        return output

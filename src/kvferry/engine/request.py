@@ -53,7 +53,14 @@ class Outcome(NamedTuple):
 
     reason: FinishReason
     params: Mapping[str, Any] | None
-    """What the connector has to tell the client."""
+    """What the connector has for the client."""
+
+
+class BlockHash(NamedTuple):
+    """Content of one full block: its own digest and that of the block before it."""
+
+    digest: bytes
+    parent: bytes
 
 
 class Request:
@@ -69,6 +76,10 @@ class Request:
     Attributes:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
+        block_hashes: of its leading full blocks, as far as they were asked for.
+        asked_since: when the connector first answered "ask again" to the look-up that goes on; None
+            without one.
+        num_failed_loads: loads that did not bring all that was promised.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
     """
@@ -92,6 +103,9 @@ class Request:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
+        self.block_hashes: list[BlockHash] = []
+        self.asked_since: float | None = None
+        self.num_failed_loads = 0
         self.hit: Hit | None = None
         self.outcome: Outcome | None = None
 
@@ -148,7 +162,7 @@ class ScheduledTokens:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One step, while it is being filled and after. Satisfies `kvferry.types.StepView`.
 
     Attributes:
@@ -199,4 +213,4 @@ class RunStep(NamedTuple):
     plan: Plan
     finished_request_ids: frozenset[str]
     batch: tuple[BatchEntry, ...]
-    """In the order of `Step.scheduled`; empty in a step without tokens."""
+    """In the order of `EngineStep.scheduled`; empty in a step without tokens."""

@@ -23,6 +23,9 @@ class ModelRunner:
 
     The pool is one tensor, with the heads that this rank holds; attention and connector see one
     `[num_blocks, num_kv_heads, block_size, content]` view per layer.
+
+    Attributes:
+        output: what the worker reports on the last step, also if its forward raised.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class ModelRunner:
             LayoutError: the worker cannot serve this layout.
         """
         geometry = model.geometry
-        self._output: WorkerOutput = EMPTY_OUTPUT
+        self.output: WorkerOutput = EMPTY_OUTPUT
         self._model = model
         kv_caches = allocate_pool(
             geometry.layer_names,
@@ -61,21 +64,16 @@ class ModelRunner:
             `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
             in order. Those of a request whose load fails in this step are wrong.
         """
+        self.output = EMPTY_OUTPUT
         if not step.batch:
-            self._output = self._lifecycle.no_forward(step.plan, step.finished_request_ids)
+            self.output = self._lifecycle.no_forward(step.plan, step.finished_request_ids)
             return torch.empty(0)
         around = self._lifecycle.step(step.plan, step.finished_request_ids)
         try:
             with around:
                 return self._forward(step.batch)
         finally:
-            self._output = around.output
-
-    def take_output(self) -> WorkerOutput:
-        """What the worker reports on the last step, also if its forward raised.
-        Given once, so that no step gets the report of another."""
-        output, self._output = self._output, EMPTY_OUTPUT
-        return output
+            self.output = around.output
 
     def _forward(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
         positions = self._attention.begin_step(batch)

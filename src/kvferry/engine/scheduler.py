@@ -17,7 +17,7 @@ from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutpu
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool, KVCache
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import FinishReason, Hit, Outcome, Request, RequestStatus, Step
+from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request, RequestStatus
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
@@ -26,59 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_LOADS = 3
 """After so many failed loads a request is not offered a hit again. A connector that keeps promising
 what it cannot bring would otherwise keep the request going round for ever."""
-
-
-class Lookups:
-    """The questions of one scheduler to its connector.
-
-    A request gets a miss, and the connector is not asked again, once the connector has answered
-    "ask again" for longer than the deadline, or its loads have failed too often.
-
-    Runs in: scheduler.
-    """
-
-    def __init__(
-        self,
-        role: SchedulerRole,
-        deadline_seconds: float,
-        observer: Observer,
-        clock: Callable[[], float],
-    ) -> None:
-        self._role = role
-        self._deadline_seconds = deadline_seconds
-        self._observer = observer
-        self._clock = clock
-        self._asked_since: dict[str, float] = {}
-        self._failed_loads: dict[str, int] = {}
-
-    def ask(self, request: Request, num_local_tokens: int) -> LookupResult:
-        """What the connector can bring beyond the local hit; `num_tokens` None to ask again."""
-        request_id = request.request_id
-        if self._failed_loads.get(request_id, 0) >= MAX_FAILED_LOADS:
-            return MISS
-        result = self._role.lookup(request, num_local_tokens)
-        if result.num_tokens is not None:
-            self._asked_since.pop(request_id, None)
-            return result
-        now = self._clock()
-        if now - self._asked_since.setdefault(request_id, now) < self._deadline_seconds:
-            return ASK_AGAIN
-        self._observer.count("lookup_deadline")
-        self.give_up(request)
-        return MISS
-
-    def load_failed(self, request: Request) -> None:
-        """A load of this request did not bring all that was promised."""
-        self._failed_loads[request.request_id] = self._failed_loads.get(request.request_id, 0) + 1
-
-    def give_up(self, request: Request) -> None:
-        """Do not ask for this request again."""
-        self._failed_loads[request.request_id] = MAX_FAILED_LOADS
-
-    def forget(self, request: Request) -> None:
-        """The request is over."""
-        self._asked_since.pop(request.request_id, None)
-        self._failed_loads.pop(request.request_id, None)
 
 
 class _Admission(Enum):
@@ -143,7 +90,6 @@ class Scheduler:
         self._role = role
         self._observer = observer or Observer()
         self._clock = clock
-        self._lookups = Lookups(role, config.load_deadline_seconds, self._observer, clock)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()  # LOADED ones first
         self._running: list[Request] = []
@@ -192,9 +138,9 @@ class Scheduler:
         """Forget all local prefixes."""
         self._kv.pool.reset()
 
-    def schedule(self) -> Step:
+    def schedule(self) -> EngineStep:
         """Decide the next step; its plan is built last, once, also without a token."""
-        step = Step(self._config.max_batched_tokens, frozenset(self._finished_ids))
+        step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
         self._schedule_running(step)
@@ -204,7 +150,9 @@ class Scheduler:
         step.plan = self._role.build_plan(step)
         return step
 
-    def update(self, step: Step, output: WorkerOutput, sample: Callable[[Request], int]) -> None:
+    def update(
+        self, step: EngineStep, output: WorkerOutput, sample: Callable[[Request], int]
+    ) -> None:
         """Take in what a step brought.
 
         Args:
@@ -244,7 +192,7 @@ class Scheduler:
 
     # ---- running requests
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_running(self, step: EngineStep) -> None:
         index = 0
         while index < len(self._running) and step.budget > 0:
             request = self._running[index]
@@ -255,7 +203,7 @@ class Scheduler:
             step.add(request, num_tokens)
             index += 1
 
-    def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
         """Grow a running request, at the cost of the last that came; False if that is itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
@@ -272,7 +220,7 @@ class Scheduler:
         loaded = [request for request in self._waiting if request.status is RequestStatus.LOADED]
         return loaded[-1] if loaded else self._running[-1]
 
-    def _preempt(self, request: Request, step: Step) -> None:
+    def _preempt(self, request: Request, step: EngineStep) -> None:
         self._observer.count("preempted")
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
@@ -290,7 +238,7 @@ class Scheduler:
 
     # ---- waiting requests
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: EngineStep) -> None:
         skipped: list[Request] = []
         while self._waiting and step.budget > 0:
             if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
@@ -306,12 +254,12 @@ class Scheduler:
                 break
         self._waiting.extendleft(reversed(skipped))
 
-    def _admit(self, request: Request, step: Step) -> _Admission:
+    def _admit(self, request: Request, step: EngineStep) -> _Admission:
         if request.status is RequestStatus.LOADED:
             return self._admit_loaded(request, step)
         hit = self._kv.local_hit(request)
         num_local = len(hit) * self._config.block_size
-        answer = self._lookups.ask(request, num_local)
+        answer = self._ask(request, num_local)
         num_external, is_async = answer.num_tokens, answer.is_async
         if num_external is None:
             return _Admission.ASK_AGAIN
@@ -330,7 +278,28 @@ class Scheduler:
             self._run(request, num_tokens, step)
         return _Admission.ADMITTED
 
-    def _admit_loaded(self, request: Request, step: Step) -> _Admission:
+    def _ask(self, request: Request, num_local_tokens: int) -> LookupResult:
+        """What the connector can bring beyond the local hit; `num_tokens` None to ask again.
+
+        A request gets a miss, and the connector is not asked again, once the connector has answered
+        "ask again" for longer than the deadline, or its loads have failed too often.
+        """
+        if request.num_failed_loads >= MAX_FAILED_LOADS:
+            return MISS
+        result = self._role.lookup(request, num_local_tokens)
+        if result.num_tokens is not None:
+            request.asked_since = None
+            return result
+        now = self._clock()
+        if request.asked_since is None:
+            request.asked_since = now
+        if now - request.asked_since < self._config.load_deadline_seconds:
+            return ASK_AGAIN
+        self._observer.count("lookup_deadline")
+        request.num_failed_loads = MAX_FAILED_LOADS
+        return MISS
+
+    def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
         remaining = request.num_tokens - request.num_computed_tokens
         num_tokens = min(remaining, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
@@ -340,12 +309,12 @@ class Scheduler:
         self._run(request, num_tokens, step)
         return _Admission.ADMITTED
 
-    def _run(self, request: Request, num_tokens: int, step: Step) -> None:
+    def _run(self, request: Request, num_tokens: int, step: EngineStep) -> None:
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         step.add(request, num_tokens)
 
-    def _unblock(self, request: Request, step: Step) -> None:
+    def _unblock(self, request: Request, step: EngineStep) -> None:
         """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
         others that were loaded, or, if a connector never gave blocks back, end the request."""
         holders = [
@@ -358,7 +327,9 @@ class Scheduler:
         elif not self._awaits_lent_blocks():
             logger.error(
                 "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
-                *(request, sum(map(len, self._lent_tables())), self._kv.pool.num_usable),
+                request,
+                sum(map(len, self._lent_tables())),
+                self._kv.pool.num_usable,
             )
             self._finish(request, FinishReason.ERROR)
 
@@ -369,7 +340,7 @@ class Scheduler:
             if request_id not in self._loading:
                 continue  # an aborted one; its end is reported as well
             request = self._requests[request_id]
-            self._lookups.load_failed(request)
+            request.num_failed_loads += 1
             # Its local hit is still good, and is found again when it is admitted again.
             request.num_computed_tokens = 0
             request.limit_hit()
@@ -382,7 +353,7 @@ class Scheduler:
         for request in self._requests.values():
             if self._kv.spoil(request, invalid_block_ids):
                 request.limit_hit()
-                self._lookups.load_failed(request)
+                request.num_failed_loads += 1
                 spoiled.add(request.request_id)
         self._kv.pool.uncache(invalid_block_ids)
         self._observer.count("load_failed")
@@ -412,7 +383,7 @@ class Scheduler:
             logger.error("the load of %r did not end in time; its prompt is computed", request)
             self._observer.count("load_deadline")
             del self._loading[request_id]
-            self._lookups.give_up(request)
+            request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
             request.status = RequestStatus.WAITING
@@ -458,8 +429,6 @@ class Scheduler:
             self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
         else:
             self._kv.release(request)
-        self._lookups.forget(request)
-        self._kv.forget(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""

@@ -182,7 +182,7 @@ def _split_attention(
 def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
     size = output.in_features
     if size % group.size or any(each.out_features != size for each in inputs):
-        return  # replicated: as right, only slower
+        return  # replicated: right as well, but slower
     mine = _share(size, group)
     for each in inputs:
         _keep_rows(each, mine, size)

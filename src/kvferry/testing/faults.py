@@ -10,7 +10,7 @@ They nest. Optional abilities of the inner store stay (`WrapperStore`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from kvferry.errors import StoreError
@@ -184,26 +184,6 @@ class StallingStore(FaultyStore):
         return True
 
 
-class SlowStore(FaultyStore):
-    """Operations take `seconds` longer. Pass `FakeClock().sleep` for time that costs none."""
-
-    def __init__(
-        self,
-        inner: Store,
-        *,
-        seconds: float,
-        sleep: Callable[[float], None],
-        operations: Collection[Operation] = ("open_read", "read_into", "put"),
-    ) -> None:
-        super().__init__(inner, operations)
-        self._seconds = seconds
-        self._sleep = sleep
-
-    def fault(self, operation: str) -> bool:
-        self._sleep(self._seconds)
-        return True
-
-
 class FailingStore(FaultyStore):
     """Operations fail: the first `num_failures` of them, or all.
 
@@ -232,46 +212,26 @@ class FailingStore(FaultyStore):
 
 
 class CorruptingStore(WrapperStore):
-    """Values come back damaged, or as the value of another key.
+    """Values come back damaged. What is stored stays right.
 
     Args:
         inner: the sound store.
         damage: applied to whole values: `flip_bit`, `truncate`, `zero` or any function.
         keys: which values; None for all.
-        swap: key asked for to key that is opened instead.
-        when: "read" leaves what is stored alone; "put" stores the damage, so that other stores and
-            processes meet it too. Sharded writes are not damaged.
     """
 
     def __init__(
-        self,
-        inner: Store,
-        *,
-        damage: Damage | None = None,
-        keys: Collection[ChunkKey] | None = None,
-        swap: Mapping[ChunkKey, ChunkKey] | None = None,
-        when: Literal["read", "put"] = "read",
+        self, inner: Store, *, damage: Damage, keys: Collection[ChunkKey] | None = None
     ) -> None:
         super().__init__(inner)
         self._damage = damage
         self._keys = keys
-        self._swap = dict(swap or {})
-        self._when = when
-
-    def _damage_for(self, key: ChunkKey, when: str) -> Damage | None:
-        is_meant = self._keys is None or key in self._keys
-        return self._damage if when == self._when and is_meant else None
 
     def open_read(self, key: ChunkKey) -> Source | None:
-        source = self.inner.open_read(self._swap.get(key, key))
-        damage = self._damage_for(key, "read")
-        if source is None or damage is None:
+        source = self.inner.open_read(key)
+        if source is None or (self._keys is not None and key not in self._keys):
             return source
         with source:
             content = bytearray(source.size)
             size = source.read_into(memoryview(content), 0)
-        return BytesSource(damage(bytes(content[:size])))
-
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
-        damage = self._damage_for(key, "put")
-        return self.inner.put(key, [damage(b"".join(buffers))] if damage else buffers)
+        return BytesSource(self._damage(bytes(content[:size])))

@@ -160,7 +160,7 @@ class HostBlockPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _ModelLayer:
     """Layer `layer` of a group, counted over the whole model."""
 
     name: str
@@ -178,18 +178,18 @@ class HostRank:
         self._tables = tables
         self.worker = worker
         self.lifecycle = StepLifecycle(worker, strict=True)
-        self._layers: list[list[_Layer]] = [[] for _ in tables]
+        self._layers: list[list[_ModelLayer]] = [[] for _ in tables]
         for part in spec.table_parts:
             base = spec.shard.groups[part.group].layers[0]
             self._layers[part.table] += [
-                _Layer(name, part.group, base + layer)
+                _ModelLayer(name, part.group, base + layer)
                 for name, layer in zip(part.layer_names or (), part.layers, strict=True)
             ]
         self.caches: dict[str, torch.Tensor] = {}
         self._memory = self._allocate(num_blocks)
         worker.register_kv_caches(self.caches)
 
-    def _shape(self, table: int, layer: _Layer) -> tuple[int, int, int]:
+    def _shape(self, table: int, layer: _ModelLayer) -> tuple[int, int, int]:
         """`[heads of this rank, block size, content]`."""
         heads = self._spec.shard.groups[layer.group].heads
         content = self._spec.groups[layer.group].content_size

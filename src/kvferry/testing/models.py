@@ -33,6 +33,16 @@ _LATENT = {
     "moe_intermediate_size": 32,
 }
 
+_EXPERTS = {"n_routed_experts": 2, "n_group": 1, "first_k_dense_replace": 1}
+
+_WINDOWED = {
+    **_SMALL,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 29,
+}
+
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_SMALL, "num_key_value_heads": 4},
     # Norms on q and k, and a head_dim that is not hidden_size / num_attention_heads.
@@ -42,50 +52,19 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Parallel residual, partial rotary embedding, no grouped heads.
     "gpt_neox": {**_SMALL},
     # Full and sliding layers in turn; scores scaled by a number of the config.
-    "gemma3_text": {
-        **_SMALL,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 29,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+    "gemma3_text": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     # Two that run on one rank only: norms over all query heads, one projection for q, k and v.
     "olmo2": {**_SMALL, "num_key_value_heads": 4},
     "phi3": {**_SMALL, "num_key_value_heads": 4},
     # Latent attention, with a low-rank query and without.
-    "deepseek_v3": {
-        **_SMALL,
-        **_LATENT,
-        "q_lora_rank": 16,
-        "n_routed_experts": 2,
-        "n_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "deepseek_v2": {
-        **_SMALL,
-        **_LATENT,
-        "q_lora_rank": None,
-        "n_routed_experts": 2,
-        "n_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": 16},
+    "deepseek_v2": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": None},
     # Capped scores; full and sliding layers in turn.
-    "gemma2": {
-        **_SMALL,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 29,
-        "attn_logit_softcapping": 3.0,
-    },
+    "gemma2": {**_WINDOWED, "attn_logit_softcapping": 3.0},
     # A key without a value for every head; experts; full and sliding layers in turn.
     "gpt_oss": {
-        **_SMALL,
+        **_WINDOWED,
         "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 29,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
     },

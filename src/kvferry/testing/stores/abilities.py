@@ -54,40 +54,37 @@ def _scan(store: Store) -> dict[bytes, Entry]:
 class ScanTests(StoreHooks):
     """For stores with `SupportsScan`."""
 
-    def test_scan_lists_every_value_once(self, tmp_path: Path) -> None:
+    def test_scan_lists_every_value_once(self, store: Store) -> None:
         sizes = (1, 4096, 9001)
-        with self.make_store(tmp_path) as store:
-            before = time.time()
-            for number, size in enumerate(sizes):
-                store.put(make_key(number), [make_value(size)])
-            entries = _scan(store)
-            assert {key: entry.num_bytes for key, entry in entries.items()} == {
-                make_key(number): size for number, size in enumerate(sizes)
-            }
-            # Batched recency and the clocks of file systems are coarse.
-            assert all(abs(entry.last_used - before) < 60 for entry in entries.values())
+        before = time.time()
+        for number, size in enumerate(sizes):
+            store.put(make_key(number), [make_value(size)])
+        entries = _scan(store)
+        assert {key: entry.num_bytes for key, entry in entries.items()} == {
+            make_key(number): size for number, size in enumerate(sizes)
+        }
+        # Batched recency and the clocks of file systems are coarse.
+        assert all(abs(entry.last_used - before) < 60 for entry in entries.values())
 
-    def test_scan_leaves_out_what_was_deleted_or_discarded(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            for number in range(3):
-                store.put(make_key(number), [b"value"])
-            store.delete(make_key(0))
-            store.discard(make_key(1), "bad_leaf")
-            assert set(_scan(store)) == {make_key(2)}
+    def test_scan_leaves_out_what_was_deleted_or_discarded(self, store: Store) -> None:
+        for number in range(3):
+            store.put(make_key(number), [b"value"])
+        store.delete(make_key(0))
+        store.discard(make_key(1), "bad_leaf")
+        assert set(_scan(store)) == {make_key(2)}
 
-    def test_values_may_come_and_go_during_a_scan(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            for number in range(40):
-                store.put(make_key(number), [b"value"])
-            assert isinstance(store, SupportsScan)
-            found = set()
-            for position, entry in enumerate(store.scan()):
-                found.add(entry.key)
-                store.delete(make_key(39 - position))
-                store.put(make_key(100 + position), [b"later"])
-            never_touched_before_listed = found & {make_key(number) for number in range(40)}
-            assert never_touched_before_listed
-            assert found <= {make_key(number) for number in range(141)}
+    def test_values_may_come_and_go_during_a_scan(self, store: Store) -> None:
+        for number in range(40):
+            store.put(make_key(number), [b"value"])
+        assert isinstance(store, SupportsScan)
+        found = set()
+        for position, entry in enumerate(store.scan()):
+            found.add(entry.key)
+            store.delete(make_key(39 - position))
+            store.put(make_key(100 + position), [b"later"])
+        never_touched_before_listed = found & {make_key(number) for number in range(40)}
+        assert never_touched_before_listed
+        assert found <= {make_key(number) for number in range(141)}
 
 
 class ProbeTests(StoreHooks):
@@ -104,12 +101,11 @@ class ProbeTests(StoreHooks):
             assert again.stat().num_records == 7
             assert all(again.contains(make_key(number)) for number in range(7))
 
-    def test_waiting_for_the_index_ends_in_time(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            assert isinstance(store, SupportsProbe)
-            started = time.monotonic()
-            store.wait_indexed(0.0)
-            assert time.monotonic() - started < 5
+    def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
+        assert isinstance(store, SupportsProbe)
+        started = time.monotonic()
+        store.wait_indexed(0.0)
+        assert time.monotonic() - started < 5
 
     def test_a_probe_finds_what_another_instance_stored(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
@@ -127,15 +123,14 @@ class ProbeTests(StoreHooks):
             assert not reader.contains(keys[3])
             assert not reader.contains(keys[4])
 
-    def test_a_flood_of_probes_blocks_no_caller(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            assert isinstance(store, SupportsProbe)
-            started = time.monotonic()
-            for number in range(500):
-                store.probe([make_key(number), make_key(number + 1)])
-            assert time.monotonic() - started < 5
-            store.put(make_key(0), [b"value"])
-            assert store.contains(make_key(0))
+    def test_a_flood_of_probes_blocks_no_caller(self, store: Store) -> None:
+        assert isinstance(store, SupportsProbe)
+        started = time.monotonic()
+        for number in range(500):
+            store.probe([make_key(number), make_key(number + 1)])
+        assert time.monotonic() - started < 5
+        store.put(make_key(0), [b"value"])
+        assert store.contains(make_key(0))
 
 
 def _able(store: Store) -> SupportsShardedWrite:
@@ -189,25 +184,23 @@ class ShardedWriteTests(StoreHooks):
             assert store.stat().used_bytes <= 2 * self.charge(SIZE)
             assert store.stat().num_records == 0
 
-    def test_a_session_ends_once(self, tmp_path: Path) -> None:
+    def test_a_session_ends_once(self, store: Store) -> None:
         value = make_value(SIZE)
-        with self.make_store(tmp_path) as store:
-            session = _begin(store)
-            assert _able(store).write_at(session, HEAD, [value[HEAD:]])
-            assert _able(store).commit(session, value[:HEAD]) is PutResult.STORED
-            assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
-            _able(store).abort(session)
-            assert not _able(store).write_at(session, HEAD, [b"?" * 100])
-            assert same_bytes(read_value(store, make_key()), value)
+        session = _begin(store)
+        assert _able(store).write_at(session, HEAD, [value[HEAD:]])
+        assert _able(store).commit(session, value[:HEAD]) is PutResult.STORED
+        assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
+        _able(store).abort(session)
+        assert not _able(store).write_at(session, HEAD, [b"?" * 100])
+        assert same_bytes(read_value(store, make_key()), value)
 
-    def test_after_abort_there_is_nothing_to_commit(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            session = _begin(store)
-            _able(store).abort(session)
-            _able(store).abort(session)
-            assert not _able(store).write_at(session, HEAD, [b"?"])
-            assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
-            assert store.open_read(make_key()) is None
+    def test_after_abort_there_is_nothing_to_commit(self, store: Store) -> None:
+        session = _begin(store)
+        _able(store).abort(session)
+        _able(store).abort(session)
+        assert not _able(store).write_at(session, HEAD, [b"?"])
+        assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
+        assert store.open_read(make_key()) is None
 
     def test_ranges_outside_the_value_are_refused(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store, self.make_store(tmp_path) as other:
@@ -235,21 +228,18 @@ class ShardedWriteTests(StoreHooks):
             assert read_value(store, make_key()) == b"value"
         assert bystander.read_bytes() == b"not yours" * 1000
 
-    def test_an_existing_key_is_not_begun(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            store.put(make_key(), [b"first"])
-            assert _able(store).begin(make_key(), SIZE) is PutResult.EXISTS
+    def test_an_existing_key_is_not_begun(self, store: Store) -> None:
+        store.put(make_key(), [b"first"])
+        assert _able(store).begin(make_key(), SIZE) is PutResult.EXISTS
 
-    def test_a_session_that_loses_the_race_finds_the_winner(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            session = _begin(store)
-            assert store.put(make_key(), [b"first"]) is PutResult.STORED
-            assert _able(store).write_at(session, HEAD, [make_value(SIZE - HEAD)])
-            assert _able(store).commit(session, b"?" * HEAD) is PutResult.EXISTS
-            assert read_value(store, make_key()) == b"first"
-            assert store.stat().num_records == 1
-            if self.exact_accounting:
-                assert store.stat().used_bytes == self.charge(5)
+    def test_a_session_that_loses_the_race_finds_the_winner(self, store: Store) -> None:
+        session = _begin(store)
+        assert store.put(make_key(), [b"first"]) is PutResult.STORED
+        assert _able(store).write_at(session, HEAD, [make_value(SIZE - HEAD)])
+        assert _able(store).commit(session, b"?" * HEAD) is PutResult.EXISTS
+        assert read_value(store, make_key()) == b"first"
+        assert store.stat().num_records == 1
+        assert store.stat().used_bytes == self.charge(5)
 
     def test_space_is_reserved_at_begin(self, tmp_path: Path) -> None:
         quota = 2 * self.charge(SIZE)

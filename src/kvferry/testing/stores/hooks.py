@@ -6,9 +6,11 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
+
+import pytest
 
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, Store
@@ -89,11 +91,14 @@ class StoreHooks(ABC):
     persistent: ClassVar[bool] = False
     """True if a store made again at the same place holds what the last one held."""
 
-    exact_accounting: ClassVar[bool] = True
-    """True if, with one process, `stat().used_bytes` is the sum of `charge` over all values."""
-
     patience_seconds: ClassVar[float] = PATIENCE_SECONDS
     """How long a test waits for what a thread of the store does."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        """A store without a quota, closed after the test."""
+        with self.make_store(tmp_path) as store:
+            yield store
 
     @abstractmethod
     def make_store(
@@ -114,7 +119,8 @@ class StoreHooks(ABC):
         """Behind the API: what the medium holds under `key`, or None."""
 
     def charge(self, num_bytes: int) -> int:
-        """What a value of `num_bytes` takes from the quota."""
+        """What a value of `num_bytes` takes from the quota. With one process `stat().used_bytes`
+        is the sum over all values."""
         return num_bytes
 
     def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default

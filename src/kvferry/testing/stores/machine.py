@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
     """
 
     hooks: StoreHooks
+    store: Store
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,19 +46,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[ChunkKey, bytes] = {}
         self.vanished_bytes = 0
         self.max_bytes: int | None = None
-        self.store: Store | None = None
+        self.resources = ExitStack()
+        self.resources.callback(shutil.rmtree, self.root, ignore_errors=True)
 
     @initialize(has_quota=st.booleans())
     def open(self, has_quota: bool) -> None:
         self.max_bytes = QUOTA if has_quota else None
-        self.store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+        self._open()
 
-    @property
-    def opened(self) -> Store:
-        """The store; every rule runs after `open`."""
-        if self.store is None:
-            raise RuntimeError("a rule ran before the store was opened")
-        return self.store
+    def _open(self) -> None:
+        store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+        self.store = self.resources.enter_context(store)
 
     def _charge(self) -> int:
         return sum(self.hooks.charge(len(value)) for value in self.model.values())
@@ -67,24 +67,24 @@ class StoreMachine(RuleBasedStateMachine):
         needed = self._charge() + self.vanished_bytes + self.hooks.charge(size)
         may_evict = self.max_bytes is not None and needed > self.max_bytes
         buffers = [value[: size // 2], value[size // 2 :]]
-        result = self.opened.put(key, buffers)
+        result = self.store.put(key, buffers)
         if key in self.model:
             assert result is PutResult.EXISTS
             return
         if result is PutResult.NO_SPACE and may_evict and self.vanished_bytes:
             # It counted free room as taken. After `settle` its count must be right.
-            self.hooks.settle(self.opened)
-            result = self.opened.put(key, buffers)
+            self.hooks.settle(self.store)
+            result = self.store.put(key, buffers)
         assert result is PutResult.STORED
-        assert self.opened.contains(key)
+        assert self.store.contains(key)
         if may_evict:
             self._drop_what_was_evicted()
         self.model[key] = value
 
     def _drop_what_was_evicted(self) -> None:
         for key in list(self.model):
-            if self.hooks.peek(self.opened, key) is None:
-                assert self.opened.open_read(key) is None
+            if self.hooks.peek(self.store, key) is None:
+                assert self.store.open_read(key) is None
                 del self.model[key]
 
     @precondition(lambda self: self.max_bytes is not None)
@@ -92,17 +92,17 @@ class StoreMachine(RuleBasedStateMachine):
     def put_too_large(self, number: int) -> None:
         key = make_key(number)
         expected = PutResult.EXISTS if key in self.model else PutResult.NO_SPACE
-        assert self.opened.put(key, [bytes(QUOTA + 1)]) is expected
+        assert self.store.put(key, [bytes(QUOTA + 1)]) is expected
 
     @rule(number=numbers)
     def delete(self, number: int) -> None:
         was_there = self.model.pop(make_key(number), None) is not None
-        assert self.opened.delete(make_key(number)) is was_there
+        assert self.store.delete(make_key(number)) is was_there
 
     @rule(number=numbers)
     def discard(self, number: int) -> None:
         value = self.model.pop(make_key(number), None)
-        self.opened.discard(make_key(number), "bad_leaf")
+        self.store.discard(make_key(number), "bad_leaf")
         if value is not None:
             self.vanished_bytes += self.hooks.charge(len(value))
 
@@ -110,18 +110,18 @@ class StoreMachine(RuleBasedStateMachine):
     def lose(self, number: int) -> None:
         value = self.model.pop(make_key(number), None)
         if value is not None:
-            self.hooks.poke(self.opened, make_key(number), None)
-            self.hooks.settle(self.opened)
+            self.hooks.poke(self.store, make_key(number), None)
+            self.hooks.settle(self.store)
             self.vanished_bytes += self.hooks.charge(len(value))
 
     @rule(touched=st.lists(numbers, max_size=8))
     def touch(self, touched: list[int]) -> None:
-        self.opened.touch(make_key(number) for number in touched)
+        self.store.touch(make_key(number) for number in touched)
 
     @rule()
     def reopen(self) -> None:
-        self.opened.close()
-        self.store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+        self.store.close()
+        self._open()
         self.hooks.settle(self.store)
         if not self.hooks.persistent:
             self.model.clear()
@@ -129,8 +129,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_the_dict_holds(self) -> None:
-        if self.store is None:
-            return
         for number in range(8):
             key = make_key(number)
             assert same_bytes(read_value(self.store, key), self.model.get(key))
@@ -139,26 +137,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        if self.store is None:
-            return
         used_bytes = self.store.stat().used_bytes
         if self.max_bytes is not None:
             assert used_bytes <= self.max_bytes
-        if self.hooks.exact_accounting:
-            assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
+        assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
 
     @invariant()
     def scan_lists_what_the_dict_holds(self) -> None:
-        if self.store is None:
-            return
         if isinstance(self.store, SupportsScan):
             listed = {entry.key: entry.num_bytes for entry in self.store.scan()}
             assert listed == {key: len(value) for key, value in self.model.items()}
 
     def teardown(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        self.resources.close()
 
 
 def store_machine(hooks: StoreHooks) -> type[StoreMachine]:

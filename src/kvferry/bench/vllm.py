@@ -2,13 +2,7 @@
 
 Run it with the Python of vLLM's environment. The model is a small random Llama. In each round every
 case stores in one process and reads in another; one process runs at a time, and each has a fresh
-engine. Medians are over prompts and rounds, and resolve a few per cent.
-
-cases.py       the connectors that are compared, and how each is configured
-child.py       the process with the engine
-hooks.py       how long hooks take, seen from inside
-stand_ins.py   a connector that does nothing; vLLM's file tier on a host without a device
-rows.py        medians of the results
+engine (`vllm_child`). Medians are over prompts and rounds, and resolve a few per cent.
 
 Phases:
     cold     nothing is stored: time to first token, and CPU time until every save has ended
@@ -16,7 +10,6 @@ Phases:
     warm     another process, after `cold`: the hit comes from the connector; then the same prompt
              again, which shows what the connector's hit takes beyond one of the engine's own
     decode   steps of one request: what the hooks take of each
-    serve    four requests at a time that find nothing stored, while saves run
 """
 
 from __future__ import annotations
@@ -29,20 +22,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from kvferry.bench import BenchOptions, Row
-from kvferry.bench.limits import DirectRead, PlainFiles, drop_from_cache, timed
-from kvferry.bench.vllm.cases import Case, Json, Measured, cases
-from kvferry.bench.vllm.rows import machine_row, rows_of
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
+
+Json = dict[str, Any]
 
 ROUNDS = 10
 
@@ -85,10 +79,68 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner of all figures so far
 }
 
-COMMAND = (sys.executable, "-m", "kvferry.bench.vllm.child")
+COMMAND = (sys.executable, "-m", "kvferry.bench.vllm_child")
 
 PROCESS_SECONDS = 600.0
 """How long a process may take."""
+
+TOLERANCE = 1e-3
+"""Of logprobs against those of the engine's own prefix hit."""
+
+COLUMNS = (
+    "case",
+    "phase",
+    "cpu_s",
+    "cpu_ratio",
+    "wall_s",
+    "beyond_ms",
+    "hit_tokens",
+    "bytes_per_token",
+    "us_per_step",
+    "p50_ms",
+    "equal",
+    "note",
+)
+"""All rows have these keys; docs/benchmarks.md says what each means."""
+
+ALONE = "none"
+"""vLLM without a connector."""
+
+NOTES = {
+    "example": "vLLM's ExampleConnector",
+    "fs-tier": "vLLM's OffloadingConnector with its fs tier, which needs a device",
+}
+
+REQUIRED = (ALONE, "kvferry")
+"""Without these the benchmark means nothing; others may fail."""
+
+
+def connectors(directory: Path) -> dict[str, Json | None]:
+    """The cases: vLLM's `kv_transfer_config` of each, which stores in `directory`. The first is
+    vLLM alone."""
+    return {
+        ALONE: None,
+        "kvferry": {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.adapters.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
+        },
+        "example": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+        },
+        "fs-tier": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": 1 << 30,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
+            },
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +152,26 @@ class Sizes:
     answer_tokens: int = 8
     warm_up_tokens: int = 300
     decode_steps: int = 150
-    served: int = 10
-    served_tokens: int = 400
 
 
-QUICK = Sizes(prompt_tokens=300, prompts=1, decode_steps=20, served=4, served_tokens=140)
+QUICK = Sizes(prompt_tokens=300, prompts=1, decode_steps=20)
+
+
+@dataclass(slots=True)
+class Measured:
+    """The results of one case, as its processes print them.
+
+    Attributes:
+        case: name of the case.
+        cold: results of its storing processes, one per round, with `bytes_per_token` in the store.
+        warm: results of its reading processes; empty for vLLM alone.
+        failure: why the case was given up, if it was.
+    """
+
+    case: str
+    cold: list[Json] = field(default_factory=list)
+    warm: list[Json] = field(default_factory=list)
+    failure: str | None = None
 
 
 class ChildFailedError(Exception):
@@ -112,7 +179,7 @@ class ChildFailedError(Exception):
 
 
 def run(options: BenchOptions) -> Sequence[Row]:
-    """Rows of all cases and phases, and of the machine.
+    """Rows of all cases and phases.
 
     Raises:
         ConfigError: there is no vLLM in this environment, or it does not run without a connector.
@@ -124,17 +191,17 @@ def run(options: BenchOptions) -> Sequence[Row]:
         )
     sizes = QUICK if options.quick else Sizes()
     rounds = options.rounds or (1 if options.quick else ROUNDS)
-    measured = measure(cases(), sizes, options.directory, rounds=rounds, seed=options.seed)
-    return [*rows_of(measured), *_machine(options)]
+    cases = list(connectors(options.directory))
+    return rows_of(measure(cases, sizes, options.directory, rounds=rounds, seed=options.seed))
 
 
 def measure(
-    cases: Sequence[Case], sizes: Sizes, directory: Path, *, rounds: int, seed: int
+    cases: Sequence[str], sizes: Sizes, directory: Path, *, rounds: int, seed: int
 ) -> list[Measured]:
     """Run `rounds` rounds; in each, every case stores and then reads what it stored.
 
     Args:
-        cases: the first one is vLLM alone.
+        cases: names of `connectors`, vLLM alone first.
         sizes: of the work.
         directory: for the model and the stores, which are removed as the run goes on.
         rounds: how often.
@@ -153,7 +220,7 @@ def measure(
             first = number % len(found)
             for measured in [*found[first:], *found[:first]]:
                 if measured.failure is None:
-                    _store_and_read(measured, work, directory / measured.case.name)
+                    _store_and_read(measured, work, directory / measured.case)
     return found
 
 
@@ -163,19 +230,19 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
     Raises:
         ConfigError: the case is required, and failed.
     """
-    case, store, log = measured.case, directory / "store", directory / "log"
+    store, log = directory / "store", directory / "log"
     store.mkdir(parents=True)
-    work = work | {"connector": case.connector and case.connector(store)}
+    work = work | {"connector": connectors(store)[measured.case]}
     try:
         cold = run_child(log, work)
         cold["bytes_per_token"] = _bytes_in(store) / _num_stored_tokens(work)
-        if case.stores:
-            reading = {"stored": str(store), "serve": None, "decode": None}
+        if measured.case != ALONE:
+            reading = {"stored": str(store), "decode": None}
             measured.warm.append(run_child(log, work | reading))
         measured.cold.append(cold)
     except ChildFailedError as error:
-        if case.required:
-            raise ConfigError(f"vLLM with {case.name} failed: {error}") from error
+        if measured.case in REQUIRED:
+            raise ConfigError(f"vLLM with {measured.case} failed: {error}") from error
         measured.failure = str(error)
     finally:
         shutil.rmtree(directory)
@@ -190,7 +257,7 @@ def run_child(
 
     Args:
         log: gets all else that the process prints.
-        work: see `child`.
+        work: see `vllm_child`.
         command: of the process.
         seconds: how long it may take.
 
@@ -242,19 +309,13 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Json:
         "stored": None,
         "prompts": prompts,
         "max_tokens": sizes.answer_tokens,
-        "serve": {
-            "prompts": [tokens(sizes.served_tokens) for _ in range(sizes.served)],
-            # Of different lengths, so that prompts are computed while others decode.
-            "max_tokens": [20 + 7 * index % 30 for index in range(sizes.served)],
-            "at_once": 4,
-        },
         "decode": {"tokens": prompts[-1], "num_steps": sizes.decode_steps},
     }
 
 
 def _num_stored_tokens(work: Json) -> int:
     """Tokens in whole blocks, of all prompts that a storing process computes."""
-    prompts = [work["warm_up"], *work["prompts"], *work["serve"]["prompts"]]
+    prompts = [work["warm_up"], *work["prompts"]]
     return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
@@ -262,23 +323,100 @@ def _bytes_in(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def _machine(options: BenchOptions) -> list[Row]:
-    """What the machine does without any of it, on one thread."""
-    size = (8 if options.quick else 64) << 20
-    source, target = bytes(size), memoryview(bytearray(size))
-    target[:] = source
-    memcpy = min(timed(lambda: target.__setitem__(slice(None), source)).wall for _ in range(5))
-    folder = options.directory / "plain"
-    files = PlainFiles(folder, 2 << 20, size, 1)
-    write = timed(files.write).wall
-    names = sorted(folder.iterdir())
-    drop_from_cache(names)
-    direct = DirectRead(names, 1)
-    drop_from_cache(names)
-    read = timed(direct.read).wall
-    files.remove()
-    return [
-        machine_row("memcpy", size / memcpy / 1e9),
-        machine_row("pwritev", size / write / 1e9),
-        machine_row("O_DIRECT read" if direct.works else "read", size / read / 1e9),
-    ]
+# ---- rows
+
+
+def rows_of(found: Sequence[Measured]) -> list[Row]:
+    """Medians of what the processes measured, in the order of the cases; the first is vLLM
+    alone."""
+    alone = found[0]
+    rows: list[Row] = []
+    for measured in found:
+        if measured.failure is not None:
+            rows.append(_row(measured, "cold", note=f"not measured: {measured.failure}"))
+            continue
+        note = NOTES.get(measured.case)
+        rows.append(_cold_row(measured, alone, note))
+        if measured is alone:
+            rows.append(_row(alone, "own_hit", **_prompt_values(_all(alone.cold, "again"))))
+        else:
+            rows.append(_warm_row(measured, alone, note))
+        rows.append(_decode_row(measured, alone))
+    return rows
+
+
+def _row(measured: Measured, phase: str, **values: str | float | None) -> Row:
+    return {**dict.fromkeys(COLUMNS), "case": measured.case, "phase": phase, **values}
+
+
+def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
+    prompts = _all(measured.cold, "prompts")
+    stored = [result["bytes_per_token"] for result in measured.cold]
+    return _row(
+        measured,
+        "cold",
+        **_prompt_values(prompts),
+        cpu_ratio=_cpu_ratio(prompts, _all(alone.cold, "prompts")),
+        bytes_per_token=None if measured is alone else median(stored),
+        note=note,
+    )
+
+
+def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
+    prompts, again = _all(measured.warm, "prompts"), _all(measured.warm, "again")
+    beyond = [one["wall_s"] - own["wall_s"] for one, own in zip(prompts, again, strict=True)]
+    references = _all(alone.cold, "again")
+    return _row(
+        measured,
+        "warm",
+        **_prompt_values(prompts),
+        cpu_ratio=_cpu_ratio(prompts, again),
+        beyond_ms=1e3 * median(beyond),
+        equal=all(is_equal(*pair) for pair in zip(prompts, references, strict=True)),
+        note=note,
+    )
+
+
+def _prompt_values(prompts: Sequence[Json]) -> dict[str, float]:
+    return {
+        name: float(median(prompt[name] for prompt in prompts))
+        for name in ("cpu_s", "wall_s", "hit_tokens")
+    }
+
+
+def _decode_row(measured: Measured, alone: Measured) -> Row:
+    decodes = [result["decode"] for result in measured.cold]
+    hooks_us = None
+    if measured is not alone:
+        hooks_us = median(median(decode["hooks_us"]) for decode in decodes)
+    return _row(
+        measured,
+        "decode",
+        cpu_s=median(decode["cpu_s"] for decode in decodes),
+        cpu_ratio=_cpu_ratio(decodes, [result["decode"] for result in alone.cold]),
+        us_per_step=hooks_us,
+        p50_ms=1e3 * median(median(decode["steps_s"]) for decode in decodes),
+    )
+
+
+def is_equal(ours: Json, reference: Json) -> bool:
+    """Same tokens, and logprobs of the tokens that both list within `TOLERANCE`."""
+    if ours["tokens"] != reference["tokens"] or len(ours["logprobs"]) != len(ours["tokens"]):
+        return False
+    return all(
+        token in here and token in theirs and abs(theirs[token] - here[token]) <= TOLERANCE
+        for chosen, here, theirs in zip(
+            ours["tokens"], ours["logprobs"], reference["logprobs"], strict=True
+        )
+        # The last of the listed ones may change places with one that is not listed.
+        for token in {str(chosen)} | (here.keys() & theirs.keys())
+    )
+
+
+def _all(results: Iterable[Json], name: str) -> list[Json]:
+    return [one for result in results for one in result[name]]
+
+
+def _cpu_ratio(ours: Sequence[Json], plain: Sequence[Json]) -> float:
+    pairs = zip(ours, plain, strict=True)
+    return float(median(one["cpu_s"] / other["cpu_s"] for one, other in pairs))

@@ -1,9 +1,9 @@
-"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm.child`.
+"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm_child`.
 
 Its work comes as one JSON object on stdin, and its result goes as one to stdout; all else that the
 process prints goes to stderr. The keys of the work are `arguments`, `connector`, `warm_up` and
 `stored` for the `Engine`; `prompts` and `max_tokens`, which are timed twice; and the arguments of
-`serve` and `decode`, or null where the process does neither.
+`decode`, or null where the process does not decode.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from kvferry.bench.limits import bring_into_cache
-from kvferry.bench.vllm.cases import Json
-from kvferry.bench.vllm.hooks import HookTimer
+
+Json = dict[str, Any]
 
 IDLE_SECONDS = 0.001
 """What vLLM's own loop sleeps after a step that ran no model."""
@@ -32,8 +32,86 @@ QUIET_SECONDS = 1.5
 """For what a connector does behind an engine that has started."""
 
 UNCOUNTED_STEPS = 100
-"""CPython forgets what it has learnt about a class that changes, as when hooks are wrapped, and
-learns it again after some eighty calls: until then hooks take a third more than later on."""
+"""CPython forgets what it has learnt about a class that changes, as when hooks are wrapped. Until
+it has learnt it again, hooks take longer."""
+
+HOOKS = (
+    # scheduler's half
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "take_events",
+    "has_pending_push_work",
+    # worker's half
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+"""What vLLM calls around a step. A hook that another one calls is counted within that one."""
+
+
+class HookTimer:
+    """Adds up the time spent in the hooks of connectors. One thread calls them all.
+
+    Wraps the methods of their classes, so that the instances stay as they are. The cost of
+    measuring is measured too, and taken off.
+    """
+
+    def __init__(self, connectors: Iterable[Any]) -> None:
+        self._nanoseconds = 0
+        self._calls = 0
+        self._is_inside = False
+        for kind in {type(connector) for connector in connectors}:
+            for name in HOOKS:
+                if callable(hook := getattr(kind, name, None)):
+                    setattr(kind, name, self._timed(hook))
+        self._overhead = self._measure_overhead()
+
+    def take(self) -> float:
+        """Microseconds in hooks since the last call."""
+        spent = self._nanoseconds - self._calls * self._overhead
+        self._nanoseconds = self._calls = 0
+        return max(0.0, spent / 1e3)
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the hook takes
+            if self._is_inside:
+                return hook(*args, **kwargs)
+            self._is_inside = True
+            began = time.perf_counter_ns()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._nanoseconds += time.perf_counter_ns() - began
+                self._calls += 1
+                self._is_inside = False
+
+        return timed
+
+    def _measure_overhead(self) -> float:
+        """Nanoseconds that a hook of no content seems to take."""
+        empty = self._timed(lambda: None)
+        best = float("inf")
+        for _ in range(20):
+            self._nanoseconds = 0
+            for _ in range(1000):
+                empty()
+            best = min(best, self._nanoseconds / 1000)
+        self._nanoseconds = self._calls = 0
+        return best
 
 
 class Engine:
@@ -69,7 +147,6 @@ class Engine:
         self._count = 0
         self._warm_up = warm_up
         self._stored = None if stored is None else Path(stored)
-        self.hooks = HookTimer(self.connectors(), clock=time.thread_time_ns)
         prompt(self, warm_up, WARM_UP_ANSWER)
 
     def connectors(self) -> list[Any]:
@@ -87,11 +164,10 @@ class Engine:
             bring_into_cache([path for path in self._stored.rglob("*") if path.is_file()])
             prompt(self, self._warm_up, WARM_UP_ANSWER)
 
-    def add(self, tokens: list[int], max_tokens: int, logprobs: int | None) -> str:
+    def add(self, tokens: list[int], max_tokens: int, logprobs: int | None) -> None:
         from vllm import SamplingParams
 
         self._count += 1
-        name = f"r{self._count}"
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -99,8 +175,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
         )
-        self._engine.add_request(name, {"prompt_token_ids": tokens}, params)
-        return name
+        self._engine.add_request(f"r{self._count}", {"prompt_token_ids": tokens}, params)
 
     def step(self) -> list[Any]:
         outputs = self._engine.step()
@@ -128,13 +203,8 @@ class Engine:
 
 
 def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
-    """One prompt on an idle engine: time to first token, and CPU time until it is idle again.
-
-    `own_cpu_s` of the CPU time is the connector's: in threads that are neither this one nor
-    vLLM's, and in this one inside hooks.
-    """
-    engine.hooks.take()
-    cpu, host, began = time.process_time(), _host_cpu_s(), time.perf_counter()
+    """One prompt on an idle engine: time to first token, and CPU time until it is idle again."""
+    cpu, began = time.process_time(), time.perf_counter()
     engine.add(tokens, max_tokens, logprobs=5)
     first, last = None, None
     while engine.has_work():
@@ -143,13 +213,12 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
                 first = time.perf_counter() - began
             last = output
     engine.settle()
-    cpu, host = time.process_time() - cpu, _host_cpu_s() - host
+    cpu = time.process_time() - cpu
     if last is None or first is None:
         raise RuntimeError("the engine gave no answer")
     answer = last.outputs[0]
     return {
         "cpu_s": cpu,
-        "own_cpu_s": cpu - host + engine.hooks.take() / 1e6,
         "wall_s": first,
         "hit_tokens": last.num_cached_tokens or 0,
         "tokens": list(answer.token_ids),
@@ -160,19 +229,8 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
     }
 
 
-def _host_cpu_s() -> float:
-    """CPU time of this thread and of those of gloo, which vLLM starts and which are never idle."""
-    nanoseconds = 0
-    for task in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has just ended
-            if "gloo" in (task / "comm").read_text():
-                nanoseconds += int((task / "schedstat").read_text().split()[0])
-    return time.thread_time() + nanoseconds / 1e9
-
-
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
     """Decode steps of one request: what hooks take of each, and how long it is."""
-    engine.hooks.remove()
     engine.add(tokens, UNCOUNTED_STEPS + num_steps + 2, logprobs=None)
     while not engine.step():
         pass
@@ -190,31 +248,6 @@ def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
     cpu = time.process_time() - cpu
     engine.settle()
     return {"hooks_us": hooks, "steps_s": steps, "cpu_s": cpu}
-
-
-def serve(engine: Engine, prompts: list[list[int]], max_tokens: list[int], at_once: int) -> Json:
-    """Keep `at_once` requests running until all are done: gaps between tokens, and throughput."""
-    engine.hooks.remove()
-    waiting = list(zip(prompts, max_tokens, strict=True))
-    seen: dict[str, tuple[int, float]] = {}
-    gaps: list[float] = []
-    running = 0
-    cpu, began = time.process_time(), time.perf_counter()
-    while waiting or engine.has_work():
-        while waiting and running < at_once:
-            engine.add(*waiting.pop(0), logprobs=None)
-            running += 1
-        for output in engine.step():
-            now, count = time.perf_counter(), len(output.outputs[0].token_ids)
-            before = seen.get(output.request_id)
-            if before is not None and count > before[0]:
-                gaps += [(now - before[1]) / (count - before[0])] * (count - before[0])
-            seen[output.request_id] = (count, now)
-            running -= output.finished
-    wall = time.perf_counter() - began
-    engine.settle()
-    cpu = time.process_time() - cpu
-    return {"cpu_s": cpu, "wall_s": wall, "gaps_s": gaps, "tokens": sum(max_tokens)}
 
 
 def timed_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Json]:
@@ -236,8 +269,6 @@ def measure(work: Json) -> Json:
         "prompts": timed_prompts(engine, work["prompts"], work["max_tokens"]),
         "again": timed_prompts(engine, work["prompts"], work["max_tokens"]),
     }
-    if work["serve"] is not None:
-        result["serve"] = serve(engine, **work["serve"])
     if work["decode"] is not None:
         result["decode"] = decode(engine, **work["decode"])
     engine.close()
