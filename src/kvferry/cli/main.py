@@ -66,6 +66,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",  # its paragraphs are not wrapped twice
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
