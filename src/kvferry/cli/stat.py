@@ -150,5 +150,5 @@ def _quarantine(root: str) -> tuple[int, int]:
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.store.file.directory import Directory
 
-    files = Directory(root).list_quarantine().values()
+    files = Directory(root).list_files("quarantine").values()
     return len(files), sum(file.num_bytes for file in files)

@@ -53,6 +53,7 @@ def test_a_file_in_the_way_is_refused(bench):
     ("marker", "message"),
     [
         (json.dumps({"format": "kvferry-store", "version": 7}), "version 7.*knows 2"),
+        (json.dumps({"format": "kvferry-store", "version": 1}), "version 1.*knows 2"),
         (json.dumps({"format": "kvferry-store", "version": "1"}), "not the marker"),
         (json.dumps({"format": "other", "version": 1}), "not the marker"),
         ("[" * 4000, "not the marker"),

@@ -22,8 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -41,14 +40,13 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 512
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-_WRITING_NAME = re.compile(r"[0-9a-f]{32}")
-_QUARANTINE_NAME = re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}")
+_FILE_NAMES = {
+    "writing": re.compile(r"[0-9a-f]{32}"),
+    "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
+}
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
-_FIRST_VERSION_ONLY = ("writers", "reconcile.lock")
-"""The accounts of format version 1, which the index replaces."""
-
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -217,7 +215,7 @@ class Directory:
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
-        if _WRITING_NAME.fullmatch(name) is None:
+        if _FILE_NAMES["writing"].fullmatch(name) is None:
             return None
         try:
             with self.opened("writing") as writing:
@@ -258,18 +256,23 @@ class Directory:
             os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
-    def drop(self, name: str) -> bool:
-        """Remove a file that is written, or was; whether it was there and is gone. Never raises:
-        what is left is found later."""
-        if _WRITING_NAME.fullmatch(name) is not None:
-            with suppress(OSError), self.opened("writing") as writing:
-                self._remove_any(name, writing)
+    def drop(self, folder: str, name: str) -> bool:
+        """Remove a file of `writing` or `quarantine`. Whether it was there and is gone. Never
+        raises: what is left is found later."""
+        if _FILE_NAMES[folder].fullmatch(name) is not None:
+            with suppress(OSError), self.opened(folder) as directory:
+                self._remove_any(name, directory)
                 return True
         return False
 
-    def list_writing(self) -> list[str]:
-        """Names of files that are being written, or were when their writer died."""
-        return [name for name in self._listed("writing") if _WRITING_NAME.fullmatch(name)]
+    def list_files(self, folder: str) -> dict[str, Found]:
+        """The files of `writing` (written now, or when their writer died) or `quarantine` by
+        name."""
+        found = {}
+        for name in filter(_FILE_NAMES[folder].fullmatch, self._listed(folder)):
+            with suppress(*_ABSENT), self.opened(folder) as directory:
+                found[name] = _found(_lstat(name, directory))
+        return found
 
     def is_locked(self, name: str) -> bool:
         """Whether the writer of this file lives."""
@@ -287,22 +290,9 @@ class Directory:
             os.close(fd)
         return False
 
-    def silent_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Seconds since these files were last written, by the clock of the file system; without
-        those that are gone."""
-        found = {}
-        for name in names:
-            with suppress(*_ABSENT), self.opened("writing") as writing:
-                found[name] = _lstat(name, writing).st_mtime
-        try:
-            now = self._clock() if found else 0.0
-        except OSError:  # the disk is full
-            now = time.time()
-        return {name: now - written for name, written in found.items()}
-
-    def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, Found] | None:
+    def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
         """Move a record aside, to be looked at; what is no regular file is removed. The name that
-        it has now; None if there was no file."""
+        it has now, and its bytes; None if there was no file."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened("records", f"{shard_of(key):02x}") as shard:
@@ -312,23 +302,7 @@ class Directory:
                 return None
             with self.opened("quarantine", make=True) as aside:
                 os.rename(record_name(key), name, src_dir_fd=shard, dst_dir_fd=aside)
-        return name, _found(status)
-
-    def list_quarantine(self) -> dict[str, Found]:
-        """Regular files in quarantine by name."""
-        found = {}
-        for name in filter(_QUARANTINE_NAME.fullmatch, self._listed("quarantine")):
-            with suppress(*_ABSENT), self.opened("quarantine") as aside:
-                status = _lstat(name, aside)
-                if stat.S_ISREG(status.st_mode):
-                    found[name] = _found(status)
-        return found
-
-    def remove_quarantined(self, name: str) -> None:
-        """Nothing happens if it is gone, or no name of a file in there."""
-        if _QUARANTINE_NAME.fullmatch(name) is not None:
-            with suppress(FileNotFoundError, IsADirectoryError), self.opened("quarantine") as aside:
-                os.unlink(name, dir_fd=aside)
+        return name, _found(status).num_bytes
 
     def write_text(self, name: str, text: str, *within: str) -> None:
         """Make or replace a small file, whole or not at all."""
@@ -361,13 +335,6 @@ class Directory:
             os.close(fd)
         return bytes(buffer[:count]).decode(errors="replace")
 
-    def remove_first_version(self) -> None:
-        """Remove the account files of format version 1."""
-        with self.opened() as root:
-            for name in _FIRST_VERSION_ONLY:
-                with suppress(FileNotFoundError):
-                    self._remove_any(name, root)
-
     def list_root(self) -> list[str]:
         """What is in the root besides what may be in an empty one."""
         return [name for name in self._listed() if not _IGNORED.fullmatch(name)]
@@ -396,17 +363,8 @@ class Directory:
         except OSError:
             return False
 
-    def _clock(self) -> float:
-        """What the file system takes for now, in seconds since the epoch."""
-        name, fd = self.begin()
-        try:
-            return os.fstat(fd).st_mtime
-        finally:
-            os.close(fd)
-            self.drop(name)
 
-
-def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
+def open_root(root: Path, *, create: bool) -> Directory:
     """Check that `root` is a store this version can use; make it one if it is empty or absent. A
     directory that holds other things is never turned into a store.
 
@@ -417,15 +375,14 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
     try:
         if create:
             os.makedirs(directory.root, mode=0o700, exist_ok=True)
-        version = _read_marker(directory)
-        if version is None and not create:
-            raise ConfigError(
-                f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, or "
-                "let the first writer create the store"
-            )
-        if version is None:
+        if not _has_marker(directory):
+            if not create:
+                raise ConfigError(
+                    f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, "
+                    "or let the first writer create the store"
+                )
             foreign = directory.list_root()
-            if foreign and _read_marker(directory) is None:
+            if foreign and not _has_marker(directory):
                 raise ConfigError(
                     f"{directory.root} is not empty ({foreign[0]!r} is in it) and has no {MARKER}: "
                     "it is no kvferry store and will not be made one; choose an empty or new "
@@ -434,10 +391,6 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
             _write_marker(directory)
             with directory.opened("records", make=True):
                 pass
-        elif version < STORE_FORMAT_VERSION and not read_only:
-            with suppress(OSError):  # one that cannot be written is opened for reading
-                directory.remove_first_version()
-                _write_marker(directory)
     except FileNotFoundError as error:
         raise ConfigError(
             f"the store directory {directory.root} does not exist; create it or check the path"
@@ -450,27 +403,27 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
     return directory
 
 
-def _read_marker(directory: Directory) -> int | None:
+def _has_marker(directory: Directory) -> bool:
     text = directory.read_text(MARKER)
     if text is None:
         os.stat(directory.root)
-        return None
+        return False
     try:
         marker = json.loads(text)
         version = marker["version"] if marker["format"] == "kvferry-store" else None
     except (ValueError, KeyError, TypeError, RecursionError):
         version = None
-    if type(version) is not int or version < 1:
+    if type(version) is not int:
         raise ConfigError(
             f"{directory.root}/{MARKER} is not the marker of a kvferry store; if the directory is "
             "a cache you can do without, remove it, else choose another one"
         )
-    if version > STORE_FORMAT_VERSION:
+    if version != STORE_FORMAT_VERSION:
         raise ConfigError(
             f"the store {directory.root} has format version {version}, this kvferry knows "
-            f"{STORE_FORMAT_VERSION}; use a newer kvferry or another directory"
+            f"{STORE_FORMAT_VERSION}; use the kvferry that made it or another directory"
         )
-    return version
+    return True
 
 
 def _write_marker(directory: Directory) -> None:

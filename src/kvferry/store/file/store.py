@@ -36,7 +36,7 @@ from kvferry.store.file.fileio import (
 from kvferry.store.file.index import Index
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.filesystem import is_of_one_machine, why_untrusted
-from kvferry.store.known_keys import KnownKeys, NoKeys
+from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ CLOSE_SECONDS = 5.0
 ROOM_SECONDS = 2.0
 """How long a put waits for others to finish whose reservations fill the quota."""
 
-_BATCH = 256
 _MAX_BYTES = 1 << 62
 INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
@@ -120,13 +119,13 @@ class FileStore(Store):
         Raises:
             ConfigError: `root` cannot be used.
         """
-        self._directory = open_root(root, create=create and not read_only, read_only=read_only)
+        self._directory = open_root(root, create=create and not read_only)
         self.url = str(StoreUrl(scheme="file", path=self._directory.root))
         self._max_bytes = max_bytes
         self._direct_io = direct_io
         self._closed = False
         self._faults = Faults(self.url, observer, clock)
-        self._known = KnownKeys() if index else NoKeys()
+        self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
         self._line = threading.Lock()
         untrusted = why_untrusted(self._directory.root)
@@ -140,10 +139,9 @@ class FileStore(Store):
         machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
         self._index, compares = self._open_index(index_file, machines_share, wall)
         self._upkeep = Upkeep(
-            self._directory,
             self._index,
             self._faults,
-            max_bytes=None if self.is_read_only else max_bytes,
+            max_bytes=max_bytes,
             machines_share=machines_share,
             changes=not self.is_read_only,
             compares=compares,
@@ -232,9 +230,7 @@ class FileStore(Store):
         self._faults.observer.count("store_quarantined")
         if moved is not None:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
-            with suppress(OSError):
-                self._index.count_quarantined(moved[0], moved[1].num_bytes)
-        self._forget(key, "quarantined", reason)
+        self._forget(key, "quarantined", reason, moved)
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -245,7 +241,7 @@ class FileStore(Store):
             self._faults.failed("delete", error)
             return False
         if removed:
-            self._forget(key, "deleted", "")
+            self._forget(key, "deleted")
         else:
             self._miss(key)
         return removed
@@ -398,27 +394,18 @@ class FileStore(Store):
         """
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
-        index, directory = self._index, self._directory
+        before = 0.0 if older_than_seconds is None else self._index.wall() - older_than_seconds
+        quota = self._max_bytes if max_bytes is None else max_bytes
         try:
-            index.flush()
+            self._index.flush()
             self._upkeep.clean()
-            start = index.totals
-            if older_than_seconds is not None:
-                before = index.wall() - older_than_seconds
-                while keys := index.least_recent(before, _BATCH):
-                    for key in keys:
-                        directory.remove(key)
-                    index.forget(keys, "deleted", "gc")
-                for name, found in directory.list_quarantine().items():
-                    if found.modified < before:
-                        directory.remove_quarantined(name)
-            max_bytes = self._max_bytes if max_bytes is None else max_bytes
-            if max_bytes is not None:
-                index.shrink(max_bytes)
+            start = self._index.totals
+            self._index.bound_quarantine(_MAX_BYTES, before)
+            self._index.shrink(_MAX_BYTES if quota is None else quota, before)
             self._upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
-        end = index.totals
+        end = self._index.totals
         return GcReport(
             removed_records=start.num_records - end.num_records,
             removed_bytes=start.num_bytes - end.num_bytes,
@@ -464,7 +451,7 @@ class FileStore(Store):
             refused = PutResult.NO_SPACE
         except OSError as error:
             refused = self._faults.write_failed(error)
-        self._directory.drop(file)
+        self._directory.drop("writing", file)
         os.close(fd)
         return refused
 
@@ -474,20 +461,20 @@ class FileStore(Store):
         Raises:
             OSError: the index cannot be changed.
         """
-        if self._ask_for_room(writing):
+        reserve = partial(
+            self._index.reserve, writing.file, writing.key, writing.num_bytes, self._max_bytes
+        )
+        if reserve():
             return True
         clock = self._faults.clock
         until = clock() + ROOM_SECONDS
         with self._line:  # one asks again and again, the others let the index be
-            if self._ask_for_room(writing):
-                return True
-            self._upkeep.clean()
-            while (has_room := self._ask_for_room(writing)) is None and clock() < until:
+            if (has_room := reserve()) is None:
+                self._upkeep.clean()
+            while has_room is None and clock() < until:
                 time.sleep(0.005)  # others are about to store what fills the quota
+                has_room = reserve()
         return bool(has_room)
-
-    def _ask_for_room(self, writing: _Writing) -> bool | None:
-        return self._index.reserve(writing.file, writing.key, writing.num_bytes, self._max_bytes)
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
         """Write, and give the value its name."""
@@ -505,7 +492,7 @@ class FileStore(Store):
             return PutResult.EXISTS
         namespace = namespace_of(bytes(views[0][:512])) if views else None
         # The first name goes before the reservation does: an eviction would leave it behind.
-        self._directory.drop(writing.file)
+        self._directory.drop("writing", writing.file)
         try:
             self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
         except OSError as error:
@@ -517,7 +504,7 @@ class FileStore(Store):
 
     def _abort(self, writing: _Writing) -> None:
         """Give everything back. Never raises: what stays is found later."""
-        self._directory.drop(writing.file)
+        self._directory.drop("writing", writing.file)
         with suppress(OSError):
             self._index.release(writing.file)
         os.close(writing.fd)
@@ -527,10 +514,13 @@ class FileStore(Store):
             while True:
                 self._abort(self._sessions.popitem()[1])
 
-    def _forget(self, key: ChunkKey, reason: str, detail: str) -> None:
-        """Remove a key whose file is gone, unless another thread has stored it again."""
+    def _forget(
+        self, key: ChunkKey, reason: str, detail: str = "", moved: tuple[str, int] | None = None
+    ) -> None:
+        """Remove a key whose file is gone, unless another thread has stored it again; `moved` says
+        under which name and size it is in quarantine."""
         try:
-            self._index.forget([key], reason, detail)
+            self._index.forget([key], reason, detail, [] if moved is None else [moved])
         except OSError:
             self._miss(key)  # its row goes when the shard is next compared
 
