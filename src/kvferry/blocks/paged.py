@@ -14,6 +14,7 @@ import torch
 
 from kvferry.blocks.tables import BlockSlice, Table, Tables
 from kvferry.errors import LayoutError
+from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import BlockRun, MakeCopies, PagedKV, as_rows
 from kvferry.types import NULL_BLOCK, GroupShard
 
@@ -25,8 +26,6 @@ Runs = Mapping[int, Sequence[BlockRun]]
 
 Rows = memoryview | torch.Tensor
 """All rows of a group that this rank holds: bytes of the host, or a tensor of `new_rows`."""
-
-_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Part(NamedTuple):
@@ -171,7 +170,7 @@ class PagedTables:
 
     def new_rows(self, group: int, shape: tuple[int, int, int, int]) -> torch.Tensor:
         """Memory on the device of the KV for rows of a group, in the current stream."""
-        kind = _INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
+        kind = INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
         return torch.empty(shape, dtype=kind, device=self.device)
 
     def digests_later(

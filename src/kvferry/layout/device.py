@@ -19,7 +19,8 @@ import torch
 
 from kvferry.layout.plan import BlockRun, Segment
 
-_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes: elements are copied as integers, since not every float8 can be indexed."""
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -106,7 +107,7 @@ class TorchCopies:
 
 def _typed(part: Segment, storage: torch.Tensor) -> torch.Tensor:
     """`[layers, blocks, heads, slots, size]` of integers of the element's size."""
-    whole = torch.empty(0, dtype=_INT_OF[part.item], device=storage.device)
+    whole = torch.empty(0, dtype=INT_OF[part.item], device=storage.device)
     shape = (
         part.num_layers,
         part.num_blocks,

@@ -23,7 +23,7 @@ class Event:
 
 
 class SimulatedDevice:
-    """The engine's stream and a side stream over tensors of the CPU; a `CopyStream`."""
+    """The engine's stream and a side stream over tensors of the CPU; in place of a `SideStream`."""
 
     overlaps = True
 
@@ -43,7 +43,7 @@ class SimulatedDevice:
     def _pin(self, _memory: memoryview, _device: torch.device):
         return Pin(self)
 
-    # -- CopyStream -----------------------------------------------------------------------------
+    # -- SideStream -----------------------------------------------------------------------------
 
     def mark(self) -> Mark:
         return self._record("engine")
