@@ -28,7 +28,7 @@ Rows = memoryview | torch.Tensor
 """All rows of a group that this rank holds: bytes of the host, or a tensor of `new_rows`."""
 
 
-class _Part(NamedTuple):
+class _BoundPart(NamedTuple):
     """A `TablePart` with its tensors."""
 
     table: int
@@ -65,7 +65,7 @@ class PagedTables:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._tables = Tables(spec)
-        self._of_group: tuple[tuple[_Part, ...], ...] = ()
+        self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
         self.device = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class PagedTables:
             LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
                 one device.
         """
-        of_group: list[list[_Part]] = [[] for _ in self._spec.groups]
+        of_group: list[list[_BoundPart]] = [[] for _ in self._spec.groups]
         of_table: dict[int, list[PagedKV]] = {}
         for part in self._spec.table_parts:
             if not part.layers:
@@ -102,7 +102,7 @@ class PagedTables:
                 copies=copies,
             )
             spans = tuple(layer_spans(part.layers))
-            of_group[part.group].append(_Part(part.table, spans, paged))
+            of_group[part.group].append(_BoundPart(part.table, spans, paged))
             of_table.setdefault(part.table, []).append(paged)
         devices = {paged.device for several in of_table.values() for paged in several}
         if len(devices) > 1:

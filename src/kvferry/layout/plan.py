@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.errors import LayoutError
-from kvferry.layout.spec import Part
+from kvferry.layout.spec import ContentPart
 
 _MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
 _MAX_ELEMENT = 8  # bytes of the widest dtype
@@ -142,7 +142,7 @@ def _ids(blocks: Sequence[int]) -> range | tuple[int, ...]:
     return consecutive if list(blocks) == list(consecutive) else tuple(blocks)
 
 
-def segments(layers: Sequence[tuple[Part, ...]], item: int) -> tuple[Segment, ...]:
+def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segment, ...]:
     """Join the parts of successive layers where these are evenly spaced in one memory.
 
     Args:

@@ -19,7 +19,7 @@ from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
 from kvferry.store.checking import Progress, VerifyReport, verify
-from kvferry.store.faults import Faults
+from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import (
     NUM_SHARDS,
@@ -124,7 +124,7 @@ class FileStore(Store):
         self._max_bytes = max_bytes
         self._direct_io = direct_io
         self._closed = False
-        self._faults = Faults(self.url, observer, clock)
+        self._faults = MediumFaults(self.url, observer, clock)
         self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
         self._line = threading.Lock()

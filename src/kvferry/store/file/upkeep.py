@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.store.faults import Faults
+from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS
 from kvferry.store.file.index import Index
@@ -109,7 +109,7 @@ class Upkeep:
     def __init__(
         self,
         index: Index,
-        faults: Faults,
+        faults: MediumFaults,
         *,
         max_bytes: int | None,
         machines_share: bool,
