@@ -95,7 +95,6 @@ class Directory:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._links = True
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
@@ -233,27 +232,21 @@ class Directory:
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(_lstat(target, shard).st_mode):
                     self._remove_any(target, shard)  # no record, and in its way
-            if self._links:
-                try:
-                    os.link(
-                        name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False
-                    )
-                except OSError as error:
-                    if self._is_same(name, writing, target, shard):
-                        return True  # linked: a network file system sent the request twice
-                    if error.errno == errno.EEXIST:
-                        return False
-                    if error.errno not in _NO_LINKS:
-                        raise
-                    self._links = False
-                else:
-                    return True
-            # Without hard links two writers of one key can both believe to be first: the later one
-            # replaces the earlier with equal bytes.
-            with suppress(FileNotFoundError):
-                _lstat(target, shard)
-                return False
-            os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
+            try:
+                os.link(name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False)
+            except OSError as error:
+                if self._is_same(name, writing, target, shard):
+                    return True  # linked: a network file system sent the request twice
+                if error.errno == errno.EEXIST:
+                    return False
+                if error.errno not in _NO_LINKS:
+                    raise
+                # Without hard links two writers of one key can both believe to be first: the later
+                # one replaces the earlier with equal bytes.
+                with suppress(FileNotFoundError):
+                    _lstat(target, shard)
+                    return False
+                os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
     def drop(self, folder: str, name: str) -> bool:

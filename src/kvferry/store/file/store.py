@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -230,7 +230,7 @@ class FileStore(Store):
         self._faults.observer.count("store_quarantined")
         if moved is not None:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
-        self._forget(key, "quarantined", reason, moved)
+        self._forget(key, "quarantined", reason, [moved] if moved else [])
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -277,19 +277,13 @@ class FileStore(Store):
         Raises:
             StoreError: the index cannot be read.
         """
-        if self._closed:
-            return
-        try:
-            yield from self._index.entries(order, limit)
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
+        with self._listing():
+            yield from () if self._closed else self._index.entries(order, limit)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Records and bytes by namespace; see `SupportsNamespaces`."""
-        try:
+        with self._listing():
             return {} if self._closed else self._index.by_namespace()
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is; see `SupportsNamespaces`."""
@@ -309,10 +303,8 @@ class FileStore(Store):
         Raises:
             StoreError: the index cannot be read.
         """
-        try:
+        with self._listing():
             return [] if self._closed else self._index.removals(count)
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be asked: {error}") from error
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background whether these are here; see `SupportsProbe`."""
@@ -414,11 +406,16 @@ class FileStore(Store):
 
     def _listed(self) -> Iterator[ChunkKey]:
         """Keys of all files, without the index."""
-        for shard in range(NUM_SHARDS):
-            try:
+        with self._listing():
+            for shard in range(NUM_SHARDS):
                 yield from self._directory.list_shard(shard)
-            except OSError as error:
-                raise StoreError(f"{self.url} cannot be listed: {error.strerror}") from error
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self._index.is_ours
@@ -515,12 +512,12 @@ class FileStore(Store):
                 self._abort(self._sessions.popitem()[1])
 
     def _forget(
-        self, key: ChunkKey, reason: str, detail: str = "", moved: tuple[str, int] | None = None
+        self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Remove a key whose file is gone, unless another thread has stored it again; `moved` says
-        under which name and size it is in quarantine."""
+        """Remove a key whose file is gone, unless another thread has stored it again; files that
+        were `moved` to quarantine are counted."""
         try:
-            self._index.forget([key], reason, detail, [] if moved is None else [moved])
+            self._index.forget([key], reason, detail, moved)
         except OSError:
             self._miss(key)  # its row goes when the shard is next compared
 
