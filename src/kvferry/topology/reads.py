@@ -114,7 +114,7 @@ def readers(local: KVPlacement, remote: KVPlacement, rank: RankId) -> tuple[Rank
 def _stages(layers: tuple[int, int], remote: KVPlacement) -> Iterator[tuple[int, tuple[int, int]]]:
     """Remote pipeline stages with the part of `layers` that each has."""
     for pp in range(len(remote.layers)):
-        start, stop = remote.layers_of_stage(pp)
+        start, stop = remote.layers_of(RankId(pp=pp))
         start, stop = max(start, layers[0]), min(stop, layers[1])
         if start < stop:
             yield pp, (start, stop)
