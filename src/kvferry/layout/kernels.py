@@ -30,9 +30,6 @@ from kvferry.layout.device import upload
 from kvferry.layout.plan import BlockRun, Segment
 
 WORD = 8
-_BLOCK_WORDS = 128
-"""Of the hash: 16 stripes of 64 bytes between scrambles."""
-
 _COPY_WORDS = 1024
 """What a program that only copies moves."""
 
