@@ -72,14 +72,14 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
     shape = (LAYERS, HEADS, stop - start, 2 * DIM)
     rows = as_rows(memoryview(bytearray(4 * int(np.prod(shape)))), paged, "float32", shape)
     blocks = table[start // BLOCK : -(-stop // BLOCK)]
-    paged.gather(rows, 0, 0, paged.runs(blocks, start, stop), start)
+    paged.gather(rows, 0, paged.runs(blocks, start, stop), start)
     found = torch.from_numpy(rows.copy()).view(torch.float32)
     for layer in range(LAYERS):
         for token in range(start, stop):
             assert torch.equal(found[layer, :, token - start], content(layer, token))
 
     other = tensors(layout)
-    PagedKV(other, GROUP, SHARD, layout).scatter(rows, 0, 0, paged.runs(blocks, start, stop), start)
+    PagedKV(other, GROUP, SHARD, layout).scatter(rows, 0, paged.runs(blocks, start, stop), start)
     expected = tensors(layout)
     for layer, tensor in enumerate(expected):
         for token in range(start, stop):
@@ -93,7 +93,7 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
 def keys_and_values(layout: str, heads: int, num_slots: int) -> list[Move]:
     memory = torch.stack(tensors(layout))
     layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
-    box = Box(0, 0, (LAYERS, heads, 3 * BLOCK, 2 * DIM), 0, num_slots)
+    box = Box(0, (LAYERS, heads, 3 * BLOCK, 2 * DIM), 0, num_slots)
     return [move for segment in segments(layers, 4) for move in moves(segment, box)]
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_copied_twice_whose_spans_are_wide_already(layout):
     if layout == "BLNHC":
         memory = torch.zeros(BLOCKS, LAYERS, BLOCK, HEADS, 2 * DIM).permute(1, 0, 3, 2, 4)
     layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
-    box = Box(0, 0, (LAYERS, HEADS, 3 * BLOCK, 2 * DIM), 0, BLOCK)
+    box = Box(0, (LAYERS, HEADS, 3 * BLOCK, 2 * DIM), 0, BLOCK)
     found = [move for segment in segments(layers, 4) for move in moves(segment, box)]
     assert found
     for move in found:

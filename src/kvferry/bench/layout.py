@@ -132,7 +132,7 @@ def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
         fill_with_noise(blocks.tensors, rank)
         rows = blocks.rows(np.empty(blocks.row_bytes, np.uint8))
         for record, runs in zip(records, blocks.runs, strict=True):
-            blocks.paged.gather(rows, 0, 0, runs, 0)
+            blocks.paged.gather(rows, 0, runs, 0)
             record[:, slice(*blocks.heads)] = rows
     return records
 
@@ -158,12 +158,12 @@ class Reader:
             np.copyto(rows, self._records[index])
             if self._leaf_digests(index) != self._digests[index]:
                 raise LayoutError("a leaf changed in memory")
-            self._blocks.paged.scatter(rows, 0, 0, self._blocks.runs[index], 0)
+            self._blocks.paged.scatter(rows, 0, self._blocks.runs[index], 0)
 
     def copy(self) -> None:
         """Staging to blocks alone."""
         for rows, runs in zip(self._rows, self._blocks.runs, strict=True):
-            self._blocks.paged.scatter(rows, 0, 0, runs, 0)
+            self._blocks.paged.scatter(rows, 0, runs, 0)
 
     def memcpy(self) -> None:
         """As many bytes from the records to staging, in one piece if the records hold no others."""
@@ -173,7 +173,7 @@ class Reader:
         """What the blocks hold, `[chunk, layer, head, token, content]`."""
         found = np.zeros((len(self._rows), *self._rows[0].shape), np.int16)
         for rows, runs in zip(found, self._blocks.runs, strict=True):
-            self._blocks.paged.gather(rows, 0, 0, runs, 0)
+            self._blocks.paged.gather(rows, 0, runs, 0)
         return found
 
     def _leaf_digests(self, index: int) -> list[bytes]:
@@ -209,28 +209,28 @@ class DeviceCopies:
         shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
         self._host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
         self._other = torch.empty(shape, dtype=torch.int16, device=device)
-        self._paged.gather(self._host, 0, 0, self._runs, 0)
+        self._paged.gather(self._host, 0, self._runs, 0)
         self._other.copy_(self._host)
         self._digests = self._hash(self._other)
 
     def gather(self) -> None:
-        self._paged.gather(self._host, 0, 0, self._runs, 0)
+        self._paged.gather(self._host, 0, self._runs, 0)
 
     def gather_and_hash(self) -> None:
-        self._paged.gather(self._other, 0, 0, self._runs, 0)
+        self._paged.gather(self._other, 0, self._runs, 0)
         found = self._hash(self._other)
         self._host.copy_(self._other)
         if found != self._digests:
             raise LayoutError("what was gathered has other checksums than before")
 
     def scatter(self) -> None:
-        self._paged.scatter(self._host, 0, 0, self._runs, 0)
+        self._paged.scatter(self._host, 0, self._runs, 0)
 
     def verify_and_scatter(self) -> None:
         rows = self._host.to(self._device)
         if self._hash(rows) != self._digests:
             raise LayoutError("what was copied has other checksums than before")
-        self._paged.scatter(rows, 0, 0, self._runs, 0)
+        self._paged.scatter(rows, 0, self._runs, 0)
 
     def _hash(self, rows: torch.Tensor) -> bytes | None:
         later = self._paged.digests_later(rows, LEAF_BYTES)

@@ -192,14 +192,14 @@ class PagedTables:
             first_token: of the rows.
         """
         for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
-            paged.scatter(part, layer, 0, table_runs, first_token)
+            paged.scatter(part, layer, table_runs, first_token)
 
     def gather(
         self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
     ) -> None:
         """Copy blocks into all rows of a group; arguments as for `scatter`."""
         for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
-            paged.gather(part, layer, 0, table_runs, first_token)
+            paged.gather(part, layer, table_runs, first_token)
 
     def _targets(
         self, group: int, shape: tuple[int, int, int, int], memory: Rows, runs: Runs

@@ -201,29 +201,19 @@ class TritonCopies:
         return all(number % WORD == 0 for number in numbers)
 
     def scatter(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.scatter`."""
-        slots = self._slots(rows, head, runs, first_token)
+        slots = self._slots(rows, runs, first_token)
         self._copy(rows.to(self._device), layer, slots, to_rows=False)
 
     def gather(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.gather`."""
         # Starts as the rows are: tokens without a block stay as they were.
         target = self._target(rows, runs)
-        self._copy(target, layer, self._slots(rows, head, runs, first_token), to_rows=True)
+        self._copy(target, layer, self._slots(rows, runs, first_token), to_rows=True)
         if target is not rows:
             rows.copy_(target)
 
@@ -252,15 +242,14 @@ class TritonCopies:
         return torch.empty_like(rows, device=self._device)
 
     def _slots(
-        self, rows: torch.Tensor, head: int, runs: Sequence[BlockRun], first_token: int
+        self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int
     ) -> torch.Tensor:
         """Per token of the rows, words from a layer's part to the first head, or -1."""
         slots = np.full(rows.shape[2], -1, np.int64)
         for run in runs:
             within = np.arange(run.first_slot, run.first_slot + run.num_slots) * self._token
-            blocks = np.asarray(run.blocks, np.int64)[:, None] * self._block
-            places = (blocks + within).ravel() + head * self._head
-            slots[run.start - first_token : run.stop - first_token] = places
+            places = np.asarray(run.blocks, np.int64)[:, None] * self._block + within
+            slots[run.start - first_token : run.stop - first_token] = places.ravel()
         return upload(torch.from_numpy(slots), self._device)
 
     def _copy(self, rows: torch.Tensor, layer: int, slots: torch.Tensor, *, to_rows: bool) -> None:

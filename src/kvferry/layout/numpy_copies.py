@@ -58,23 +58,19 @@ class NumpyCopies:
         # Keys are the boxes that a geometry has: pieces of a record, times slots of partial blocks.
         self._spans = lru_cache(maxsize=4096)(self._compute_spans)
 
-    def scatter(
-        self, rows: Array, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """See `PagedKV.scatter`."""
         for run in runs:
             index = _index(run.blocks)
-            for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
+            for spans in self._spans(Box(layer, rows.shape, run.first_slot, run.num_slots)):
                 source = spans.of_rows(rows, run.start - first_token, run.num_blocks)
                 spans.blocks[index] = source
 
-    def gather(
-        self, rows: Array, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def gather(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """See `PagedKV.gather`."""
         for run in runs:
             start = run.start - first_token
-            for spans in self._spans(Box(layer, head, rows.shape, run.first_slot, run.num_slots)):
+            for spans in self._spans(Box(layer, rows.shape, run.first_slot, run.num_slots)):
                 if spans.wide is None:
                     _take(spans, rows, start, run.blocks)
                     continue

@@ -28,11 +28,9 @@ class Copies(Protocol):
     hash on the device have `digests_later`, too."""
 
     def scatter(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+        self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None: ...
-    def gather(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None: ...
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None: ...
 
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
@@ -119,30 +117,25 @@ class PagedKV:
         self.check_blocks(block_ids)
         return block_runs(block_ids, start, stop, self.block_size, self.null_block)
 
-    def scatter(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.
 
         Args:
-            rows: `[layers, heads, tokens, content]` array from `as_rows`.
+            rows: `[layers, heads, tokens, content]` array from `as_rows`, with all heads.
             layer: first layer of `rows`, counted within this rank's shard.
-            head: first head of `rows`, likewise.
             runs: where the tokens go, from `runs`.
             first_token: token position of index 0 of the token axis of `rows`.
 
         Raises:
             LayoutError: rows that do not fit this cache or its runs; nothing was written.
         """
-        self._check(rows, layer, head, runs, first_token)
-        self._copies.scatter(rows, layer, head, runs, first_token)
+        self._check(rows, layer, runs, first_token)
+        self._copies.scatter(rows, layer, runs, first_token)
 
-    def gather(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy blocks into record rows; arguments and errors as `scatter`."""
-        self._check(rows, layer, head, runs, first_token)
-        self._copies.gather(rows, layer, head, runs, first_token)
+        self._check(rows, layer, runs, first_token)
+        self._copies.gather(rows, layer, runs, first_token)
 
     def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
         """Checksums of rows, which the device computes after what the current stream was given.
@@ -160,9 +153,7 @@ class PagedKV:
         later: Callable[[], bytes] | None = self._digests_later(rows, leaf_bytes)
         return later
 
-    def _check(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def _check(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         num_layers, num_heads, num_tokens, content = rows.shape
         if not (rows.is_contiguous() if torch.is_tensor(rows) else rows.flags.c_contiguous):
             raise LayoutError("rows are not contiguous: copy whole pieces of a record")
@@ -175,8 +166,8 @@ class PagedKV:
             raise LayoutError(
                 f"layers {layer} to {layer + num_layers} of a shard of {self.num_layers}"
             )
-        if not 0 <= head <= head + num_heads <= self.num_heads:
-            raise LayoutError(f"heads {head} to {head + num_heads} of a shard of {self.num_heads}")
+        if num_heads != self.num_heads:
+            raise LayoutError(f"rows of {num_heads} heads for a shard of {self.num_heads}")
         if runs and not first_token <= runs[0].start <= runs[-1].stop <= first_token + num_tokens:
             raise LayoutError(
                 f"tokens {runs[0].start} to {runs[-1].stop} are not in rows of tokens "

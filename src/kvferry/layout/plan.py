@@ -64,8 +64,6 @@ class Box(NamedTuple):
 
     layer: int
     """First layer of the rows, counted in the shard."""
-    head: int
-    """First head, likewise."""
     shape: tuple[int, int, int, int]
     """Of the rows, in elements."""
     first_slot: int
@@ -209,7 +207,6 @@ def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
             shape=tuple(size for size, _, _ in axes),
             kv_offset=segment.offset
             + (low - segment.first_layer) * kv_layer
-            + box.head * kv_head
             + box.first_slot * kv_token,
             kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
             row_offset=(low - box.layer) * row_layer + segment.low,
