@@ -31,13 +31,6 @@ class Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
-    @classmethod
-    def ended(cls) -> Job[T]:
-        """One that ended before it began, without a result."""
-        job = cls()
-        job._done.set()
-        return job
-
     def poll(self) -> bool:
         """True once `result` or `error` is set. Never blocks."""
         return self._done.is_set()
@@ -70,7 +63,8 @@ class IOPool:
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
         """Queue `run(job)`; never blocks. It runs even if the job was cancelled meanwhile, so that
         it can give back what it holds; it looks at `job.cancelled` first. After `close` it does not
-        run: the job is done and cancelled when this returns."""
+        run: the job is done and cancelled when this returns. Where the process can start no thread
+        for it, the job is done and has an error."""
         job: Job[T] = Job()
         if self._closed:
             job.cancelled = True
@@ -82,9 +76,11 @@ class IOPool:
             )
             try:
                 thread.start()
-            except RuntimeError:  # the process has as many as it may have
+            except RuntimeError as error:  # the process has as many as it may have
                 if not self._threads:
-                    raise
+                    job.error = error
+                    job._done.set()
+                    return job
             else:
                 self._threads.append(thread)
         self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
@@ -123,9 +119,8 @@ class IOPool:
                     ended.release()
 
         try:
-            with suppress(RuntimeError):  # no thread left for this process: all is done here
-                for _ in range(0 if alone else min(len(items), self.num_threads) - 1):
-                    self.submit(lambda _job: run())
+            for _ in range(0 if alone else min(len(items), self.num_threads) - 1):
+                self.submit(lambda _job: run())
             run()
         finally:
             while waiting:  # this thread was interrupted: hand out nothing more
@@ -161,16 +156,6 @@ class IOPool:
                 job.error = error
             job._done.set()
             del item, job, run
-
-
-def submit_or_fail(pool: IOPool, run: Callable[[Job[T]], T]) -> Job[T]:
-    """A job under way, or one that failed because the process has no thread left for it."""
-    try:
-        return pool.submit(run)
-    except RuntimeError as error:
-        job: Job[T] = Job.ended()
-        job.error = error
-        return job
 
 
 def process_cpus() -> frozenset[int]:
