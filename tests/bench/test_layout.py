@@ -56,7 +56,7 @@ def test_ranks_have_their_heads_and_noise_of_their_own():
         assert blocks.heads == (2 * rank, 2 * rank + 2)
         assert sorted(blocks.ids) == list(range(1, 9)) != blocks.ids
         fill_with_noise(blocks.tensors, rank)
-        blocks.paged.gather(rows, 0, 0, blocks.runs[0], 0)
+        blocks.paged.gather(rows, 0, blocks.runs[0], 0)
     assert (found[0] != found[1]).mean() > 0.99
     assert (found[0, 1:] != found[0, :-1]).mean() > 0.99
     assert len(np.unique(found[0, 5, 1, 7])) > 200

@@ -11,7 +11,6 @@ import pytest
 import torch
 import xxhash
 
-from kvferry.errors import LayoutError
 from kvferry.layout.device import TorchCopies
 from tests.layout.paging import LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
 
@@ -44,7 +43,7 @@ def test_gather_and_scatter_agree_with_the_elements(layout, rows_on, triton_copi
     ids = [7, 2, 3, 0, 5]
     runs = paged.runs(ids, 1, 14)
     rows = torch.full((2, cache.num_heads, 16, 12), -1, dtype=torch.int32, device=rows_on)
-    paged.gather(rows, 0, 0, runs, 0)
+    paged.gather(rows, 0, runs, 0)
     expected = expected_rows(cache, ids, 1, 14)
     there = [t for t in range(1, 14) if t // 3 != 3]
     found = rows.cpu().numpy()
@@ -57,21 +56,28 @@ def test_gather_and_scatter_agree_with_the_elements(layout, rows_on, triton_copi
     into = target.paged(copies=triton_copies)
     for first, stop in ((1, 9), (12, 14)):
         used = [6, 1, 4][first // 5 : -(-stop // 5)]
-        into.scatter(rows, 0, 0, into.runs(used, first, stop), 0)
+        into.scatter(rows, 0, into.runs(used, first, stop), 0)
     assert np.array_equal(target.elements, wanted)
 
 
-def test_some_layers_and_heads_in_memory_of_their_own(triton_copies):
+def test_some_layers_in_memory_of_their_own(triton_copies):
     cache = make_cache("2BNHD", num_layers=3, num_heads=4)
     expected = expected_rows(cache, [4, 2], 0, 6)
     cache.tensors = [tensor.clone() for tensor in cache.tensors]
     paged = cache.paged(copies=triton_copies)
-    rows = torch.zeros((2, 2, 6, 12), dtype=torch.int32, device=DEVICE)
-    paged.gather(rows, 1, 1, paged.runs([4, 2], 0, 6), 0)
-    assert np.array_equal(rows.cpu().numpy(), expected[1:, 1:3])
-    paged.scatter(rows + 1, 1, 1, paged.runs([4, 2], 0, 6), 0)
-    paged.gather(rows, 1, 1, paged.runs([4, 2], 0, 6), 0)
-    assert np.array_equal(rows.cpu().numpy(), expected[1:, 1:3] + 1)
+    rows = torch.zeros((2, 4, 6, 12), dtype=torch.int32, device=DEVICE)
+    paged.gather(rows, 1, paged.runs([4, 2], 0, 6), 0)
+    assert np.array_equal(rows.cpu().numpy(), expected[1:])
+    paged.scatter(rows + 1, 1, paged.runs([4, 2], 0, 6), 0)
+    paged.gather(rows, 1, paged.runs([4, 2], 0, 6), 0)
+    assert np.array_equal(rows.cpu().numpy(), expected[1:] + 1)
+
+
+def hashed(paged, rows, leaf_bytes):
+    later = paged.digests_later(rows, leaf_bytes)
+    if rows.is_cuda:
+        torch.cuda.synchronize()
+    return later()
 
 
 @pytest.mark.parametrize(
@@ -84,36 +90,26 @@ def test_digests_are_those_of_the_reference(num_tokens, leaf_bytes, triton_copie
     paged = cache.paged(copies=triton_copies)
     ids = list(range(130, 130 - -(-num_tokens // 8), -1))
     runs = paged.runs(ids, 0, num_tokens)
-    rows = torch.zeros((1, 2, num_tokens, 16), dtype=torch.int32)
-    digests = paged.gather_with_digests(rows, 0, 0, runs, 0, leaf_bytes=leaf_bytes)
+    rows = torch.zeros((1, 2, num_tokens, 16), dtype=torch.int32, device=DEVICE)
+    paged.gather(rows, 0, runs, 0)
+    digests = hashed(paged, rows, leaf_bytes)
     expected = expected_rows(cache, ids, 0, num_tokens)
-    assert np.array_equal(rows.numpy(), expected)
+    assert np.array_equal(rows.cpu().numpy(), expected)
     leaves = [
         row.tobytes()[start : start + leaf_bytes]
         for row in expected.reshape(2, -1)
         for start in range(0, num_tokens * 64, leaf_bytes)
     ]
     assert digests == b"".join(map(xxhash.xxh3_128_digest, leaves))
-    assert paged.digests(rows.to(DEVICE), leaf_bytes) == digests
     rows[0, 1, num_tokens - 1, 15] ^= 1
-    assert paged.digests(rows.to(DEVICE), leaf_bytes)[-16:] != digests[-16:]
+    assert hashed(paged, rows, leaf_bytes)[-16:] != digests[-16:]
 
 
 def test_leaves_the_kernel_cannot_hash_are_left_to_the_host(triton_copies):
     cache = make_cache("BHNC")
     paged = cache.paged(copies=triton_copies)
-    rows = torch.zeros((2, 3, 3, 12), dtype=torch.int32)  # rows of 144 bytes
-    runs = paged.runs([5], 0, 3)
-    assert paged.gather_with_digests(rows, 0, 0, runs, 0, leaf_bytes=65536) is None
-    assert np.array_equal(rows.numpy(), expected_rows(cache, [5], 0, 3))
-    assert paged.digests(rows, 65536) is None
-
-
-def test_digests_need_every_token(triton_copies):
-    paged = make_cache("BHNC").paged(copies=triton_copies)
-    rows = torch.zeros((2, 3, 6, 12), dtype=torch.int32)
-    with pytest.raises(LayoutError, match="6 tokens to hash, and 3 of them in blocks"):
-        paged.gather_with_digests(rows, 0, 0, paged.runs([5, 0], 0, 6), 0, leaf_bytes=65536)
+    rows = torch.zeros((2, 3, 3, 12), dtype=torch.int32, device=DEVICE)  # rows of 144 bytes
+    assert paged.digests_later(rows, 65536) is None
 
 
 @pytest.mark.parametrize("options", [{"head_dim": 1}, {"head_dim": 3, "dtype": "bfloat16"}])
@@ -146,8 +142,7 @@ POINTERS = {"rows", "slots", "bases", "digests", "constants"}
 for kernel, warps, constants in [
     (kernels._copy_kernel, 4, {"parts": 2, "tile": 1024, "to_rows": True}),
     (kernels._copy_kernel, 4, {"parts": 1, "tile": 1024, "to_rows": False}),
-    (kernels._hash_kernel, 1, {"parts": 2, "gathers": True}),
-    (kernels._hash_kernel, 1, {"parts": 1, "gathers": False}),
+    (kernels._hash_kernel, 1, {}),
 ]:
     names = kernel.arg_names
     types = {name: "*i64" if name in POINTERS else "i32" for name in names}
@@ -169,4 +164,4 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * 4
+    assert done.stdout.split() == ["True"] * 3

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import numpy_copies
 from kvferry.layout.ops import PagedKV, as_rows
-from kvferry.layout.plan import Box, Move, in_wide_spans, moves, segments, split
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -52,13 +50,9 @@ def content(layer: int, token: int) -> torch.Tensor:
     return base + 1000 * token + 100_000 * layer
 
 
-@pytest.mark.parametrize("near_bytes", [numpy_copies._NEAR_BYTES, 2 * 4 * BLOCK * DIM, 1])
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize(("start", "stop"), [(0, 11), (3, 9), (5, 6), (4, 8), (0, 12)])
-def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
-    layout, start, stop, near_bytes, monkeypatch
-):
-    monkeypatch.setattr(numpy_copies, "_NEAR_BYTES", near_bytes)
+def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(layout, start, stop):
     memory = torch.stack(tensors(layout))  # layers evenly spaced in it: one move for all
     kv = list(memory)
     table = [5, 2, 6]
@@ -72,14 +66,14 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
     shape = (LAYERS, HEADS, stop - start, 2 * DIM)
     rows = as_rows(memoryview(bytearray(4 * int(np.prod(shape)))), paged, "float32", shape)
     blocks = table[start // BLOCK : -(-stop // BLOCK)]
-    paged.gather(rows, 0, 0, paged.runs(blocks, start, stop), start)
+    paged.gather(rows, 0, paged.runs(blocks, start, stop), start)
     found = torch.from_numpy(rows.copy()).view(torch.float32)
     for layer in range(LAYERS):
         for token in range(start, stop):
             assert torch.equal(found[layer, :, token - start], content(layer, token))
 
     other = tensors(layout)
-    PagedKV(other, GROUP, SHARD, layout).scatter(rows, 0, 0, paged.runs(blocks, start, stop), start)
+    PagedKV(other, GROUP, SHARD, layout).scatter(rows, 0, paged.runs(blocks, start, stop), start)
     expected = tensors(layout)
     for layer, tensor in enumerate(expected):
         for token in range(start, stop):
@@ -88,74 +82,6 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(
                 tensor, table[token // BLOCK], token % BLOCK, row[:, :DIM], row[:, DIM:]
             )
     assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
-
-
-def keys_and_values(layout: str, heads: int, num_slots: int) -> list[Move]:
-    memory = torch.stack(tensors(layout))
-    layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
-    box = Box(0, 0, (LAYERS, heads, 3 * BLOCK, 2 * DIM), 0, num_slots)
-    return [move for segment in segments(layers, 4) for move in moves(segment, box)]
-
-
-def kv_bytes(move: Move) -> list[int]:
-    """All bytes that a move covers of block 0."""
-    return covered(move, move.kv_strides[1:], move.kv_offset)
-
-
-def row_bytes(move: Move) -> list[int]:
-    """All bytes that a move covers of rows, for one block."""
-    return covered(move, move.row_strides[1:], move.row_offset)
-
-
-def covered(move: Move, strides: tuple[int, ...], offset: int) -> list[int]:
-    starts = np.full((), offset)
-    for size, stride in zip(move.shape, strides, strict=True):
-        starts = np.add.outer(starts, np.arange(size) * stride)
-    return sorted((starts.reshape(-1, 1) + np.arange(move.span)).reshape(-1).tolist())
-
-
-@pytest.mark.parametrize("num_slots", [BLOCK, BLOCK - 1])
-@pytest.mark.parametrize("heads", [HEADS, 1])
-@pytest.mark.parametrize("layout", SHAPES)
-def test_wide_spans_cover_the_bytes_of_keys_and_no_others(layout, heads, num_slots):
-    keys, values = keys_and_values(layout, heads, num_slots)
-    assert in_wide_spans(values) is None
-    wide = in_wide_spans(keys)
-    if num_slots < BLOCK:
-        assert wide is None
-        return
-    assert wide is not None
-    assert (keys.span, wide.span) == (4, 4 * DIM)
-    assert kv_bytes(keys) == kv_bytes(wide)
-    assert row_bytes(keys) == row_bytes(wide)
-
-
-@pytest.mark.parametrize("layout", ["2BNHD", "BHNC", "NHD", "HND", "BLNHC"])
-def test_nothing_is_copied_twice_whose_spans_are_wide_already(layout):
-    shape = {"2BNHD": (2, BLOCKS, BLOCK, HEADS, DIM)}.get(layout, (BLOCKS, HEADS, BLOCK, 2 * DIM))
-    memory = torch.zeros(LAYERS, *shape)
-    if layout == "NHD":
-        memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
-    if layout == "BLNHC":
-        memory = torch.zeros(BLOCKS, LAYERS, BLOCK, HEADS, 2 * DIM).permute(1, 0, 3, 2, 4)
-    layers = layer_parts([strided(tensor) for tensor in memory], GROUP, SHARD, layout)
-    box = Box(0, 0, (LAYERS, HEADS, 3 * BLOCK, 2 * DIM), 0, BLOCK)
-    found = [move for segment in segments(layers, 4) for move in moves(segment, box)]
-    assert found
-    for move in found:
-        assert in_wide_spans(move) is None
-        assert list(split(move, 1)) == [move]
-
-
-@pytest.mark.parametrize(("max_bytes", "parts"), [(480, 1), (479, 2), (239, 6), (1, 6)])
-@pytest.mark.parametrize("layout", SHAPES)
-def test_what_lies_far_apart_is_split_and_stays_the_same(layout, max_bytes, parts):
-    keys, _ = keys_and_values(layout, HEADS, BLOCK)
-    assert keys.num_bytes == 4 * LAYERS * HEADS * DIM * BLOCK
-    found = list(split(keys, max_bytes))
-    assert len(found) == parts
-    assert sorted(byte for part in found for byte in kv_bytes(part)) == kv_bytes(keys)
-    assert sorted(byte for part in found for byte in row_bytes(part)) == row_bytes(keys)
 
 
 @pytest.mark.parametrize("layout", SHAPES)

@@ -8,7 +8,7 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.layout import spec
 from kvferry.layout.ops import PagedKV
-from kvferry.layout.spec import Part, Strided, parse
+from kvferry.layout.spec import ContentPart, Strided, parse
 from kvferry.types import GroupShard, KVGroup
 from tests.layout.paging import LAYOUTS, MLA_LAYOUTS, Cache
 
@@ -34,7 +34,7 @@ def test_the_six_orders_have_the_strides_they_name(name, buffer):
     layout = parse(name).of_tensor(tensor.dim())
     layout.check(described, 2)
     assert layout.is_one_buffer == buffer
-    assert layout.parts(described, 0) == (Part(1, 0, (5, 3, 4, 4), strides, 0),)
+    assert layout.parts(described, 0) == (ContentPart(1, 0, (5, 3, 4, 4), strides, 0),)
     if buffer:
         assert layout.parts(described, 1)[0].offset == second_layer
     else:
@@ -51,14 +51,14 @@ def test_the_six_orders_have_the_strides_they_name(name, buffer):
 def test_keys_and_values_apart_are_two_parts_of_the_content(name, shape, key, value):
     tensor = Strided(shape, torch.empty(shape).stride(), 7, 1, "float32")
     assert parse(name).parts(tensor, 0) == (
-        Part(1, 7, (5, 3, 4, 2), key, 0),
-        Part(1, 7 + value, (5, 3, 4, 2), key, 2),
+        ContentPart(1, 7, (5, 3, 4, 2), key, 0),
+        ContentPart(1, 7 + value, (5, 3, 4, 2), key, 2),
     )
 
 
 def test_the_latent_of_mla_is_one_head():
     tensor = Strided((5, 4, 6), (24, 6, 1), 0, 1, "float32")
-    assert parse("BND").parts(tensor, 0) == (Part(1, 0, (5, 1, 4, 6), (24, 0, 6, 1), 0),)
+    assert parse("BND").parts(tensor, 0) == (ContentPart(1, 0, (5, 1, 4, 6), (24, 0, 6, 1), 0),)
 
 
 def test_hnd_and_nhd_are_names_of_orders():

@@ -37,14 +37,12 @@ def test_a_round_trip_through_pinned_staging_on_a_side_stream(layout, device):
     with pinned(staging, device):
         source.fill()  # the engine's work: in its own stream, right before
         gathered = side.run(
-            lambda: there.gather(rows, 0, 0, there.runs([2, 4], 0, 8), 0), after=side.mark()
+            lambda: there.gather(rows, 0, there.runs([2, 4], 0, 8), 0), after=side.mark()
         )
         assert gathered.wait(10)
         expected = expected_rows(source, [2, 4], 0, 8)
         assert np.frombuffer(staging, np.int32).tobytes() == expected.tobytes()
-        loaded = side.run(
-            lambda: here.scatter(rows, 0, 0, here.runs([5, 1], 0, 8), 0), after=Mark()
-        )
+        loaded = side.run(lambda: here.scatter(rows, 0, here.runs([5, 1], 0, 8), 0), after=Mark())
         loaded.hold()
         assert np.array_equal(expected_rows(target, [5, 1], 0, 8), expected)
     assert loaded.poll()

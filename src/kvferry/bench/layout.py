@@ -134,7 +134,7 @@ def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
         fill_with_noise(blocks.tensors, rank)
         rows = blocks.rows(np.empty(blocks.row_bytes, np.uint8))
         for record, runs in zip(records, blocks.runs, strict=True):
-            blocks.paged.gather(rows, 0, 0, runs, 0)
+            blocks.paged.gather(rows, 0, runs, 0)
             record[:, slice(*blocks.heads)] = rows
     return records
 
@@ -160,12 +160,12 @@ class Reader:
             np.copyto(rows, self._records[index])
             if self._leaf_digests(index) != self._digests[index]:
                 raise LayoutError("a leaf changed in memory")
-            self._blocks.paged.scatter(rows, 0, 0, self._blocks.runs[index], 0)
+            self._blocks.paged.scatter(rows, 0, self._blocks.runs[index], 0)
 
     def copy(self) -> None:
         """Staging to blocks alone."""
         for rows, runs in zip(self._rows, self._blocks.runs, strict=True):
-            self._blocks.paged.scatter(rows, 0, 0, runs, 0)
+            self._blocks.paged.scatter(rows, 0, runs, 0)
 
     def memcpy(self) -> None:
         """As many bytes from the records to staging, in one piece if the records hold no others."""
@@ -175,7 +175,7 @@ class Reader:
         """What the blocks hold, `[chunk, layer, head, token, content]`."""
         found = np.zeros((len(self._rows), *self._rows[0].shape), np.int16)
         for rows, runs in zip(found, self._blocks.runs, strict=True):
-            self._blocks.paged.gather(rows, 0, 0, runs, 0)
+            self._blocks.paged.gather(rows, 0, runs, 0)
         return found
 
     def _leaf_digests(self, index: int) -> list[bytes]:
@@ -206,27 +206,38 @@ def device_rows(
     runs = paged.runs(blocks, 0, num_tokens)
     shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
     host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
-    other = torch.zeros(shape, dtype=torch.int16, device=device)
-    paged.gather(host, 0, 0, runs, 0)
-    digests = paged.digests(host, LEAF_BYTES)
+    other = torch.empty(shape, dtype=torch.int16, device=device)
+    paged.gather(host, 0, runs, 0)
+    other.copy_(host)
+
+    def hashed(rows: torch.Tensor) -> bytes | None:
+        later = paged.digests_later(rows, LEAF_BYTES)
+        if later is None:
+            return None
+        torch.cuda.current_stream().synchronize()
+        return later()
+
+    digests = hashed(other)
 
     def gather_and_hash() -> None:
-        if paged.gather_with_digests(host, 0, 0, runs, 0, leaf_bytes=LEAF_BYTES) != digests:
+        paged.gather(other, 0, runs, 0)
+        found = hashed(other)
+        host.copy_(other)
+        if found != digests:
             raise LayoutError("what was gathered has other checksums than before")
 
     def verify_and_scatter() -> None:
         rows = host.to(device)
-        if paged.digests(rows, LEAF_BYTES) != digests:
+        if hashed(rows) != digests:
             raise LayoutError("what was copied has other checksums than before")
-        paged.scatter(rows, 0, 0, runs, 0)
+        paged.scatter(rows, 0, runs, 0)
 
     to_device = partial(other.copy_, host)
-    to_device()  # `to_host` brings back what is there
     to_host = partial(host.copy_, other)
     cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
-        ("gather to host", partial(paged.gather, host, 0, 0, runs, 0), to_host),
+        ("gather to host", partial(paged.gather, host, 0, runs, 0), to_host),
         ("gather, hash, to host", gather_and_hash, to_host),
-        ("from host, scatter", partial(paged.scatter, host, 0, 0, runs, 0), to_device),
+        ("from host, scatter", partial(paged.scatter, host, 0, runs, 0), to_device),
         ("from host, verify, scatter", verify_and_scatter, to_device),
     ]
     rows: list[Row] = []

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,17 +39,6 @@ logger = logging.getLogger(__name__)
 REACHED = Mark()
 
 
-class CopyStream(Protocol):
-    """What is needed of `SideStream`."""
-
-    @property
-    def overlaps(self) -> bool: ...
-    def mark(self) -> Mark: ...
-    def hold(self, mark: Mark) -> None: ...
-    def end(self) -> Mark: ...
-    def run(self, work: Callable[[], object], *, after: Mark) -> Mark: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSetup:
     """How a device is used.
@@ -62,7 +51,7 @@ class DeviceSetup:
             stream until they are in their slots.
     """
 
-    stream: Callable[[torch.device], CopyStream] = SideStream
+    stream: Callable[[torch.device], SideStream] = SideStream
     copies: MakeCopies | None = None
     pin: Callable[[memoryview, torch.device], AbstractContextManager[None]] = pinned
     num_bytes: int = 256 << 20
@@ -98,7 +87,7 @@ class BlockCopies:
         self._paged = PagedTables(spec)
         self._rows = rows
         self._setup = setup
-        self._stream: CopyStream = SideStream("cpu")
+        self._stream = SideStream("cpu")
         self._pins = ExitStack()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from kvferry.blocks.tables import BlockSlice, Table, Tables
 from kvferry.errors import LayoutError
+from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import BlockRun, MakeCopies, PagedKV, as_rows
 from kvferry.types import NULL_BLOCK, GroupShard
 
@@ -26,10 +27,8 @@ Runs = Mapping[int, Sequence[BlockRun]]
 Rows = memoryview | torch.Tensor
 """All rows of a group that this rank holds: bytes of the host, or a tensor of `new_rows`."""
 
-_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-class _Part(NamedTuple):
+class _BoundPart(NamedTuple):
     """A `TablePart` with its tensors."""
 
     table: int
@@ -66,7 +65,7 @@ class PagedTables:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._tables = Tables(spec)
-        self._of_group: tuple[tuple[_Part, ...], ...] = ()
+        self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
         self.device = torch.device("cpu")
 
@@ -83,7 +82,7 @@ class PagedTables:
             LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
                 one device.
         """
-        of_group: list[list[_Part]] = [[] for _ in self._spec.groups]
+        of_group: list[list[_BoundPart]] = [[] for _ in self._spec.groups]
         of_table: dict[int, list[PagedKV]] = {}
         for part in self._spec.table_parts:
             if not part.layers:
@@ -103,7 +102,7 @@ class PagedTables:
                 copies=copies,
             )
             spans = tuple(layer_spans(part.layers))
-            of_group[part.group].append(_Part(part.table, spans, paged))
+            of_group[part.group].append(_BoundPart(part.table, spans, paged))
             of_table.setdefault(part.table, []).append(paged)
         devices = {paged.device for several in of_table.values() for paged in several}
         if len(devices) > 1:
@@ -171,7 +170,7 @@ class PagedTables:
 
     def new_rows(self, group: int, shape: tuple[int, int, int, int]) -> torch.Tensor:
         """Memory on the device of the KV for rows of a group, in the current stream."""
-        kind = _INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
+        kind = INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
         return torch.empty(shape, dtype=kind, device=self.device)
 
     def digests_later(
@@ -193,14 +192,14 @@ class PagedTables:
             first_token: of the rows.
         """
         for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
-            paged.scatter(part, layer, 0, table_runs, first_token)
+            paged.scatter(part, layer, table_runs, first_token)
 
     def gather(
         self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
     ) -> None:
         """Copy blocks into all rows of a group; arguments as for `scatter`."""
         for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
-            paged.gather(part, layer, 0, table_runs, first_token)
+            paged.gather(part, layer, table_runs, first_token)
 
     def _targets(
         self, group: int, shape: tuple[int, int, int, int], memory: Rows, runs: Runs

@@ -71,9 +71,6 @@ class Tables:
         self.block_size = math.lcm(*(table.block_size for table in self.tables))
         """What the length of a hit is a multiple of."""
         self.has_windows = any(table.window is not None for table in self.tables)
-        self.can_fail_by_block = len(self.tables) == 1 and not self.has_windows
-        """Whether a host can compute again from a failed block: with several tables an id does not
-        say in which, and with a window what comes before the block is gone."""
 
     def group_start(self, group: int, start: int, stop: int) -> int:
         """First token that some table needs of a group in a hit of `[start, stop)`."""

@@ -221,7 +221,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     counts, namespaces, removals = look(url, _counts)
     removed = _by_reason(removals)
     since = removals[-1].at if removals else None
-    quarantine = Directory(parse_store_url(url).path).list_quarantine().values()
+    quarantine = Directory(parse_store_url(url).path).list_files("quarantine").values()
     facts: JsonRow = {
         "url": url,
         "num_records": counts.num_records,

@@ -13,7 +13,7 @@ import operator
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Any, SupportsIndex
 
 from blake3 import blake3
 
@@ -24,15 +24,6 @@ from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 KEY_VERSION = 1
 CHUNK_TAG = b"kvferry.chunk.1\0"
 """16 bytes that no namespace encoding starts with: one function per purpose."""
-
-NAMESPACE_BYTES = 32
-
-
-@runtime_checkable
-class _SupportsToList(Protocol):
-    """Arrays of NumPy and PyTorch: one call to Python ints beats iterating over boxed items."""
-
-    def tolist(self) -> list[int]: ...
 
 
 class ChunkKeys:
@@ -58,7 +49,7 @@ class ChunkKeys:
     def __init__(
         self, namespace: bytes, chunk_tokens: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS
     ) -> None:
-        if len(namespace) != NAMESPACE_BYTES:
+        if len(namespace) != 32:
             raise ConfigError(f"a namespace digest has 32 bytes, not {len(namespace)}")
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
@@ -148,7 +139,8 @@ def _overlapping(items: tuple[MultimodalItem, ...], start: int, length: int) -> 
 
 def _pack(token_ids: Sequence[int], first: int) -> bytes:
     """Token ids as little-endian u32; `first` is the position of the first one, for messages."""
-    ids = token_ids.tolist() if isinstance(token_ids, _SupportsToList) else token_ids
+    # Arrays of NumPy and PyTorch: one call to Python ints beats iterating over boxed items.
+    ids: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if not isinstance(ids, list):
         # Not only for speed: array("I", b"...") would read bytes as packed machine words.
         ids = list(ids)

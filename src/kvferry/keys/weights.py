@@ -71,11 +71,17 @@ def weights_digest(
     except OSError as error:
         raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
     cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
-    done = _Progress(total, progress)
+    num_done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal num_done
+        num_done += num_bytes
+        progress(num_done, total)
+
     hasher = blake3(WEIGHTS_TAG)
     for path in files:
         try:
-            digest = _file_digest(path, cache, clock_ns, done)
+            digest = _file_digest(path, cache, clock_ns, advance)
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
         hasher.update(canonical([path.name, digest.hex()]))
@@ -125,35 +131,22 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-class _Progress:
-    """Bytes done over all files, told to the caller as they grow."""
-
-    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
-        self._total = total
-        self._report = report
-        self._done = 0
-
-    def advance(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        self._report(self._done, self._total)
-
-
 def _file_digest(
-    path: Path, cache: _DigestCache, clock_ns: Callable[[], int], progress: _Progress
+    path: Path, cache: _DigestCache, clock_ns: Callable[[], int], advance: Callable[[int], None]
 ) -> bytes:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         started = clock_ns()
         cached = cache.get(before)
         if cached is not None:
-            progress.advance(before.st_size)
+            advance(before.st_size)
             return cached
         hasher = blake3(max_threads=blake3.AUTO)
         num_bytes = 0
         for piece in _pieces(file.readinto):
             hasher.update(piece)
             num_bytes += len(piece)
-            progress.advance(len(piece))
+            advance(len(piece))
             if num_bytes > before.st_size:  # one that grows as fast as we read would never end
                 break
         after = os.fstat(file.fileno())
@@ -203,7 +196,8 @@ class _DigestCache:
         except OSError:
             return None
         digest = text[-64:]
-        return _unhex(digest) if text == self._encode(info, digest) else None
+        # What matches was encoded from a digest: it is 64 hexadecimal digits.
+        return bytes.fromhex(digest.decode()) if text == self._encode(info, digest) else None
 
     def put(self, info: os.stat_result, digest: bytes) -> None:
         if self._directory is None:
@@ -245,11 +239,3 @@ def _private(directory: Path) -> bool:
         )
         return False
     return True
-
-
-def _unhex(text: bytes) -> bytes | None:
-    try:
-        digest = bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        return None
-    return digest if len(digest) == 32 else None

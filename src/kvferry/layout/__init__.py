@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.layout.blocks import copy_kv_blocks
-    from kvferry.layout.host import get_current_attn_backend, get_kv_connector_cache_layout
+    from kvferry.layout.host import (
+        get_current_attn_backend,
+        get_kv_connector_cache_layout,
+        yield_req_data,
+    )
     from kvferry.layout.postprocess import (
         kv_postprocess_blksize_and_layout_on_receive,
         kv_postprocess_blksize_on_receive,
         kv_postprocess_layout_on_receive,
     )
-    from kvferry.layout.steps import yield_req_data
 
 __all__ = [
     "copy_kv_blocks",
@@ -31,13 +34,16 @@ __all__ = [
 
 _MODULES = {
     "kvferry.layout.blocks": ("copy_kv_blocks",),
-    "kvferry.layout.host": ("get_current_attn_backend", "get_kv_connector_cache_layout"),
+    "kvferry.layout.host": (
+        "get_current_attn_backend",
+        "get_kv_connector_cache_layout",
+        "yield_req_data",
+    ),
     "kvferry.layout.postprocess": (
         "kv_postprocess_blksize_and_layout_on_receive",
         "kv_postprocess_blksize_on_receive",
         "kv_postprocess_layout_on_receive",
     ),
-    "kvferry.layout.steps": ("yield_req_data",),
 }
 
 

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.layout.device import INT_OF
 from kvferry.layout.spec import parse
 
-_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HOST_SIDE = {"h2d": "source", "d2h": "destination"}
 
 
@@ -101,7 +101,7 @@ def _pair(
         raise LayoutError(
             f"layer {name!r}: blocks of {tuple(src.shape)} do not fit {tuple(dst.shape)}"
         )
-    bits = _SAME_SIZE_INT[src.element_size()]  # indexing is not there for every float8
+    bits = INT_OF[src.element_size()]
     return _Pair(name, src.view(bits), dst.view(bits), axis)
 
 

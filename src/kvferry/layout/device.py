@@ -19,7 +19,8 @@ import torch
 
 from kvferry.layout.plan import BlockRun, Segment
 
-_INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes: elements are copied as integers, since not every float8 can be indexed."""
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -51,44 +52,34 @@ class TorchCopies:
         self._views = [_View(part, _typed(part, storages[part.storage])) for part in parts]
 
     def scatter(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.scatter`."""
         rows = rows.to(self._device)
         for run in runs:
             ids = upload(torch.tensor(run.blocks), self._device)
-            for blocks, tokens in self._pairs(rows, layer, head, run, first_token):
+            for blocks, tokens in self._pairs(rows, layer, run, first_token):
                 blocks.index_copy_(1, ids, tokens)
 
     def gather(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.gather`."""
         # Starts as the rows are: tokens without a block stay as they were.
         target = rows.to(self._device)
         for run in runs:
             ids = upload(torch.tensor(run.blocks), self._device)
-            for blocks, tokens in self._pairs(target, layer, head, run, first_token):
+            for blocks, tokens in self._pairs(target, layer, run, first_token):
                 tokens.copy_(blocks.index_select(1, ids))
         if target is not rows:
             rows.copy_(target)
 
     def _pairs(
-        self, rows: torch.Tensor, layer: int, head: int, run: BlockRun, first_token: int
+        self, rows: torch.Tensor, layer: int, run: BlockRun, first_token: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The slots of all blocks, and the run's tokens, as `[layers, blocks, heads, slots, size]`
         each, by segment."""
-        num_layers, num_heads = rows.shape[:2]
+        num_layers = rows.shape[0]
         tokens = rows[:, :, run.start - first_token : run.stop - first_token]
         tokens = torch.unflatten(tokens, 2, (run.num_blocks, run.num_slots)).movedim(2, 1)
         for segment, view in self._views:
@@ -97,16 +88,16 @@ class TorchCopies:
             if low >= high:
                 continue
             start = segment.low // segment.item
-            kv = view[low - segment.first_layer : high - segment.first_layer, :, head:]
+            kv = view[low - segment.first_layer : high - segment.first_layer]
             yield (
-                kv[:, :, :num_heads, run.first_slot : run.first_slot + run.num_slots],
+                kv[:, :, :, run.first_slot : run.first_slot + run.num_slots],
                 tokens[low - layer : high - layer, ..., start : start + view.shape[-1]],
             )
 
 
 def _typed(part: Segment, storage: torch.Tensor) -> torch.Tensor:
     """`[layers, blocks, heads, slots, size]` of integers of the element's size."""
-    whole = torch.empty(0, dtype=_INT_OF[part.item], device=storage.device)
+    whole = torch.empty(0, dtype=INT_OF[part.item], device=storage.device)
     shape = (
         part.num_layers,
         part.num_blocks,

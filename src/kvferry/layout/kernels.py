@@ -1,9 +1,10 @@
 """Triton kernels: blocks to record rows and back over all layers at once, with leaf checksums.
 
-Memory is moved in words of 8 bytes. One program serves one leaf of one row (a head of a layer); it
-finds each token's place in a table of slots and each layer's tensor in a table of addresses. On the
-way it can compute the leaf's XXH3-128, exactly: within each KiB the stripes of the hash are a sum,
-which a program forms in parallel, and only the 64 scrambles between them follow each other.
+Memory is moved in words of 8 bytes. A program that copies serves a tile of one row (a head of a
+layer): it finds each token's place in a table of slots and each layer's tensor in a table of
+addresses. A program that hashes computes the XXH3-128 of one leaf, exactly: within each KiB the
+stripes of the hash are a sum, which a program forms in parallel, and only the 64 scrambles between
+them follow each other.
 
 The hash is that of the xxHash specification (XXH3, 128 bits, seed 0, default secret) for inputs of
 more than 240 bytes in whole stripes of 64; other leaves are hashed on the host.
@@ -29,9 +30,6 @@ from kvferry.layout.device import upload
 from kvferry.layout.plan import BlockRun, Segment
 
 WORD = 8
-_BLOCK_WORDS = 128
-"""Of the hash: 16 stripes of 64 bytes between scrambles."""
-
 _COPY_WORDS = 1024
 """What a program that only copies moves."""
 
@@ -111,28 +109,21 @@ def _store_digest(digests, lanes, num_bytes, constants):
 
 
 @triton.jit
-def _places(offsets, inside, slots, bases, token_words, part_words, head_words):
-    """Addresses of the words at `offsets` of a row, and whether their token has a block."""
-    token = offsets // token_words
-    content = offsets % token_words
-    slot = tl.load(slots + token, mask=inside, other=-1)
-    there = inside & (slot >= 0)
-    base = tl.load(bases + content // part_words, mask=there, other=0)
-    address = base + (slot + head_words + content % part_words) * 8
-    return address.to(tl.pointer_type(tl.int64)), there
-
-
-@triton.jit
 def _copy_kernel(
     rows, slots, bases, row_words, token_words, part_words, head_words, num_heads,
     parts: tl.constexpr, tile: tl.constexpr, to_rows: tl.constexpr,
 ):  # fmt: skip
+    """A tile of one row, where its tokens have blocks."""
     row = tl.program_id(0)
     offsets = tl.program_id(1) * tile + tl.arange(0, tile)
-    places, there = _places(
-        offsets, offsets < row_words, slots, bases + row // num_heads * parts,
-        token_words, part_words, (row % num_heads).to(tl.int64) * head_words,
-    )  # fmt: skip
+    content = offsets % token_words
+    inside = offsets < row_words
+    slot = tl.load(slots + offsets // token_words, mask=inside, other=-1)
+    there = inside & (slot >= 0)
+    bases += row // num_heads * parts
+    base = tl.load(bases + content // part_words, mask=there, other=0)
+    head = (row % num_heads).to(tl.int64) * head_words
+    places = (base + (slot + head + content % part_words) * 8).to(tl.pointer_type(tl.int64))
     in_rows = rows + row.to(tl.int64) * row_words + offsets
     if to_rows:
         tl.store(in_rows, tl.load(places, mask=there), mask=there)
@@ -141,15 +132,12 @@ def _copy_kernel(
 
 
 @triton.jit
-def _hash_kernel(
-    rows, slots, bases, digests, constants, row_words, leaf_words, token_words, part_words,
-    head_words, num_heads, parts: tl.constexpr, gathers: tl.constexpr,
-):  # fmt: skip
-    """The digest of one leaf of one row, gathered from blocks on the way if `gathers`."""
+def _hash_kernel(rows, digests, constants, row_words, leaf_words):
+    """The digest of one leaf of one row."""
     row = tl.program_id(0)
     start = tl.program_id(1) * leaf_words
     size = tl.minimum(leaf_words, row_words - start)
-    into = rows + row.to(tl.int64) * row_words + start
+    leaf = rows + row.to(tl.int64) * row_words + start
     stripe = tl.arange(0, 16)[:, None]
     lane = tl.arange(0, 8)[None, :]
     keys = tl.load(constants + stripe + lane).to(tl.uint64, bitcast=True)
@@ -159,16 +147,7 @@ def _hash_kernel(
     for block in range(0, num_blocks + 1):
         offsets = block * 128 + stripe * 8 + lane
         inside = offsets < size
-        if gathers:
-            places, there = _places(
-                start + offsets, inside, slots, bases + row // num_heads * parts,
-                token_words, part_words, (row % num_heads).to(tl.int64) * head_words,
-            )  # fmt: skip
-            words = tl.load(places, mask=there, other=0)
-            tl.store(into + offsets, words, mask=there)
-        else:
-            words = tl.load(into + offsets, mask=inside, other=0)
-        words = words.to(tl.uint64, bitcast=True)
+        words = tl.load(leaf + offsets, mask=inside, other=0).to(tl.uint64, bitcast=True)
         is_last = offsets >= size - 8
         lanes += _stripe_sums(words, keys, inside & (is_last == 0))
         if block < num_blocks:
@@ -221,67 +200,39 @@ class TritonCopies:
             numbers += [part.storage + part.offset, part.strides[0], part.low]
         return all(number % WORD == 0 for number in numbers)
 
-    @staticmethod
-    def hashes(row_bytes: int, leaf_bytes: int) -> bool:
-        """Whether the kernel knows how to hash the leaves of such rows."""
-        leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
-        return all(leaf % 64 == 0 and leaf > 240 for leaf in leaves)
-
     def scatter(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.scatter`."""
-        slots = self._slots(rows, head, runs, first_token)
+        slots = self._slots(rows, runs, first_token)
         self._copy(rows.to(self._device), layer, slots, to_rows=False)
 
     def gather(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
+        self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.gather`."""
         # Starts as the rows are: tokens without a block stay as they were.
         target = self._target(rows, runs)
-        self._copy(target, layer, self._slots(rows, head, runs, first_token), to_rows=True)
+        self._copy(target, layer, self._slots(rows, runs, first_token), to_rows=True)
         if target is not rows:
             rows.copy_(target)
 
-    def gather_with_digests(
-        self,
-        rows: torch.Tensor,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
-        *,
-        leaf_bytes: int,
-    ) -> bytes:
-        """See `PagedKV.gather_with_digests`; every token of the rows has a block."""
-        target = self._target(rows, runs)
-        slots = self._slots(rows, head, runs, first_token)
-        digests = self._hash(target, leaf_bytes, layer, slots)
-        if target is not rows:
-            rows.copy_(target)
-        return _encoded(digests.cpu())
-
-    def digests(self, rows: torch.Tensor, leaf_bytes: int) -> bytes:
-        """Digests of the leaves of rows, in their order."""
-        return _encoded(self._hash(rows.to(self._device), leaf_bytes).cpu())
-
-    def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes]:
+    def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes] | None:
         """See `PagedKV.digests_later`."""
-        on_device = self._hash(rows, leaf_bytes)
-        found = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=on_device.is_cuda)
-        found.copy_(on_device, non_blocking=True)
-        return lambda: _encoded(found)
+        num_layers, num_heads = rows.shape[:2]
+        row_bytes = rows.nbytes // (num_layers * num_heads)
+        leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
+        if any(leaf % 64 or leaf <= 240 for leaf in leaves):
+            return None
+        words = rows.view(-1).view(torch.int64)
+        grid = (num_layers * num_heads, triton.cdiv(row_bytes, leaf_bytes))
+        digests = torch.empty((*grid, 2), dtype=torch.int64, device=rows.device)
+        _hash_kernel[grid](
+            words, digests, self._constants, row_bytes // WORD, leaf_bytes // WORD, num_warps=1
+        )
+        found = torch.empty(digests.shape, dtype=torch.int64, pin_memory=digests.is_cuda)
+        found.copy_(digests, non_blocking=True)
+        return lambda: found.numpy().astype(">i8").tobytes()
 
     def _target(self, rows: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
         if sum(run.stop - run.start for run in runs) < rows.shape[2]:
@@ -291,15 +242,14 @@ class TritonCopies:
         return torch.empty_like(rows, device=self._device)
 
     def _slots(
-        self, rows: torch.Tensor, head: int, runs: Sequence[BlockRun], first_token: int
+        self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int
     ) -> torch.Tensor:
         """Per token of the rows, words from a layer's part to the first head, or -1."""
         slots = np.full(rows.shape[2], -1, np.int64)
         for run in runs:
             within = np.arange(run.first_slot, run.first_slot + run.num_slots) * self._token
-            blocks = np.asarray(run.blocks, np.int64)[:, None] * self._block
-            places = (blocks + within).ravel() + head * self._head
-            slots[run.start - first_token : run.stop - first_token] = places
+            places = np.asarray(run.blocks, np.int64)[:, None] * self._block + within
+            slots[run.start - first_token : run.stop - first_token] = places.ravel()
         return upload(torch.from_numpy(slots), self._device)
 
     def _copy(self, rows: torch.Tensor, layer: int, slots: torch.Tensor, *, to_rows: bool) -> None:
@@ -312,25 +262,3 @@ class TritonCopies:
             self._part_words, self._head, num_heads,
             parts=self._num_parts, tile=_COPY_WORDS, to_rows=to_rows,
         )  # fmt: skip
-
-    def _hash(
-        self, rows: torch.Tensor, leaf_bytes: int, layer: int = 0, slots: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Digests of the leaves; with `slots`, of what is in the blocks, copied into the rows."""
-        num_layers, num_heads, num_tokens, _ = rows.shape
-        words = rows.view(-1).view(torch.int64)
-        row_words = words.numel() // (num_layers * num_heads)
-        grid = (num_layers * num_heads, triton.cdiv(row_words * WORD, leaf_bytes))
-        digests = torch.empty((*grid, 2), dtype=torch.int64, device=rows.device)
-        _hash_kernel[grid](
-            words, words if slots is None else slots, self._bases[layer:], digests,
-            self._constants, row_words, leaf_bytes // WORD, row_words // num_tokens,
-            self._part_words, self._head, num_heads,
-            parts=self._num_parts, gathers=slots is not None, num_warps=1,
-        )  # fmt: skip
-        return digests
-
-
-def _encoded(digests: torch.Tensor) -> bytes:
-    """Digests in the host's memory as a leaf table has them."""
-    return digests.numpy().astype(">i8").tobytes()

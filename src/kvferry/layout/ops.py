@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout.device import TorchCopies
+from kvferry.layout.device import INT_OF, TorchCopies
 from kvferry.layout.numpy_copies import NumpyCopies
 from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
@@ -22,37 +22,15 @@ from kvferry.types import GroupShard, KVGroup
 
 __all__ = ["LAYOUTS", "BlockRun", "Copies", "MakeCopies", "NumpyCopies", "PagedKV", "as_rows"]
 
-_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class Copies(Protocol):
-    """Runs copies between the blocks of one cache and rows; arguments were checked."""
+    """Runs copies between the blocks of one cache and rows; arguments were checked. Those that can
+    hash on the device have `digests_later`, too."""
 
     def scatter(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
+        self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None: ...
-    def gather(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None: ...
-
-
-@runtime_checkable
-class HashingCopies(Protocol):
-    """Copies on a device that can also compute the XXH3-128 of leaves there."""
-
-    def hashes(self, row_bytes: int, leaf_bytes: int) -> bool: ...
-    def digests(self, rows: Any, leaf_bytes: int) -> bytes: ...
-    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes]: ...
-    def gather_with_digests(
-        self,
-        rows: Any,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
-        *,
-        leaf_bytes: int,
-    ) -> bytes: ...
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None: ...
 
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
@@ -112,7 +90,7 @@ class PagedKV:
         self._copies = make(parts, storages)
         self.is_numpy = make is NumpyCopies
         """Whether rows are NumPy arrays; else tensors."""
-        self._hashing = self._copies if isinstance(self._copies, HashingCopies) else None
+        self._digests_later = getattr(self._copies, "digests_later", None)
 
     @property
     def is_cpu(self) -> bool:
@@ -139,97 +117,43 @@ class PagedKV:
         self.check_blocks(block_ids)
         return block_runs(block_ids, start, stop, self.block_size, self.null_block)
 
-    def scatter(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.
 
         Args:
-            rows: `[layers, heads, tokens, content]` array from `as_rows`.
+            rows: `[layers, heads, tokens, content]` array from `as_rows`, with all heads.
             layer: first layer of `rows`, counted within this rank's shard.
-            head: first head of `rows`, likewise.
             runs: where the tokens go, from `runs`.
             first_token: token position of index 0 of the token axis of `rows`.
 
         Raises:
             LayoutError: rows that do not fit this cache or its runs; nothing was written.
         """
-        self._check(rows, layer, head, runs, first_token)
-        self._copies.scatter(rows, layer, head, runs, first_token)
+        self._check(rows, layer, runs, first_token)
+        self._copies.scatter(rows, layer, runs, first_token)
 
-    def gather(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy blocks into record rows; arguments and errors as `scatter`."""
-        self._check(rows, layer, head, runs, first_token)
-        self._copies.gather(rows, layer, head, runs, first_token)
+        self._check(rows, layer, runs, first_token)
+        self._copies.gather(rows, layer, runs, first_token)
 
-    def gather_with_digests(
-        self,
-        rows: Any,
-        layer: int,
-        head: int,
-        runs: Sequence[BlockRun],
-        first_token: int,
-        *,
-        leaf_bytes: int,
-    ) -> bytes | None:
-        """`gather`, with the checksums computed on the way where the device can.
+    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
+        """Checksums of rows, which the device computes after what the current stream was given.
 
         Args:
-            rows: as for `gather`.
-            layer: as for `gather`.
-            head: as for `gather`.
-            runs: as for `gather`; every token of the rows is in them.
-            first_token: as for `gather`.
+            rows: array from `as_rows`, on the device.
             leaf_bytes: a row is hashed in leaves of this size, the last one shorter.
 
         Returns:
-            XXH3-128 of each leaf in the order of the rows, 16 bytes each, high word first; None if
-            the rows were gathered and the caller is to hash them.
-
-        Raises:
-            LayoutError: as `gather`, and for tokens without a block.
+            A function to call once the stream is through: XXH3-128 of each leaf in the order of the
+            rows, 16 bytes each, high word first. None if the caller is to hash the rows.
         """
-        self._check(rows, layer, head, runs, first_token)
-        covered = sum(run.stop - run.start for run in runs)
-        if covered != rows.shape[2]:
-            raise LayoutError(f"{rows.shape[2]} tokens to hash, and {covered} of them in blocks")
-        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
-            self._copies.gather(rows, layer, head, runs, first_token)
+        if self._digests_later is None:
             return None
-        return self._hashing.gather_with_digests(
-            rows, layer, head, runs, first_token, leaf_bytes=leaf_bytes
-        )
+        later: Callable[[], bytes] | None = self._digests_later(rows, leaf_bytes)
+        return later
 
-    def digests(self, rows: Any, leaf_bytes: int) -> bytes | None:
-        """Checksums of rows, computed on the device; arguments and result as
-        `gather_with_digests`.
-
-        Rows that were moved to the device before (`rows.to(paged.device)`) are verified and then
-        scattered without crossing twice.
-        """
-        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
-            return None
-        return self._hashing.digests(rows, leaf_bytes)
-
-    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
-        """`digests` of rows on the device, submitted to the current stream and not waited for.
-
-        Returns:
-            What gives them once the stream got there; None if the caller is to hash the rows.
-        """
-        if self._hashing is None or not self._hashing.hashes(self._row_bytes(rows), leaf_bytes):
-            return None
-        return self._hashing.digests_later(rows, leaf_bytes)
-
-    @staticmethod
-    def _row_bytes(rows: Any) -> int:
-        return int(rows.shape[2] * rows.shape[3] * rows.itemsize)
-
-    def _check(
-        self, rows: Any, layer: int, head: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None:
+    def _check(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         num_layers, num_heads, num_tokens, content = rows.shape
         if not (rows.is_contiguous() if torch.is_tensor(rows) else rows.flags.c_contiguous):
             raise LayoutError("rows are not contiguous: copy whole pieces of a record")
@@ -242,8 +166,8 @@ class PagedKV:
             raise LayoutError(
                 f"layers {layer} to {layer + num_layers} of a shard of {self.num_layers}"
             )
-        if not 0 <= head <= head + num_heads <= self.num_heads:
-            raise LayoutError(f"heads {head} to {head + num_heads} of a shard of {self.num_heads}")
+        if num_heads != self.num_heads:
+            raise LayoutError(f"rows of {num_heads} heads for a shard of {self.num_heads}")
         if runs and not first_token <= runs[0].start <= runs[-1].stop <= first_token + num_tokens:
             raise LayoutError(
                 f"tokens {runs[0].start} to {runs[-1].stop} are not in rows of tokens "
@@ -265,7 +189,7 @@ def as_rows(
         dtype: torch name of the element type.
         shape: of the result.
     """
-    kind = _SAME_SIZE_INT[getattr(torch, dtype).itemsize]
+    kind = INT_OF[getattr(torch, dtype).itemsize]
     if isinstance(buffer, torch.Tensor):
         return buffer.numpy() if paged.is_numpy else buffer
     if paged.is_numpy:

@@ -10,15 +10,13 @@ blocks of a geometry; what differs between blocks is one offset on either side.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.errors import LayoutError
-from kvferry.layout.spec import Part
+from kvferry.layout.spec import ContentPart
 
 _MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
-_MAX_ELEMENT = 8  # bytes of the widest dtype
 
 
 class BlockRun(NamedTuple):
@@ -64,8 +62,6 @@ class Box(NamedTuple):
 
     layer: int
     """First layer of the rows, counted in the shard."""
-    head: int
-    """First head, likewise."""
     shape: tuple[int, int, int, int]
     """Of the rows, in elements."""
     first_slot: int
@@ -89,11 +85,6 @@ class Move(NamedTuple):
     """Of blocks that follow each other, then of `shape`."""
     row_token: int
     """Distance of one token to the next in the rows."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of one block."""
-        return self.span * math.prod(self.shape)
 
 
 def block_runs(
@@ -142,7 +133,7 @@ def _ids(blocks: Sequence[int]) -> range | tuple[int, ...]:
     return consecutive if list(blocks) == list(consecutive) else tuple(blocks)
 
 
-def segments(layers: Sequence[tuple[Part, ...]], item: int) -> tuple[Segment, ...]:
+def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segment, ...]:
     """Join the parts of successive layers where these are evenly spaced in one memory.
 
     Args:
@@ -209,52 +200,12 @@ def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
             shape=tuple(size for size, _, _ in axes),
             kv_offset=segment.offset
             + (low - segment.first_layer) * kv_layer
-            + box.head * kv_head
             + box.first_slot * kv_token,
             kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
             row_offset=(low - box.layer) * row_layer + segment.low,
             row_strides=(box.num_slots * row_token, *(row for _, _, row in axes)),
             row_token=row_token,
         ),
-    )
-
-
-def split(move: Move, max_bytes: int) -> Iterator[Move]:
-    """Cut a transposing move of more than `max_bytes` of a block into parts, along the outermost
-    axis of the block's memory and the next ones as far as needed: layers, then heads."""
-    if len(move.shape) <= 2 or move.num_bytes <= max_bytes or in_wide_spans(move) is None:
-        yield move
-        return
-    for index in range(move.shape[0]):
-        part = move._replace(
-            shape=move.shape[1:],
-            kv_offset=move.kv_offset + index * move.kv_strides[1],
-            kv_strides=(move.kv_strides[0], *move.kv_strides[2:]),
-            row_offset=move.row_offset + index * move.row_strides[1],
-            row_strides=(move.row_strides[0], *move.row_strides[2:]),
-        )
-        yield from split(part, max_bytes)
-
-
-def in_wide_spans(move: Move) -> Move | None:
-    """The bytes of a move that goes element by element, in spans that are wide on both sides but
-    not in their order.
-
-    Returns:
-        What writes exactly the bytes that `move` writes, from the memory that it reads; None if
-        the spans of `move` are wide already, or it takes only a part of a block.
-    """
-    if move.span > _MAX_ELEMENT or len(move.shape) < 2:
-        return None
-    (outer, inner), kv, row = move.shape[-2:], move.kv_strides[-2:], move.row_strides[-2:]
-    if kv != (inner * move.span, move.span) or row[0] != move.span:
-        return None
-    span = outer * move.span
-    return move._replace(
-        span=span,
-        shape=(*move.shape[:-2], inner),
-        kv_strides=(*move.kv_strides[:-2], span),
-        row_strides=(*move.row_strides[:-2], row[1]),
     )
 
 

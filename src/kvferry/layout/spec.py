@@ -61,7 +61,7 @@ class Strided(NamedTuple):
     dtype: str
 
 
-class Part(NamedTuple):
+class ContentPart(NamedTuple):
     """A run of the content axis in one layer: a view `[block, head, token, content]`."""
 
     storage: int
@@ -147,7 +147,7 @@ class Layout:
                 f"{tensor.shape} and strides {tensor.strides}"
             )
 
-    def parts(self, tensor: Strided, layer: int) -> tuple[Part, ...]:
+    def parts(self, tensor: Strided, layer: int) -> tuple[ContentPart, ...]:
         """Views of one layer by content part; `layer` matters only in a buffer of all layers."""
         sizes = dict(zip(self.axes, tensor.shape, strict=True))
         strides = dict(zip(self.axes, tensor.strides, strict=True))
@@ -157,15 +157,17 @@ class Layout:
             shape = (sizes["B"], sizes["H"], sizes["N"], dim)
             block, head = strides["B"], strides["H"]
             return (
-                Part(tensor.storage, tensor.offset, shape, (block, head, 1, sizes["N"]), 0),
-                Part(tensor.storage, tensor.offset + plane, shape, (block, head, dim, 1), dim),
+                ContentPart(tensor.storage, tensor.offset, shape, (block, head, 1, sizes["N"]), 0),
+                ContentPart(
+                    tensor.storage, tensor.offset + plane, shape, (block, head, dim, 1), dim
+                ),
             )
         content = "C" if "C" in sizes else "D"
         offset = tensor.offset + layer * strides.get("L", 0)
         shape = (sizes["B"], sizes.get("H", 1), sizes["N"], sizes[content])
         steps = (strides["B"], strides.get("H", 0), strides["N"], strides[content])
         return tuple(
-            Part(tensor.storage, offset + side * strides.get("2", 0), shape, steps, start)
+            ContentPart(tensor.storage, offset + side * strides.get("2", 0), shape, steps, start)
             for side, start in enumerate(range(0, sizes.get("2", 1) * shape[3], shape[3]))
         )
 
@@ -211,7 +213,7 @@ def _fitting(layout: str, num_axes: int) -> Layout:
 
 def layer_parts(
     tensors: Sequence[Strided], group: KVGroup, shard: GroupShard, layout: str
-) -> list[tuple[Part, ...]]:
+) -> list[tuple[ContentPart, ...]]:
     """The content parts of every layer of a rank.
 
     Args:
@@ -259,7 +261,7 @@ def _layer_stride(tensors: Sequence[Strided]) -> int | None:
 
 
 def _check_geometry(
-    parts: tuple[Part, ...], group: KVGroup, shard: GroupShard, num_blocks: int
+    parts: tuple[ContentPart, ...], group: KVGroup, shard: GroupShard, num_blocks: int
 ) -> None:
     content = sum(part.shape[3] for part in parts)
     if content != group.content_size:

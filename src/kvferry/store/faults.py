@@ -18,7 +18,7 @@ _TRIES_BEFORE_REST = 3
 _LONGEST_REST_SECONDS = 60.0
 
 
-class Faults:
+class MediumFaults:
     """Translates `OSError` into an answer, a count and a log line, and holds writes back after
     repeated failures, so that a full or broken disk costs nothing. Thread-safe.
 

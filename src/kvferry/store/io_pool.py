@@ -6,16 +6,17 @@ ends, so one read that hangs in a stalled file system would hang the shutdown.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from kvferry.store.cpus import leave_processor
-
 T = TypeVar("T")
+_THREADS = "/proc/self/task"
 
 
 class Job(Generic[T]):
@@ -30,13 +31,6 @@ class Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
-    @classmethod
-    def ended(cls) -> Job[T]:
-        """One that ended before it began, without a result."""
-        job = cls()
-        job._done.set()
-        return job
-
     def poll(self) -> bool:
         """True once `result` or `error` is set. Never blocks."""
         return self._done.is_set()
@@ -48,55 +42,6 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Ask the job to stop. Never blocks."""
         self.cancelled = True
-
-
-class _Spread(Generic[T]):
-    """Items that several threads work on; each takes the next one when it is through with its
-    last.
-
-    Attributes:
-        errors: what was raised, by item.
-    """
-
-    def __init__(self, items: Sequence[T], work: Callable[[T], None]) -> None:
-        self._items = items
-        self._work = work
-        self._next = 0
-        self._stop = len(items)
-        self._changed = threading.Condition()
-        self._num_running = 0
-        self.errors: list[Exception | None] = [None] * len(items)
-
-    def run(self) -> None:
-        """Work until nothing is left to take."""
-        while (index := self._take()) is not None:
-            try:
-                self._work(self._items[index])
-            except Exception as error:
-                self.errors[index] = error
-            except BaseException as error:
-                self.errors[index] = RuntimeError(f"interrupted by {error!r}")
-                raise
-            finally:
-                with self._changed:
-                    self._num_running -= 1
-                    self._changed.notify_all()
-
-    def _take(self) -> int | None:
-        with self._changed:
-            index = self._next
-            if index >= self._stop:
-                return None
-            self._next += 1
-            self._num_running += 1
-            return index
-
-    def end(self) -> None:
-        """Hand out nothing more, and wait for what was handed out."""
-        with self._changed:
-            self._stop = self._next
-            self._changed.wait_for(lambda: self._num_running == 0)
-            self._items = ()  # threads that hang in a read come late, and keep this until then
 
 
 class IOPool:
@@ -118,7 +63,8 @@ class IOPool:
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
         """Queue `run(job)`; never blocks. It runs even if the job was cancelled meanwhile, so that
         it can give back what it holds; it looks at `job.cancelled` first. After `close` it does not
-        run: the job is done and cancelled when this returns."""
+        run: the job is done and cancelled when this returns. Where the process can start no thread
+        for it, the job is done and has an error."""
         job: Job[T] = Job()
         if self._closed:
             job.cancelled = True
@@ -130,9 +76,11 @@ class IOPool:
             )
             try:
                 thread.start()
-            except RuntimeError:  # the process has as many as it may have
+            except RuntimeError as error:  # the process has as many as it may have
                 if not self._threads:
-                    raise
+                    job.error = error
+                    job._done.set()
+                    return job
             else:
                 self._threads.append(thread)
         self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
@@ -152,15 +100,36 @@ class IOPool:
         Returns:
             What it raised, by item.
         """
-        spread = _Spread(items, work)
+        errors: list[Exception | None] = [RuntimeError("interrupted")] * len(items)
+        waiting = deque(enumerate(items))
+        ended = threading.Semaphore(0)
+
+        def run() -> None:
+            while waiting:
+                try:
+                    index, item = waiting.popleft()
+                except IndexError:  # another thread was first
+                    return
+                try:
+                    work(item)
+                    errors[index] = None
+                except Exception as error:
+                    errors[index] = error
+                finally:
+                    ended.release()
+
         try:
-            with suppress(RuntimeError):  # no thread left for this process: all is done here
-                for _ in range(0 if alone else min(len(items), self.num_threads) - 1):
-                    self.submit(lambda _job: spread.run())
-            spread.run()
+            for _ in range(0 if alone else min(len(items), self.num_threads) - 1):
+                self.submit(lambda _job: run())
+            run()
         finally:
-            spread.end()
-        return spread.errors
+            while waiting:  # this thread was interrupted: hand out nothing more
+                with suppress(IndexError):
+                    waiting.popleft()
+                    ended.release()
+            for _ in items:
+                ended.acquire()
+        return errors
 
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
@@ -189,11 +158,26 @@ class IOPool:
             del item, job, run
 
 
-def submit_or_fail(pool: IOPool, run: Callable[[Job[T]], T]) -> Job[T]:
-    """A job under way, or one that failed because the process has no thread left for it."""
-    try:
-        return pool.submit(run)
-    except RuntimeError as error:
-        job: Job[T] = Job.ended()
-        job.error = error
-        return job
+def process_cpus() -> frozenset[int]:
+    """The processors on which some thread of this process may run.
+
+    Engines tie each thread that computes to a processor of its own, the one that drives the rest
+    among them; what the process was given, older threads tell.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    cpus: set[int] = set()
+    with suppress(OSError):  # a sandbox may forbid it, or have no /proc
+        cpus |= os.sched_getaffinity(0)
+        for thread in os.listdir(_THREADS):
+            with suppress(ProcessLookupError):  # ended meanwhile
+                cpus |= os.sched_getaffinity(int(thread))
+    return frozenset(cpus or range(os.cpu_count() or 1))
+
+
+def leave_processor() -> None:
+    """Let the calling thread run wherever some thread of this process may. It was started by one
+    that computes, and would share that one's only processor."""
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError, ValueError):  # forbidden, or taken from the process meanwhile
+            os.sched_setaffinity(0, process_cpus())

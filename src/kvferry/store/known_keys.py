@@ -14,11 +14,13 @@ class KnownKeys:
     Memory per key: 31 bytes of it, a 64-byte object (the first byte tells the set and three bits
     that nobody misses among 248), plus 27 to 73 bytes of hash table at the fill levels of Python's
     sets. 32 of them stay below 150 bytes a key from 1e3 to 1e6.
+
+    Args:
+        learns: False where nobody looks keys up: then none is added, so that it does not grow.
     """
 
-    learns = True
-
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = True) -> None:
+        self.learns = learns
         self._sets: list[set[bytes]] = [set() for _ in range(NUM_SETS)]
         self._banned: dict[ChunkKey, None] = {}
 
@@ -29,7 +31,7 @@ class KnownKeys:
         return key[1:] in self._sets[key[0] >> 3]
 
     def add(self, key: ChunkKey) -> None:
-        if key not in self._banned:
+        if self.learns and key not in self._banned:
             self._sets[key[0] >> 3].add(key[1:])
 
     def discard(self, key: ChunkKey) -> None:
@@ -48,12 +50,3 @@ class KnownKeys:
 
     def clear(self) -> None:
         self._sets = [set() for _ in range(NUM_SETS)]
-
-
-class NoKeys(KnownKeys):
-    """Of a store that nobody looks keys up in: learns nothing, so that it does not grow."""
-
-    learns = False
-
-    def add(self, key: ChunkKey) -> None:
-        pass

@@ -6,7 +6,7 @@ never read a replicated head twice.
 """
 
 from kvferry.topology.placement import KVPlacement, RankId
-from kvferry.topology.reads import Read, TokenRuns, read_plan, readers
+from kvferry.topology.reads import RemoteRead, TokenRuns, read_plan, readers
 from kvferry.topology.shards import tensor_parallel_shard
 from kvferry.topology.tp_kv import AttentionBackend, TpKVTopology
 
@@ -14,7 +14,7 @@ __all__ = [
     "AttentionBackend",
     "KVPlacement",
     "RankId",
-    "Read",
+    "RemoteRead",
     "TokenRuns",
     "TpKVTopology",
     "read_plan",

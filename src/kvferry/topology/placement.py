@@ -104,12 +104,8 @@ class KVPlacement:
 
     def layers_of(self, rank: RankId) -> tuple[int, int]:
         """Layers `[start, stop)` of a rank, counted over the whole model's group."""
-        return self.layers_of_stage(rank.pp)
-
-    def layers_of_stage(self, pp: int) -> tuple[int, int]:
-        """Layers `[start, stop)` of a pipeline stage."""
         bounds = (0, *accumulate(self.layers))
-        return bounds[pp], bounds[pp + 1]
+        return bounds[rank.pp], bounds[rank.pp + 1]
 
     def heads_of(self, rank: RankId) -> tuple[int, int]:
         """Heads `[start, stop)` of a rank, counted over the whole model."""

@@ -37,7 +37,7 @@ class TokenRuns(NamedTuple):
             yield begin, end
 
 
-class Read(NamedTuple):
+class RemoteRead(NamedTuple):
     """A box of KV to read from one remote rank: layers x heads x tokens."""
 
     rank: RankId
@@ -58,7 +58,7 @@ class Read(NamedTuple):
     """Index of the first head in the reader's tensors."""
 
 
-def read_plan(local: KVPlacement, rank: RankId, remote: KVPlacement) -> tuple[Read, ...]:
+def read_plan(local: KVPlacement, rank: RankId, remote: KVPlacement) -> tuple[RemoteRead, ...]:
     """What a rank reads to have all it holds: each layer, head and token exactly once.
 
     Of remote ranks that hold the same, readers that differ take different ones where they can.
@@ -79,7 +79,7 @@ def read_plan(local: KVPlacement, rank: RankId, remote: KVPlacement) -> tuple[Re
                 f"{what} is {ours} here and {theirs} there: the engines serve different models"
             )
     return tuple(
-        Read(
+        RemoteRead(
             rank=source,
             layers=layers,
             heads=heads,
@@ -114,7 +114,7 @@ def readers(local: KVPlacement, remote: KVPlacement, rank: RankId) -> tuple[Rank
 def _stages(layers: tuple[int, int], remote: KVPlacement) -> Iterator[tuple[int, tuple[int, int]]]:
     """Remote pipeline stages with the part of `layers` that each has."""
     for pp in range(len(remote.layers)):
-        start, stop = remote.layers_of_stage(pp)
+        start, stop = remote.layers_of(RankId(pp=pp))
         start, stop = max(start, layers[0]), min(stop, layers[1])
         if start < stop:
             yield pp, (start, stop)

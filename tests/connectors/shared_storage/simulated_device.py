@@ -10,6 +10,7 @@ import torch
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.layout.streams import Mark
+from kvferry.store.io_pool import Job
 
 
 class Event:
@@ -23,7 +24,7 @@ class Event:
 
 
 class SimulatedDevice:
-    """The engine's stream and a side stream over tensors of the CPU; a `CopyStream`."""
+    """The engine's stream and a side stream over tensors of the CPU; in place of a `SideStream`."""
 
     overlaps = True
 
@@ -43,7 +44,7 @@ class SimulatedDevice:
     def _pin(self, _memory: memoryview, _device: torch.device):
         return Pin(self)
 
-    # -- CopyStream -----------------------------------------------------------------------------
+    # -- SideStream -----------------------------------------------------------------------------
 
     def mark(self) -> Mark:
         return self._record("engine")
@@ -113,3 +114,11 @@ class Pin:
 
     def __exit__(self, *_error: object) -> None:
         self._device.pinned -= 1
+
+
+def job_without_a_thread() -> Job[object]:
+    """What `IOPool.submit` returns where the process can start no thread."""
+    job: Job[object] = Job()
+    job.error = RuntimeError("can't start new thread")
+    job._done.set()
+    return job

@@ -361,7 +361,7 @@ def test_23_the_layout_is_declared_and_records_do_not_depend_on_it(layout: str):
     rows = np.arange(2 * 3 * 9 * 4, dtype=np.int32).reshape(2, 3, 9, 4)
     paged = PagedKV(tensors, group, shard, layout)
     runs = list(paged.runs([3, 1, 2], 0, 9))
-    paged.scatter(rows, 0, 0, runs, 0)
+    paged.scatter(rows, 0, runs, 0)
     # Token 5 of head 2 in layer 1 is slot 1 of block 1, K in front of V.
     key, value = {
         "BHNC": lambda t: (t[1, 2, 1, :2], t[1, 2, 1, 2:]),
@@ -370,7 +370,7 @@ def test_23_the_layout_is_declared_and_records_do_not_depend_on_it(layout: str):
     }[layout](tensors[1].view(torch.int32))
     assert [*key.tolist(), *value.tolist()] == rows[1, 2, 5].tolist()
     back = np.zeros_like(rows)
-    paged.gather(back, 0, 0, runs, 0)
+    paged.gather(back, 0, runs, 0)
     assert np.array_equal(back, rows)
 
 

@@ -22,11 +22,12 @@ from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
-from kvferry.store.io_pool import IOPool
+from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep, make_groups
+from tests.connectors.shared_storage.simulated_device import job_without_a_thread
 
 from .keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, open_store, wait_for
 
@@ -179,8 +180,8 @@ def test_a_record_without_a_thread_to_begin_it_is_held_and_its_slot_comes_free(
     url, groups = f"file://{tmp_path}/store", make_groups(num_kv_heads=4)
     host = make_host(store=url, groups=groups, world_size=2)
 
-    def refuse(_pool: object, _run: object) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(_pool: object, _run: object) -> Job[object]:
+        return job_without_a_thread()
 
     request = host.add("writer", PROMPT)
     host.admit(request)

@@ -126,7 +126,6 @@ TRANSACTIONS = (
     "confirm",
     "release",
     "forget",
-    "count_quarantined",
     "bound_quarantine",
     "add",
     "flush",

@@ -37,7 +37,7 @@ def assert_sound_after_recovery(root: Path, counters: Counters) -> None:
         assert not list(root.glob("*.broken")), "the index was never damaged"
 
 
-def kill_some(root: Path, children: Children, num_kills: int) -> Counters:
+def kill_some(root: Path, children: Children, num_kills: int) -> None:
     counters = Counters()
     rng = random.Random(2026)
     most = 0
@@ -56,7 +56,6 @@ def kill_some(root: Path, children: Children, num_kills: int) -> Counters:
             assert_sound_after_recovery(root, counters)
     assert QUOTA / 2 < most <= QUOTA + NUM_PROCESSES * MAX_VALUE
     assert children.complaints() == []
-    return counters
 
 
 def test_some_kills_lose_no_byte_and_serve_no_wrong_one(tmp_path, children):
@@ -66,8 +65,7 @@ def test_some_kills_lose_no_byte_and_serve_no_wrong_one(tmp_path, children):
 @pytest.mark.slow
 def test_many_kills_lose_no_byte_and_serve_no_wrong_one(tmp_path, children):
     num_kills = int(os.environ.get("KVFERRY_KILLS", "200"))
-    counters = kill_some(tmp_path / "store", children, num_kills)
-    assert counters["store_recovered_writes"] >= num_kills // 50
+    kill_some(tmp_path / "store", children, num_kills)
 
 
 @pytest.mark.parametrize("start", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -90,6 +88,7 @@ def test_a_process_may_die_before_any_of_its_calls(tmp_path, children, start):
         if number % 3 == 2:
             assert_sound_after_recovery(root, counters)
     assert_sound_after_recovery(root, counters)
+    assert counters["store_recovered_writes"] > 0
     assert children.complaints() == []
 
 

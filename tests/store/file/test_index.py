@@ -684,7 +684,7 @@ def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
     def locked(*arguments):
         raise IndexUnavailable(11, "locked")
 
-    for method in ("keys_between", "bound_quarantine", "complete"):
+    for method in ("keys_of_shard", "bound_quarantine", "complete"):
         with monkeypatch.context() as patch:
             patch.setattr(store._index, method, locked)
             for _ in range(100):

@@ -129,10 +129,7 @@ def test_a_quarantined_file_that_cannot_be_removed_stays_counted(bench, monkeypa
     (bench.root / "index.sqlite3").unlink()
     store = bench.open(max_bytes=QUOTA)
 
-    def refuse(name):
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(store._directory, "remove_quarantined", refuse)
+    monkeypatch.setattr(store._directory, "drop", lambda folder, name: False)
     store.maintain()
     assert store.stat().index_complete
     assert store.stat().used_bytes == disk_bytes(bench.root)
@@ -349,6 +346,6 @@ def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch
     def full(self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Directory, "_clock", full)
+    monkeypatch.setattr(Directory, "begin", full)
     report = store.gc(max_bytes=SIZE * 3)
     assert report.removed_records == 7

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvferry.connectors.shared_storage.messages import Saved, Write
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema
 from kvferry.store.base import PutResult, SupportsShardedWrite
-from kvferry.store.io_pool import IOPool, Job, submit_or_fail
+from kvferry.store.io_pool import IOPool, Job
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
@@ -81,8 +81,8 @@ class SharedWrites:
     def begin(self, slot: Slot, key: ChunkKey) -> None:
         """Start to create the file of a record. Never blocks."""
         schema = self._schema
-        begun: Job[str | PutResult] = submit_or_fail(
-            self._thread, lambda _job: self._store.begin(key, schema.record_bytes)
+        begun: Job[str | PutResult] = self._thread.submit(
+            lambda _job: self._store.begin(key, schema.record_bytes)
         )
         record = _SharedRecord(slot, key, schema, begun)
         self._records[slot.index] = self._unnamed[slot.index] = record

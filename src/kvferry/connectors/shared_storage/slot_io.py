@@ -26,7 +26,7 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import TransferError
 from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult, SupportsShardedWrite
-from kvferry.store.io_pool import IOPool, Job, submit_or_fail
+from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
 
@@ -186,7 +186,7 @@ class SlotIO:
             self._contents[slot] = Content(fetch.chunk.key, held)
         else:
             self._contents.pop(slot, None)
-        self._reads[slot] = _Read(fetch, submit_or_fail(self.read_pool, self._read(fetch)))
+        self._reads[slot] = _Read(fetch, self.read_pool.submit(self._read(fetch)))
 
     def _read(self, fetch: Fetch) -> Callable[[Job[ReadEnd]], ReadEnd]:
         started = time.monotonic()
@@ -253,7 +253,7 @@ class SlotIO:
             self._observer.observe("save", time.perf_counter() - started)
             return saved
 
-        self._writes.append((slot, submit_or_fail(self._write_pool, run)))
+        self._writes.append((slot, self._write_pool.submit(run)))
 
     def _store_chunk(self, copied: Copied, session: str | None) -> Saved:
         """Hash and write one chunk. Runs in: I/O thread."""

@@ -243,17 +243,13 @@ class Database:
             self._db.close()
             self._db = None
 
-    def leak(self) -> None:
-        """Never close the connection: in a forked child that would undo what its parent does."""
-        if self._db is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
-            self._db = None
-
 
 def _leak_after_fork(database: weakref.ref[Database]) -> None:
+    """Never close a connection in a forked child: that would undo what its parent does."""
     forked = database()
-    if forked is not None:
-        forked.leak()
+    if forked is not None and forked._db is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(forked._db))
+        forked._db = None
 
 
 def _identity(db: sqlite3.Connection) -> tuple[int, int]:

@@ -22,8 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +40,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 512
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-_WRITING_NAME = re.compile(r"[0-9a-f]{32}")
-_QUARANTINE_NAME = re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}")
+_FILE_NAMES = {
+    "writing": re.compile(r"[0-9a-f]{32}"),
+    "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
+}
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
@@ -97,7 +98,6 @@ class Directory:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._links = True
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
@@ -217,7 +217,7 @@ class Directory:
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
-        if _WRITING_NAME.fullmatch(name) is None:
+        if _FILE_NAMES["writing"].fullmatch(name) is None:
             return None
         try:
             with self.opened("writing") as writing:
@@ -235,41 +235,40 @@ class Directory:
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(_lstat(target, shard).st_mode):
                     self._remove_any(target, shard)  # no record, and in its way
-            if self._links:
-                try:
-                    os.link(
-                        name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False
-                    )
-                except OSError as error:
-                    if self._is_same(name, writing, target, shard):
-                        return True  # linked: a network file system sent the request twice
-                    if error.errno == errno.EEXIST:
-                        return False
-                    if error.errno not in _NO_LINKS:
-                        raise
-                    self._links = False
-                else:
-                    return True
-            # Without hard links two writers of one key can both believe to be first: the later one
-            # replaces the earlier with equal bytes.
-            with suppress(FileNotFoundError):
-                _lstat(target, shard)
-                return False
-            os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
+            try:
+                os.link(name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False)
+            except OSError as error:
+                if self._is_same(name, writing, target, shard):
+                    return True  # linked: a network file system sent the request twice
+                if error.errno == errno.EEXIST:
+                    return False
+                if error.errno not in _NO_LINKS:
+                    raise
+                # Without hard links two writers of one key can both believe to be first: the later
+                # one replaces the earlier with equal bytes.
+                with suppress(FileNotFoundError):
+                    _lstat(target, shard)
+                    return False
+                os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
-    def drop(self, name: str) -> bool:
-        """Remove a file that is written, or was; whether it was there and is gone. Never raises:
-        what is left is found later."""
-        if _WRITING_NAME.fullmatch(name) is not None:
-            with suppress(OSError), self.opened("writing") as writing:
-                self._remove_any(name, writing)
+    def drop(self, folder: str, name: str) -> bool:
+        """Remove a file of `writing` or `quarantine`. Whether it was there and is gone. Never
+        raises: what is left is found later."""
+        if _FILE_NAMES[folder].fullmatch(name) is not None:
+            with suppress(OSError), self.opened(folder) as directory:
+                self._remove_any(name, directory)
                 return True
         return False
 
-    def list_writing(self) -> list[str]:
-        """Names of files that are being written, or were when their writer died."""
-        return [name for name in self._listed("writing") if _WRITING_NAME.fullmatch(name)]
+    def list_files(self, folder: str) -> dict[str, Found]:
+        """The files of `writing` (written now, or when their writer died) or `quarantine` by
+        name."""
+        found = {}
+        for name in filter(_FILE_NAMES[folder].fullmatch, self._listed(folder)):
+            with suppress(*_ABSENT), self.opened(folder) as directory:
+                found[name] = _found(_lstat(name, directory))
+        return found
 
     def is_locked(self, name: str) -> bool:
         """Whether the writer of this file lives."""
@@ -287,22 +286,9 @@ class Directory:
             os.close(fd)
         return False
 
-    def silent_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Seconds since these files were last written, by the clock of the file system; without
-        those that are gone."""
-        found = {}
-        for name in names:
-            with suppress(*_ABSENT), self.opened("writing") as writing:
-                found[name] = _lstat(name, writing).st_mtime
-        try:
-            now = self._clock() if found else 0.0
-        except OSError:  # the disk is full
-            now = time.time()
-        return {name: now - written for name, written in found.items()}
-
-    def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, Found] | None:
+    def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
         """Move a record aside, to be looked at; what is no regular file is removed. The name that
-        it has now; None if there was no file."""
+        it has now, and its bytes; None if there was no file."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened("records", f"{shard_of(key):02x}") as shard:
@@ -312,23 +298,7 @@ class Directory:
                 return None
             with self.opened("quarantine", make=True) as aside:
                 os.rename(record_name(key), name, src_dir_fd=shard, dst_dir_fd=aside)
-        return name, _found(status)
-
-    def list_quarantine(self) -> dict[str, Found]:
-        """Regular files in quarantine by name."""
-        found = {}
-        for name in filter(_QUARANTINE_NAME.fullmatch, self._listed("quarantine")):
-            with suppress(*_ABSENT), self.opened("quarantine") as aside:
-                status = _lstat(name, aside)
-                if stat.S_ISREG(status.st_mode):
-                    found[name] = _found(status)
-        return found
-
-    def remove_quarantined(self, name: str) -> None:
-        """Nothing happens if it is gone, or no name of a file in there."""
-        if _QUARANTINE_NAME.fullmatch(name) is not None:
-            with suppress(FileNotFoundError, IsADirectoryError), self.opened("quarantine") as aside:
-                os.unlink(name, dir_fd=aside)
+        return name, _found(status).num_bytes
 
     def write_text(self, name: str, text: str, *within: str) -> None:
         """Make or replace a small file, whole or not at all."""
@@ -395,15 +365,6 @@ class Directory:
             return os.path.samestat(_lstat(name, writing), _lstat(target, shard))
         except OSError:
             return False
-
-    def _clock(self) -> float:
-        """What the file system takes for now, in seconds since the epoch."""
-        name, fd = self.begin()
-        try:
-            return os.fstat(fd).st_mtime
-        finally:
-            os.close(fd)
-            self.drop(name)
 
 
 def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:

@@ -19,7 +19,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -34,8 +34,9 @@ from kvferry.types import ChunkKey
 MAX_REMOVALS = 16384
 
 _BATCH = 1024
-_SLICE = 4096
-_EVICT_AT_ONCE = 512
+"""Rows that one transaction takes up, so that other processes get a turn."""
+_GROUPED = 65536
+"""The same for rows that SQLite adds up."""
 _PAUSE_SECONDS = 0.005
 """Between batches of evictions, for other processes."""
 _MAX_NOTES = 65536
@@ -91,6 +92,10 @@ class Index:
         read_only: never change the database, which must exist.
         wall: seconds since the epoch.
 
+    Attributes:
+        totals: as of the last look; read without a lock.
+        all_known: set once all that is stored is known.
+
     Raises:
         IndexUnavailable: from every method.
     """
@@ -106,7 +111,7 @@ class Index:
         wall: Callable[[], float],
     ) -> None:
         self._database = Database(path, _SCHEMA, read_only=read_only)
-        self._directory = directory
+        self.directory = directory
         self._known = known
         self._observer = observer
         self._by = f"{os.getpid()}@{socket.gethostname()}"
@@ -117,9 +122,7 @@ class Index:
         self._was_open = False
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
-        """As of the last look; without a lock."""
         self.all_known = threading.Event()
-        """Set once all that is stored is known."""
 
     @property
     def is_ours(self) -> bool:
@@ -172,34 +175,43 @@ class Index:
             db.execute("INSERT INTO writing VALUES (?, ?, ?)", (file, key, num_bytes))
         return True
 
-    def confirm(self, file: str, key: ChunkKey, num_bytes: int, namespace: bytes) -> None:
-        """Turn a reservation into a record. Adds no row if the reservation was released, whose
-        releaser has added it, or if the file is gone again. The key becomes known here, so that
-        a thread that follows the removal of the file by another process does not come first."""
+    def confirm(
+        self, file: str, key: ChunkKey, num_bytes: int | None = None, namespace: bytes | None = None
+    ) -> None:
+        """Turn a reservation into a record; its file says what is not given. Adds no row if the
+        reservation ended before, as that of a writer that was taken for dead, or if the record is
+        gone again. The key becomes known here, so that a thread that follows the removal
+        of the record by another process does not come first."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
-            if self._directory.find(key) is not None:
+            there = self.directory.find(key)
+            if there is not None:
+                if namespace is None:
+                    namespace = namespace_of(self.directory.read_head(key)) or b""
+                if num_bytes is None:
+                    num_bytes = there.num_bytes
                 self._insert(db, [(key, num_bytes, self.wall(), namespace)])
                 self._known.stored(key)
 
-    def release(self, file: str) -> bool:
-        """Drop a reservation. False if there is none."""
+    def release(self, file: str) -> None:
+        """Drop a reservation."""
         with self._changing() as db:
-            return db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount > 0
+            db.execute("DELETE FROM writing WHERE file = ?", (file,))
 
     def writing(self) -> dict[str, ChunkKey]:
         """Files that are being written, or were when their writer died."""
         with self._reading() as db:
             return dict(_checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
-    def shrink(self, max_bytes: int) -> None:
-        """Evict until at most `max_bytes` are stored or no more records can be removed; in batches,
-        between which other processes get a turn."""
+    def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
+        """Evict until at most `max_bytes` are stored and no record was last used before
+        `unused_since`, or no more can be removed; in batches, between which other processes get a
+        turn."""
         while True:
             with self._changing() as db:
-                if not self._evict(db, max_bytes):
+                if not self._evict(db, max_bytes, unused_since):
                     return
             time.sleep(_PAUSE_SECONDS)
 
@@ -207,9 +219,9 @@ class Index:
         """Add rows for those `keys` that have files; how many."""
         rows = []
         for key in keys:
-            there = self._directory.find(key)
+            there = self.directory.find(key)
             if there is not None:
-                namespace = namespace_of(self._directory.read_head(key)) or b""
+                namespace = namespace_of(self.directory.read_head(key)) or b""
                 rows.append((key, there.num_bytes, there.modified, namespace))
         if rows:
             with self._changing() as db:
@@ -218,33 +230,33 @@ class Index:
                     self._known.add(row[0])
         return len(rows)
 
-    def forget(self, keys: Sequence[ChunkKey], reason: str, detail: str = "") -> int:
+    def forget(
+        self,
+        keys: Sequence[ChunkKey],
+        reason: str,
+        detail: str = "",
+        quarantined: Sequence[tuple[str, int]] = (),
+    ) -> int:
         """Remove the rows of those `keys` whose files are gone; how many. The transaction keeps
-        other writers out while it looks."""
+        other writers out while it looks. Files that were `quarantined` are counted from now on."""
         with self._changing() as db:
-            gone = [key for key in keys if self._directory.find(key) is None]
+            db.executemany("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", quarantined)
+            gone = [key for key in keys if self.directory.find(key) is None]
             self._take_out(db, gone, reason, detail)
         return len(gone)
 
-    def count_quarantined(self, file: str, num_bytes: int) -> None:
-        """Count a file that was moved to quarantine."""
-        with self._changing() as db:
-            db.execute("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", (file, num_bytes))
-
-    def bound_quarantine(self, max_bytes: int | None) -> None:
-        """Count the files in quarantine; remove the oldest ones beyond 64 files or `max_bytes`, but
-        keep the newest."""
-        files = sorted(self._directory.list_quarantine().items(), key=lambda f: f[1].modified)
+    def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
+        """Count the files in quarantine. Remove those from before `kept_since`, and the oldest ones
+        beyond 64 files or `max_bytes`; but of these keep the newest."""
+        files = sorted(self.directory.list_files("quarantine").items(), key=lambda f: f[1].modified)
         total = sum(found.num_bytes for _, found in files)
-        while len(files) > 1 and (
-            len(files) > _MAX_QUARANTINE_FILES or (max_bytes is not None and total > max_bytes)
-        ):
-            file, found = files.pop(0)
-            with suppress(OSError):  # it cannot be removed: it stays counted
-                self._directory.remove_quarantined(file)
-            total -= found.num_bytes
+        for index, (file, found) in enumerate(files, 1 - len(files)):
+            is_too_much = total > max_bytes or -index >= _MAX_QUARANTINE_FILES
+            if found.modified < kept_since or (is_too_much and index < 0):
+                self.directory.drop("quarantine", file)  # it stays counted until it is gone
+                total -= found.num_bytes
         with self._changing() as db:
-            there = self._directory.list_quarantine()
+            there = self.directory.list_files("quarantine")
             rows = [(file, found.num_bytes) for file, found in there.items()]
             if set(db.execute("SELECT file, num_bytes FROM quarantine")) != set(rows):
                 db.execute("DELETE FROM quarantine")
@@ -321,70 +333,54 @@ class Index:
             self.all_known.set()
         return self._is_behind
 
-    def keys_between(self, first: bytes, end: bytes | None) -> set[ChunkKey]:
-        """Keys from `first` on, below `end`."""
-        rows = "records WHERE key >= ?" + (" AND key < ?" if end else "")
+    def keys_of_shard(self, shard: int) -> set[ChunkKey]:
+        """Keys of the records that belong to a shard."""
+        first, last = bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)
         with self._reading() as db:
-            return set(_read_keys(db, rows, *((first, end) if end else (first,)))[1])
+            return set(_read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
     def entries(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
     ) -> Iterator[Entry]:
         """Records: the `limit` used last, or the largest, first; -1 for all."""
-        query = "SELECT id, key, num_bytes, last_used, namespace FROM records "
+        query = "SELECT id, key, num_bytes, last_used, namespace FROM records"
         if order == "last_used":
             with self._reading() as db:
                 rows = db.execute(f"{query} ORDER BY last_used DESC LIMIT ?", (limit,))
                 return iter([Entry(*_checked(row, "nkntb")[1:]) for row in rows])
-        found = self._slices(f"{query} WHERE id > ? AND id <= ? ORDER BY id LIMIT ?")
+        slices = self._slices(
+            f"{query} WHERE id > ? AND id <= ? ORDER BY id LIMIT {_BATCH}", "nkntb"
+        )
+        found = (Entry(*row[1:]) for row in slices)
         if order == "num_bytes":
             count = self.totals.num_records if limit < 0 else limit
             return iter(heapq.nlargest(count, found, key=lambda entry: entry.num_bytes))
         return islice(found, None if limit < 0 else limit)
 
-    def _slices(self, query: str) -> Iterator[Entry]:
-        """In slices, because a long read keeps other processes from writing; without rows added
-        after the start."""
-        last, end = self._ends()
-        last -= 1
-        while last < end:
-            with self._reading() as db:
-                found = db.execute(query, (last, end, _SLICE))
-                rows = [_checked(row, "nkntb") for row in found]
-            last = rows[-1][0] if rows else end
-            yield from (Entry(*row[1:]) for row in rows)
-
-    def _ends(self) -> tuple[int, int]:
-        """First and last id of a record; 1 and 0 if there is none."""
-        with self._reading() as db:
-            row = db.execute("SELECT ifnull(min(id), 1), ifnull(max(id), 0) FROM records")
-            first, last = _checked(row.fetchone(), "nn")
-        return first, last
-
-    def least_recent(self, before: float, count: int) -> list[ChunkKey]:
-        """Records that were not used since `before`, the oldest first."""
-        query = "SELECT key FROM records WHERE last_used < ? ORDER BY last_used LIMIT ?"
-        with self._reading() as db:
-            return [_checked(row, "k")[0] for row in db.execute(query, (before, count))]
-
     def by_namespace(self) -> dict[bytes, tuple[int, int]]:
         """Records and bytes of each namespace."""
         query = (
-            "SELECT namespace, count(*), sum(num_bytes), max(id) FROM (SELECT * FROM records "
-            "WHERE id > ? AND id <= ? ORDER BY id LIMIT ?) GROUP BY namespace"
+            "SELECT max(id), namespace, count(*), sum(num_bytes) FROM (SELECT * FROM records "
+            f"WHERE id > ? AND id <= ? ORDER BY id LIMIT {_GROUPED}) GROUP BY namespace"
         )
-        last, end = self._ends()
-        last -= 1
         found: dict[bytes, tuple[int, int]] = {}
+        for _, namespace, count, num_bytes in self._slices(query, "nbnn"):
+            before = found.get(namespace, (0, 0))
+            found[namespace] = (before[0] + count, before[1] + num_bytes)
+        return found
+
+    def _slices(self, query: str, kinds: str) -> Iterator[tuple[Any, ...]]:
+        """Rows of a query of records with ids above one number and up to another, whose first
+        column is the id. In slices, because a long read keeps other processes from writing; without
+        records added after the start."""
+        with self._reading() as db:
+            ends = db.execute("SELECT ifnull(min(id), 1) - 1, ifnull(max(id), 0) FROM records")
+            last, end = _checked(ends.fetchone(), "nn")
         while last < end:
             with self._reading() as db:
-                slices = db.execute(query, (last, end, 16 * _SLICE))
-                rows = [_checked(row, "bnnn") for row in slices]
-            last = max((row[3] for row in rows), default=end)
-            for namespace, count, num_bytes, _ in rows:
-                before = found.get(namespace, (0, 0))
-                found[namespace] = (before[0] + count, before[1] + num_bytes)
-        return found
+                rows = [_checked(row, kinds) for row in db.execute(query, (last, end))]
+            last = max((row[0] for row in rows), default=end)
+            yield from rows
 
     def removals(self, count: int) -> list[Removal]:
         """The last removals, newest first."""
@@ -394,42 +390,41 @@ class Index:
         with self._reading() as db:
             return [Removal(*_checked(row, "kntsss")) for row in db.execute(query, (count,))]
 
-    def _evict(self, db: sqlite3.Connection, max_bytes: int) -> bool:
+    def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
-        are counted. Stops after 512 records, because other writers wait. Whether any record was
-        evicted."""
+        are counted and no record was last used before `unused_since`. Stops after 1,024 records,
+        because other writers wait. Whether any record was evicted."""
         excess = self.totals.num_bytes - max_bytes
-        if excess <= 0:
+        if excess <= 0 and not unused_since:
             return False
         for row in db.execute("SELECT file, num_bytes FROM quarantine ORDER BY rowid").fetchall():
-            if excess <= 0:
-                break
             file, num_bytes = _checked(row, "sn")
-            with suppress(OSError):  # it cannot be removed: it stays counted
-                self._directory.remove_quarantined(file)
+            if excess > 0 and self.directory.drop("quarantine", file):
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
                 excess -= num_bytes
         gone: list[ChunkKey] = []
         kept: list[ChunkKey] = []
-        removed_bytes = 0
-        query = "SELECT key, num_bytes FROM records ORDER BY last_used LIMIT ?"
-        oldest = db.execute(query, (_EVICT_AT_ONCE,))
-        while removed_bytes < excess and (row := oldest.fetchone()) is not None:
-            key, num_bytes = _checked(row, "kn")
+        evicted_bytes = 0
+        query = "SELECT key, num_bytes, last_used FROM records ORDER BY last_used LIMIT ?"
+        oldest = db.execute(query, (_BATCH,))
+        while (row := oldest.fetchone()) is not None:
+            key, num_bytes, last_used = _checked(row, "knt")
+            if excess <= evicted_bytes and last_used >= unused_since:
+                break
             try:
-                self._directory.remove(key)
+                self.directory.remove(key)
             except OSError:
                 kept.append(key)
             else:
                 gone.append(key)
-                removed_bytes += num_bytes
+                evicted_bytes += num_bytes
         oldest.close()
         if kept:  # they cannot be removed: the others come first from now on
             _execute(db, _SET_USED, [(key, self.wall()) for key in kept])
         self._take_out(db, gone, "evicted", "")
         if gone:
             self._observer.count("store_evicted_records", len(gone))
-            self._observer.count("store_evicted_bytes", removed_bytes)
+            self._observer.count("store_evicted_bytes", evicted_bytes)
         return bool(gone)
 
     def _take_out(

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,7 +19,7 @@ from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
 from kvferry.store.checking import Progress, VerifyReport, verify
-from kvferry.store.faults import Faults
+from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import (
     NUM_SHARDS,
@@ -36,7 +36,7 @@ from kvferry.store.file.fileio import (
 from kvferry.store.file.index import Index
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.filesystem import is_of_one_machine, why_untrusted
-from kvferry.store.known_keys import KnownKeys, NoKeys
+from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ CLOSE_SECONDS = 5.0
 ROOM_SECONDS = 2.0
 """How long a put waits for others to finish whose reservations fill the quota."""
 
-_BATCH = 256
 _MAX_BYTES = 1 << 62
 INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
@@ -125,8 +124,8 @@ class FileStore(Store):
         self._max_bytes = max_bytes
         self._direct_io = direct_io
         self._closed = False
-        self._faults = Faults(self.url, observer, clock)
-        self._known = KnownKeys() if index else NoKeys()
+        self._faults = MediumFaults(self.url, observer, clock)
+        self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
         self._line = threading.Lock()
         untrusted = why_untrusted(self._directory.root)
@@ -140,10 +139,9 @@ class FileStore(Store):
         machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
         self._index, compares = self._open_index(index_file, machines_share, wall)
         self._upkeep = Upkeep(
-            self._directory,
             self._index,
             self._faults,
-            max_bytes=None if self.is_read_only else max_bytes,
+            max_bytes=max_bytes,
             machines_share=machines_share,
             changes=not self.is_read_only,
             compares=compares,
@@ -232,9 +230,7 @@ class FileStore(Store):
         self._faults.observer.count("store_quarantined")
         if moved is not None:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
-            with suppress(OSError):
-                self._index.count_quarantined(moved[0], moved[1].num_bytes)
-        self._forget(key, "quarantined", reason)
+        self._forget(key, "quarantined", reason, [moved] if moved else [])
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -245,7 +241,7 @@ class FileStore(Store):
             self._faults.failed("delete", error)
             return False
         if removed:
-            self._forget(key, "deleted", "")
+            self._forget(key, "deleted")
         else:
             self._miss(key)
         return removed
@@ -281,19 +277,13 @@ class FileStore(Store):
         Raises:
             StoreError: the index cannot be read.
         """
-        if self._closed:
-            return
-        try:
-            yield from self._index.entries(order, limit)
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
+        with self._listing():
+            yield from () if self._closed else self._index.entries(order, limit)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Records and bytes by namespace; see `SupportsNamespaces`."""
-        try:
+        with self._listing():
             return {} if self._closed else self._index.by_namespace()
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is; see `SupportsNamespaces`."""
@@ -313,10 +303,8 @@ class FileStore(Store):
         Raises:
             StoreError: the index cannot be read.
         """
-        try:
+        with self._listing():
             return [] if self._closed else self._index.removals(count)
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be asked: {error}") from error
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background whether these are here; see `SupportsProbe`."""
@@ -398,27 +386,18 @@ class FileStore(Store):
         """
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
-        index, directory = self._index, self._directory
+        before = 0.0 if older_than_seconds is None else self._index.wall() - older_than_seconds
+        quota = self._max_bytes if max_bytes is None else max_bytes
         try:
-            index.flush()
+            self._index.flush()
             self._upkeep.clean()
-            start = index.totals
-            if older_than_seconds is not None:
-                before = index.wall() - older_than_seconds
-                while keys := index.least_recent(before, _BATCH):
-                    for key in keys:
-                        directory.remove(key)
-                    index.forget(keys, "deleted", "gc")
-                for name, found in directory.list_quarantine().items():
-                    if found.modified < before:
-                        directory.remove_quarantined(name)
-            max_bytes = self._max_bytes if max_bytes is None else max_bytes
-            if max_bytes is not None:
-                index.shrink(max_bytes)
+            start = self._index.totals
+            self._index.bound_quarantine(_MAX_BYTES, before)
+            self._index.shrink(_MAX_BYTES if quota is None else quota, before)
             self._upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
-        end = index.totals
+        end = self._index.totals
         return GcReport(
             removed_records=start.num_records - end.num_records,
             removed_bytes=start.num_bytes - end.num_bytes,
@@ -427,11 +406,16 @@ class FileStore(Store):
 
     def _listed(self) -> Iterator[ChunkKey]:
         """Keys of all files, without the index."""
-        for shard in range(NUM_SHARDS):
-            try:
+        with self._listing():
+            for shard in range(NUM_SHARDS):
                 yield from self._directory.list_shard(shard)
-            except OSError as error:
-                raise StoreError(f"{self.url} cannot be listed: {error.strerror}") from error
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self._index.is_ours
@@ -464,7 +448,7 @@ class FileStore(Store):
             refused = PutResult.NO_SPACE
         except OSError as error:
             refused = self._faults.write_failed(error)
-        self._directory.drop(file)
+        self._directory.drop("writing", file)
         os.close(fd)
         return refused
 
@@ -474,20 +458,20 @@ class FileStore(Store):
         Raises:
             OSError: the index cannot be changed.
         """
-        if self._ask_for_room(writing):
+        reserve = partial(
+            self._index.reserve, writing.file, writing.key, writing.num_bytes, self._max_bytes
+        )
+        if reserve():
             return True
         clock = self._faults.clock
         until = clock() + ROOM_SECONDS
         with self._line:  # one asks again and again, the others let the index be
-            if self._ask_for_room(writing):
-                return True
-            self._upkeep.clean()
-            while (has_room := self._ask_for_room(writing)) is None and clock() < until:
+            if (has_room := reserve()) is None:
+                self._upkeep.clean()
+            while has_room is None and clock() < until:
                 time.sleep(0.005)  # others are about to store what fills the quota
+                has_room = reserve()
         return bool(has_room)
-
-    def _ask_for_room(self, writing: _Writing) -> bool | None:
-        return self._index.reserve(writing.file, writing.key, writing.num_bytes, self._max_bytes)
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
         """Write, and give the value its name."""
@@ -505,7 +489,7 @@ class FileStore(Store):
             return PutResult.EXISTS
         namespace = namespace_of(bytes(views[0][:512])) if views else None
         # The first name goes before the reservation does: an eviction would leave it behind.
-        self._directory.drop(writing.file)
+        self._directory.drop("writing", writing.file)
         try:
             self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
         except OSError as error:
@@ -517,7 +501,7 @@ class FileStore(Store):
 
     def _abort(self, writing: _Writing) -> None:
         """Give everything back. Never raises: what stays is found later."""
-        self._directory.drop(writing.file)
+        self._directory.drop("writing", writing.file)
         with suppress(OSError):
             self._index.release(writing.file)
         os.close(writing.fd)
@@ -527,10 +511,13 @@ class FileStore(Store):
             while True:
                 self._abort(self._sessions.popitem()[1])
 
-    def _forget(self, key: ChunkKey, reason: str, detail: str) -> None:
-        """Remove a key whose file is gone, unless another thread has stored it again."""
+    def _forget(
+        self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Remove a key whose file is gone, unless another thread has stored it again; files that
+        were `moved` to quarantine are counted."""
         try:
-            self._index.forget([key], reason, detail)
+            self._index.forget([key], reason, detail, moved)
         except OSError:
             self._miss(key)  # its row goes when the shard is next compared
 

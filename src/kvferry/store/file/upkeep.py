@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
-from kvferry.store.faults import Faults
+from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import NUM_SHARDS, Directory
+from kvferry.store.file.directory import NUM_SHARDS
 from kvferry.store.file.index import Index
 from kvferry.types import ChunkKey
 
@@ -35,67 +37,70 @@ _MAX_PROBES = 256
 _BATCH = 256
 _QUARANTINE_FRACTION = 20
 """At most one twentieth of the quota is quarantine, but the newest file stays."""
+_MAX_BYTES = 1 << 62
 
 
 class ShardComparison:
-    """The index against the directory, which is right, one shard at a time."""
+    """The index against the directory, which is right, one shard at a time: in the first pass every
+    shard, then in each pass those whose directory changed since."""
 
-    def __init__(self, directory: Directory, index: Index) -> None:
-        self._directory = directory
+    def __init__(self, index: Index) -> None:
         self._index = index
         self.restart()
 
     def restart(self) -> None:
-        """Compare everything (again)."""
-        self.is_done = False
-        """Whether everything was compared; set by the caller, who counts the rest too."""
+        """Compare every shard (again)."""
+        self.is_first_pass = True
+        """Until `next_pass`."""
+        self.waiting = list(range(NUM_SHARDS))
+        """Shards of this pass that were not compared yet."""
         self._marks = [(-1, 0)] * NUM_SHARDS
-        self._last = NUM_SHARDS - 1
 
-    def due(self) -> tuple[list[int], list[int]]:
-        """Shards that were not compared yet, or are other directories than those that were; and
-        those whose files changed since. Each in the order of their turn."""
-        turns = [(self._last + 1 + turn) % NUM_SHARDS for turn in range(NUM_SHARDS)]
-        marks = {shard: self._directory.mark_of_shard(shard) for shard in turns}
-        new = [shard for shard in turns if marks[shard][0] != self._marks[shard][0]]
-        return new, [shard for shard in turns if marks[shard] != self._marks[shard]]
+    def next_pass(self) -> None:
+        """Begin a pass with the shards that changed."""
+        self.is_first_pass = False
+        now = map(self._index.directory.mark_of_shard, range(NUM_SHARDS))
+        self.waiting = [n for n, mark in enumerate(now) if mark != self._marks[n]]
 
-    def compare(self, shard: int) -> int:
-        """Make the index say what is in a shard; how many rows were wrong.
+    def compare_next(self) -> int:
+        """Make the index say what is in the next shard; how many rows were wrong.
 
         Raises:
-            IndexUnavailable: not now.
-            OSError: the shard cannot be listed; it is looked at again in its turn.
+            IndexUnavailable: not now; the shard stays the next one.
+            OSError: the shard cannot be listed; it is looked at again in the next pass.
         """
-        mark = self._directory.mark_of_shard(shard)
+        shard = self.waiting[0]
+        mark = self._index.directory.mark_of_shard(shard)
         is_settled = self._index.wall() - mark[1] / 1e9 > _SETTLED_SECONDS
-        self._last = shard
         try:
-            there = self._directory.list_shard(shard)
+            there = self._index.directory.list_shard(shard)
         except OSError:
-            self._marks[shard] = (mark[0], -1)
+            self._end(shard, (mark[0], -1))
             raise
-        end = bytes([(shard + 1) << 3]) if shard + 1 < NUM_SHARDS else None
-        listed = self._index.keys_between(bytes([shard << 3]), end)
+        listed = self._index.keys_of_shard(shard)
         extra = there - listed
         if extra:
-            written = extra & set(self._index.writing().values())  # who writes them counts them
+            written = extra & set(self._index.writing().values())  # their writers count them
             extra -= written
             is_settled &= not written  # unless another writer was first
-        num_wrong = 0
-        for batch in _batches(extra):
-            num_wrong += self._index.add(batch)
+        num_wrong = sum(self._index.add(batch) for batch in _batches(extra))
         for batch in _batches(listed - there):
             num_wrong += self._index.forget(batch, "vanished")
-        self._marks[shard] = mark if is_settled else (mark[0], -1)
+        self._end(shard, mark if is_settled else (mark[0], -1))
         return num_wrong
+
+    def _end(self, shard: int, mark: tuple[int, int]) -> None:
+        self._marks[shard] = mark
+        del self.waiting[0]
 
 
 class Upkeep:
     """The thread and its work. `probe`, `stop` and `clean` are for any thread.
 
     Args:
-        max_bytes: the quota.
+        index: of the directory.
+        faults: counts and logs what fails; its clock is the one that upkeep goes by.
+        max_bytes: the quota; None for none.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
         compares: whether to compare the index with the directory all the time; else, if anything
@@ -104,28 +109,25 @@ class Upkeep:
 
     def __init__(
         self,
-        directory: Directory,
         index: Index,
-        faults: Faults,
+        faults: MediumFaults,
         *,
         max_bytes: int | None,
         machines_share: bool,
         changes: bool,
         compares: bool,
     ) -> None:
-        self._directory = directory
         self._index = index
         self._faults = faults
-        self._max_bytes = max_bytes
+        self._max_bytes = _MAX_BYTES if max_bytes is None else max_bytes
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
-        self._comparison = ShardComparison(directory, index)
+        self._comparison = ShardComparison(index)
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
@@ -157,8 +159,7 @@ class Upkeep:
 
     def run_until_idle(self) -> None:
         """Do all that is due, and compare everything, in this thread."""
-        self._comparison.restart()
-        self._due = dict.fromkeys(self._due, 0.0)
+        self._restart()
         while self.step(rests=False):
             pass
 
@@ -166,37 +167,43 @@ class Upkeep:
         """Release the reservations of dead writers and remove their files."""
         if not self._changes:
             return
+        directory = self._index.directory
         for file, key in self._index.writing().items():
-            if self._directory.is_locked(file):
+            if directory.is_locked(file):
                 continue
-            self._index.add([key])
             # A writer that lives and is about to confirm has dropped its file itself.
-            was_there = self._directory.drop(file)  # counted until it is gone
-            if self._index.release(file) and was_there:
+            if directory.drop("writing", file):
                 self._faults.observer.count("store_recovered_writes")
+            self._index.confirm(file, key)
         # A file without a reservation may be new: its writer is about to reserve. On a network
         # mount it may belong to another machine, whose locks do not show here.
-        files = set(self._directory.list_writing()) - self._index.writing().keys()
-        bound = ABANDONED_SECONDS if self._machines_share else _YOUNG_SECONDS
-        for file, silent in self._directory.silent_seconds(files).items():
-            if silent > bound and (self._machines_share or not self._directory.is_locked(file)):
-                self._directory.drop(file)
-        quota = self._max_bytes
-        self._index.bound_quarantine(None if quota is None else quota // _QUARANTINE_FRACTION)
+        files = directory.list_files("writing")
+        for file in files.keys() - self._index.writing().keys():
+            silent_seconds = time.time() - files[file].modified
+            if self._machines_share:
+                is_left = silent_seconds > ABANDONED_SECONDS
+            else:
+                is_left = silent_seconds > _YOUNG_SECONDS and not directory.is_locked(file)
+            if is_left:
+                directory.drop("writing", file)
+        self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
 
     def step(self, *, rests: bool = True) -> bool:
         """One bounded piece of all that is due. Whether there is more to do at once."""
         more = False
-        with self._turn:
-            for job in (self._reopen, self._answer, self._clean, self._flush):
-                self._try(job)
-            more |= self._try(self._compare, rests)
-            more |= self._try(self._keep_below_quota)
-            more |= self._try(self._index.follow)
-        return more and not self._stopping
-
-    def _try(self, job: Callable[..., bool | None], *arguments: bool) -> bool:
-        return not self._stopping and self._do(partial(job, *arguments))
+        for job in (
+            self._reopen,
+            self._answer,
+            self._clean,
+            self._flush,
+            partial(self._compare, rests),
+            self._keep_below_quota,
+            self._index.follow,
+        ):
+            if self._stopping:
+                return False
+            more |= self._do(job)
+        return more
 
     def _do(self, job: Callable[[], object], name: str = "upkeep") -> bool:
         try:
@@ -228,10 +235,13 @@ class Upkeep:
         self._due[job] = now + seconds
         return True
 
+    def _restart(self) -> None:
+        self._comparison.restart()
+        self._due = dict.fromkeys(self._due, 0.0)
+
     def _reopen(self) -> None:
         if self._index.open():
-            self._comparison.restart()
-            self._due = dict.fromkeys(self._due, 0.0)
+            self._restart()
 
     def _answer(self) -> None:
         """Add the probed keys that have files: of each prefix, up to the first that has none."""
@@ -249,53 +259,52 @@ class Upkeep:
             self.clean()
 
     def _compare(self, rests: bool) -> bool:
-        """Compare the next shard: each once after opening, then those whose directory changed."""
+        """Compare the next shard. Whether to go on at once: as long as the index is incomplete."""
         if not self._compares and (not self._changes or self._index.totals.is_complete):
             return False
         started = self._faults.clock()
         if rests and started < self._due["compare"]:
             return False
-        new, changed = self._comparison.due()
-        is_complete = self._index.totals.is_complete
-        if not new and not (is_complete and self._comparison.is_done):
-            self._finish_comparison()
-        if not changed:
+        comparison = self._comparison
+        if not comparison.waiting:
+            if comparison.is_first_pass or not self._index.totals.is_complete:
+                with self._past_errors_of_files():
+                    self.clean()  # counts what is no record
+                self._index.complete()
+            comparison.next_pass()
+        if not comparison.waiting:
             self._due["compare"] = started + COMPARE_SECONDS
             return False
-        try:
-            # Once complete, a folder that is replaced all the time must not keep others waiting.
-            due = changed if is_complete else new or changed
-            num_wrong = self._comparison.compare(due[0])
-            self._faults.observer.count("store_index_corrected", num_wrong)
-        except IndexUnavailable:
-            raise
-        except OSError as error:
-            self._faults.failed("upkeep", error)  # the others can be compared
-        if new and not (rests and self._index.totals.is_complete):
+        with self._past_errors_of_files():
+            self._faults.observer.count("store_index_corrected", comparison.compare_next())
+        is_first = comparison.is_first_pass
+        if is_first and not (rests and self._index.totals.is_complete):
             return True
         now = self._faults.clock()
-        rest = 0.0 if new or self._machines_share else COMPARE_SECONDS
+        rest = 0.0 if is_first or self._machines_share else COMPARE_SECONDS
         self._due["compare"] = now + max(rest, _DUTY * (now - started))
         return False
 
-    def _finish_comparison(self) -> None:
-        """Count what is no record, and check the totals."""
+    @contextmanager
+    def _past_errors_of_files(self) -> Iterator[None]:
+        """What the directory refuses must not keep the rest waiting. Without the index all waits.
+
+        Raises:
+            IndexUnavailable: not now.
+        """
         try:
-            self.clean()
+            yield
         except IndexUnavailable:
             raise
         except OSError as error:
             self._faults.failed("upkeep", error)
-        if self._changes or not self._index.totals.is_complete:
-            self._index.complete()
-        self._comparison.is_done = True
 
     def _keep_below_quota(self) -> None:
         """Evict for files that were not reserved here: of machines with another index, or placed by
         hand."""
-        quota, totals = self._max_bytes, self._index.totals
-        if quota is not None and totals.is_complete and totals.num_bytes > quota:
-            self._index.shrink(quota)
+        totals = self._index.totals
+        if self._changes and totals.is_complete and totals.num_bytes > self._max_bytes:
+            self._index.shrink(self._max_bytes)
 
 
 def _batches(keys: set[ChunkKey]) -> list[list[ChunkKey]]:
