@@ -774,13 +774,10 @@ class PlanMetadata(KVConnectorMetadata):
     Attributes:
         plan: the plan.
         has_tokens: whether the step computes anything.
-        is_quiet: the plan is the role's empty one and the step ends no request: an idle worker
-            can ignore it.
     """
 
     plan: Plan
     has_tokens: bool
-    is_quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -810,23 +807,29 @@ class CounterStats(KVConnectorStats):
         return dict(self.data)
 
 
-def from_v1_output(output: KVConnectorOutput) -> WorkerOutput:
+def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any release
     """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
 
-    Stats and messages of another connector stay as they are.
+    Reports of vLLM before 0.13, 0.18 or 0.30 lack some fields. Where there is no field for a
+    worker's message, the message travels on the stats. Stats and messages of another connector stay
+    as they are.
     """
-    if output.is_empty():
-        return EMPTY_OUTPUT
-    stats, meta = output.kv_connector_stats, output.kv_connector_worker_meta
-    return WorkerOutput(
+    stats = output.kv_connector_stats
+    if isinstance(stats, KVConnectorStats) and stats.is_empty():
+        stats = None
+    meta = getattr(output, "kv_connector_worker_meta", None)
+    if meta is None:
+        meta = getattr(stats, "carried_meta", None)
+    found = WorkerOutput(
         finished_sending=frozenset(output.finished_sending or ()),
         finished_recving=frozenset(output.finished_recving or ()),
-        failed_recving=frozenset(output.failed_recving or ()),
+        failed_recving=frozenset(getattr(output, "failed_recving", None) or ()),
         invalid_block_ids=frozenset(output.invalid_block_ids or ()),
         stats=stats.data if isinstance(stats, CounterStats) else stats,
-        events=output.kv_cache_events,
+        events=getattr(output, "kv_cache_events", None),
         meta=meta.meta if isinstance(meta, CarriedMeta) else meta,
     )
+    return EMPTY_OUTPUT if found.is_empty() else found
 
 
 def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,9 +48,7 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served; one
                 line that says what to change.
         """
-        # Before all others, as those of `OneRole`: hooks look at them in every step.
         self._observer = IntervalCounters()
-        self._counts = self._observer.sums
         self._translator: EventTranslator | None = None
         groups = (kv_cache_config,) if self.host.base_takes_groups else ()
         super().__init__(vllm_config, role, *groups)
@@ -133,8 +131,6 @@ class FerryConnector(OneRole):
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
         step = self._step
-        if step is None and not self._counts:
-            return None
         counts = self._observer.take()
         if step is None or self.host_types.carries_worker_meta:
             return self.host_types.make_stats(counts, None) if counts else None
@@ -210,7 +206,6 @@ def make_connector_class(
         host_types = HostTypes(
             make_stats=make_stats,
             make_results=make_results,
-            no_results=None if host.results is None else _nothing(host.results),
             carries_worker_meta=host.worker_meta is not None,
         )
 
@@ -246,11 +241,6 @@ def make_connector_class(
 def _update_from_stats(self: FerryConnector, connector_output: Any) -> None:  # noqa: ANN401
     """`update_connector_output` on hosts where messages from workers ride along on counters."""
     OneRole.update_connector_output(self, own_report(connector_output, type(self).__name__))
-
-
-def _nothing(results: Callable[..., Any]) -> Any:  # noqa: ANN401 - the host's
-    ids: frozenset[str] = frozenset()
-    return results(finished_sending=ids, finished_recving=ids, failed_recving=ids)
 
 
 def _adopt_messages(host: Host) -> None:

@@ -158,8 +158,6 @@ def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorO
     held = getattr(stats, "data", None)
     if isinstance(held, dict) and hasattr(held.get(name), "carried_meta"):
         stats = held[name]
-    if hasattr(stats, "carried_meta") and stats.is_empty():
-        stats = None  # a step that brings nothing else is no news
     if stats is output.kv_connector_stats:
         return output
     return replace(output, kv_connector_stats=stats)

@@ -37,31 +37,25 @@ METRICS = {
 
 
 class IntervalCounters(Observer):
-    """What was counted since the last `take`. Thread-safe.
-
-    Attributes:
-        sums: what there is to take, the same dictionary for good. Without `take`, all that can be
-            asked of it is whether it is empty.
-    """
+    """The counts since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.sums: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self.sums[name] = self.sums.get(name, 0) + amount
+            self._sums[name] = self._sums.get(name, 0) + amount
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             for key, amount in ((f"{name}_seconds", seconds), (f"{name}_count", 1)):
-                self.sums[key] = self.sums.get(key, 0) + amount
+                self._sums[key] = self._sums.get(key, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, which begin anew."""
+        """Return and clear the counts."""
         with self._lock:
-            sums = self.sums.copy()
-            self.sums.clear()
+            sums, self._sums = self._sums, {}
         return sums
 
 
