@@ -47,7 +47,6 @@ from kvferry.v1.driven import (
     v1_roles,
 )
 from kvferry.v1.facade import (
-    HostTypes,
     OneRole,
     RolesAsV1,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "CopyBlocksOp",
     "CounterStats",
     "ForwardContext",
-    "HostTypes",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",

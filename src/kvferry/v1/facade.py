@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
@@ -45,37 +44,12 @@ from kvferry.v1.base import (
     V1SchedulerOutput,
     from_v1_output,
 )
-from kvferry.v1.host import HostRequests
+from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-
-def _results(sending: set[str], recving: set[str], failed: set[str]) -> object:
-    return KVConnectorOutput(
-        finished_sending=sending, finished_recving=recving, failed_recving=failed
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTypes:
-    """The host's own types for the values that a connector returns.
-
-    Attributes:
-        make_stats: makes stats from counters and, on hosts without a carrier for worker metadata,
-            the metadata that travels with them.
-        make_results: makes the answer of `get_transfer_results` from sending, recving and failed
-            ids.
-        carries_worker_meta: whether the host asks for `build_connector_worker_meta`.
-    """
-
-    make_stats: Callable[[dict[str, float], CarriedMeta | None], Any] = lambda counts, _meta: (
-        CounterStats(counts)
-    )
-    make_results: Callable[[set[str], set[str], set[str]], Any] = _results
-    carries_worker_meta: bool = True
 
 
 class SchedulerHalf(NamedTuple):
@@ -160,7 +134,9 @@ class OneRole:
     method that it requires is here.
     """
 
-    host_types: ClassVar[HostTypes] = HostTypes()
+    carries_worker_meta: ClassVar[bool] = True
+    """Whether the host asks for `build_connector_worker_meta`. If not, workers' messages travel on
+    the stats."""
 
     _connector_metadata: Any
     """Base classes read it in `has_connector_metadata`, which hosts call around each layer."""
@@ -177,47 +153,40 @@ class OneRole:
 
     def attach(
         self,
-        role_name: str,
-        scheduler: SchedulerRole | None,
-        worker: WorkerRole | None,
+        role: SchedulerRole | WorkerRole,
         *,
         block_size: int,
         observer: Observer | None,
+        lora_identity: LoraIdentity = lambda _lora_request: None,
+        item_identity: ItemIdentity = str,
     ) -> None:
         """Take the role that the host asks for.
 
         Args:
-            role_name: "SCHEDULER" or "WORKER".
-            scheduler: the role for "SCHEDULER", else None.
-            worker: the role for "WORKER", else None.
+            role: of the half that this instance is.
             block_size: in tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-
-        Raises:
-            ConfigError: any other combination of roles.
+            lora_identity: the identity of a LoRA adapter's content.
+            item_identity: the identity of a multimodal item's content, from the host's name for it.
         """
-        given = (scheduler is not None, worker is not None)
-        if given != (role_name == "SCHEDULER", role_name == "WORKER"):
-            raise ConfigError(
-                f"the host asks for the {role_name} half; given: scheduler={scheduler!r}, "
-                f"worker={worker!r}. Build that half, and only that"
-            )
-        if scheduler is not None:
+        if isinstance(role, SchedulerRole):
             self._scheduler_half = SchedulerHalf(
-                GuardedScheduler(scheduler, observer, block_size=block_size),
-                HostRequests(self._lora_identity, self._item_identity),
+                GuardedScheduler(role, observer, block_size=block_size),
+                HostRequests(lora_identity, item_identity),
             )
-        if worker is not None:
-            self._worker_half = WorkerHalf(worker, observer)
+        else:
+            self._worker_half = WorkerHalf(role, observer)
 
-    def _lora_identity(self, lora_request: object) -> str | None:
-        """The identity of a LoRA adapter's content. None: its requests are not cached."""
-        return None
+    def make_stats(self, counts: Mapping[str, float], meta: CarriedMeta | None) -> Any:  # noqa: ANN401
+        """The host's stats from counters, and from a worker's message on hosts without a field for
+        it."""
+        return CounterStats(dict(counts))
 
-    def _item_identity(self, identifier: str) -> str | None:
-        """The identity of a multimodal item's content, from the host's name for the item. None:
-        its requests are not cached."""
-        return identifier
+    def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+        """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
+        return KVConnectorOutput(
+            finished_sending=sending, finished_recving=recving, failed_recving=failed
+        )
 
     @property
     def _scheduler(self) -> SchedulerHalf:
@@ -276,7 +245,7 @@ class OneRole:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
         output = EMPTY_OUTPUT if self._step is None else self._step.collect(finished_req_ids)
-        return self.host_types.make_results(
+        return self.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
         )
 
@@ -290,11 +259,11 @@ class OneRole:
         else:
             output = EMPTY_OUTPUT if self._step is None else self._step.output
             counts = output.stats
-            meta = None if self.host_types.carries_worker_meta else output.meta
+            meta = None if self.carries_worker_meta else output.meta
         if not counts and meta is None:
             return None
         carried = None if meta is None else CarriedMeta(meta)
-        return self.host_types.make_stats(dict(counts or {}), carried)
+        return self.make_stats(counts or {}, carried)
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
         return None if self._step is None else self._step.output.events
@@ -390,14 +359,27 @@ class RolesAsV1(OneRole, KVConnectorBase_V1):
         worker: WorkerRole | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Show one role to the host; arguments as for `OneRole.attach`.
+        """Show one role to the host.
+
+        Args:
+            vllm_config: the host's.
+            role: the half that the host asks for.
+            kv_cache_config: the host's.
+            scheduler: the role for `KVConnectorRole.SCHEDULER`, else None.
+            worker: the role for `KVConnectorRole.WORKER`, else None.
+            observer: receives counts of faults and violations.
 
         Raises:
             ConfigError: not exactly the role that the host asks for.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        size = vllm_config.cache_config.block_size
-        self.attach(role.name, scheduler, worker, block_size=size, observer=observer)
+        wanted, other = (scheduler, worker) if role.name == "SCHEDULER" else (worker, scheduler)
+        if wanted is None or other is not None:
+            raise ConfigError(
+                f"the host asks for the {role.name} half; given: scheduler={scheduler!r}, "
+                f"worker={worker!r}. Build that half, and only that"
+            )
+        self.attach(wanted, block_size=vllm_config.cache_config.block_size, observer=observer)
 
     @classmethod
     def build_kv_connector_stats(

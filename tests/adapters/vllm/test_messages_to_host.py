@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from kvferry.adapters.vllm.connector import connector_options
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import own_report
 from kvferry.adapters.vllm.metrics import (
@@ -18,7 +19,6 @@ from kvferry.adapters.vllm.metrics import (
     make_prom_class,
     make_stats_class,
 )
-from kvferry.adapters.vllm.options import connector_options
 from kvferry.contract.events import ChunksRemoved, ChunkStored
 from kvferry.contract.messages import WorkerMeta
 from kvferry.errors import ConfigError
