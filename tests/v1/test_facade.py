@@ -11,7 +11,10 @@ from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMe
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.types import NO_EXTRA_KEYS, MultimodalItem
-from kvferry.v1.base import (
+from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.host import HostRequests, extra_keys_of
+from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
     KVConnectorMetadata,
@@ -21,9 +24,6 @@ from kvferry.v1.base import (
     SupportsHMA,
     supports_hma,
 )  # fmt: skip
-from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
-from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.host import HostRequests, extra_keys_of
 from tests.runner.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
 from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 from tests.runner.tiny_host import TinyHost, true_output

@@ -7,8 +7,8 @@ from kvferry.contract.messages import EMPTY_OUTPUT, Plan
 from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.v1.base import KVConnectorRole, PlanMetadata
 from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.types import KVConnectorRole, PlanMetadata
 from tests.v1.test_driven import make_config
 
 EMPTY_PLAN = Plan()

@@ -22,8 +22,8 @@ from kvferry.bench.host import RolesHost, opened_roles
 from kvferry.contract.spec import Roles
 from kvferry.testing.host_tables import HostRequest
 from kvferry.types import KVGroup
-from kvferry.v1.base import KVConnectorRole
 from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.types import KVConnectorRole
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048
@@ -186,4 +186,4 @@ class FacadeHost:
         )
 
 
-_NO_CONTEXT = SimpleNamespace(attn_metadata=None, no_compile_layers={})
+_NO_CONTEXT: Any = SimpleNamespace(attn_metadata=None, no_compile_layers={})

@@ -22,8 +22,9 @@ from kvferry.errors import ContractError
 from kvferry.observe import Observer
 from kvferry.runner import kv_allocation
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.v1.base import KVConnectorBase_V1, KVConnectorOutput, KVConnectorStats, to_v1_output
+from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1WorkerRole
+from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
 
 if TYPE_CHECKING:
     import torch

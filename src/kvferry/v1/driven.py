@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -25,9 +24,15 @@ from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError, LayoutError
 from kvferry.types import BlockTable, RequestView, StepView
-from kvferry.v1.base import (
-    KVConnectorBase_V1,
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.types import (
+    AttentionLayer,
+    AttentionMetadata,
+    ForwardContext,
+    ForwardContextOf014,
     KVConnectorRole,
+    NewRequestData,
+    SchedulerOutput,
     SupportsHMA,
     V1Config,
     from_v1_output,
@@ -99,54 +104,6 @@ class DrivenBlocks:
         return tuple(list(group) for group in self._block_ids)
 
 
-@dataclass(kw_only=True)
-class NewRequestData:
-    """A request in its first step."""
-
-    req_id: str
-    prompt_token_ids: list[int]
-    prefill_token_ids: list[int]
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-    mm_features: Sequence[Any] = ()
-    lora_request: Any = None
-    prompt_embeds: Any = None
-
-
-@dataclass(kw_only=True)
-class CachedRequestData:
-    """Requests after their first step; parallel lists."""
-
-    req_ids: list[str] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-    resumed_from_preemption: list[bool] = field(default_factory=list)
-    new_token_ids: list[list[int]] = field(default_factory=list)
-    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-    num_output_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.req_ids)
-
-
-@dataclass(kw_only=True)
-class SchedulerOutput:
-    """One step in the form of vLLM's scheduler."""
-
-    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    total_num_scheduled_tokens: int = 0
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
-    finished_req_ids: set[str] = field(default_factory=set)
-    preempted_req_ids: set[str] = field(default_factory=set)
-    has_sync_kv_loads: bool = False
-    kv_connector_metadata: Any = None
-
-
 class StepHistory:
     """Turns steps with full block tables into vLLM's increments.
 
@@ -216,45 +173,6 @@ class StepHistory:
 
 
 # --- KV memory, as connectors reach it ------------------------------------------------------------
-
-
-class AttentionMetadata:
-    """One layer's entry of `attn_metadata`. Connectors may look up its type, nothing else."""
-
-
-class MLACommonMetadata(AttentionMetadata):
-    """The type by which connectors recognise latent attention. No entry of ours has it: latents
-    reach a connector in the same form as K and V, with one head."""
-
-
-class AttentionLayer:
-    """A layer in `no_compile_layers`.
-
-    Attributes:
-        kv_cache: its KV tensor, or, for release 0.14, a list of it by virtual engine.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor | list[torch.Tensor]) -> None:
-        self.kv_cache = kv_cache
-
-
-class ForwardContext:
-    """The surroundings of a forward, for connectors of release 0.32.
-
-    Attributes:
-        attn_metadata: an entry per layer; None in steps without tokens.
-        no_compile_layers: the attention layers by name.
-    """
-
-    def __init__(self, layers: Mapping[str, AttentionLayer]) -> None:
-        self.attn_metadata: dict[str, AttentionMetadata] | None = None
-        self.no_compile_layers = dict(layers)
-
-
-class ForwardContextOf014(ForwardContext):
-    """The same for connectors of release 0.14, with the index into `AttentionLayer.kv_cache`."""
-
-    virtual_engine = 0
 
 
 class KVMemory:

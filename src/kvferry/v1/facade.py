@@ -27,24 +27,24 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
-from kvferry.v1.base import (
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity
+from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
-    KVConnectorBase_V1,
+    ForwardContext,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
     PlanMetadata,
+    SchedulerOutput,
     V1Blocks,
     V1Config,
-    V1ForwardContext,
     V1Request,
-    V1SchedulerOutput,
     from_v1_output,
 )
-from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +214,7 @@ class OneRole:
         # Without bound metadata, hosts skip the hooks around layers.
         self._connector_metadata = None if half.layers is None else connector_metadata
 
-    def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         if self._step is not None:
             self._step.role.start_load()
 
@@ -299,7 +299,7 @@ class OneRole:
         table = requests.allocated(view.request_id, blocks.get_block_ids(), num_external_tokens)
         role.update_after_alloc(view, table, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         role, requests = self._scheduler
         plan = role.build_plan(requests.step(scheduler_output))
         return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from kvferry.errors import ContractError
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
-from kvferry.v1.base import V1NewRequest, V1Request, V1SchedulerOutput
+from kvferry.v1.types import NewRequestData, SchedulerOutput, V1Request
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class HostRequests:
         self._tables[request_id] = table
         return tuple(table)
 
-    def step(self, output: V1SchedulerOutput) -> StepView:
+    def step(self, output: SchedulerOutput) -> StepView:
         """One scheduler output, with full block tables. Call once per step, in order. Never raises:
         an output in no known spelling gives an `UnreadableStep`."""
         try:
@@ -175,7 +175,7 @@ class HostRequests:
                 )
         return HostStep(scheduled, preempted, output.finished_req_ids)
 
-    def _new(self, new: V1NewRequest, num_tokens: int) -> ScheduledView:
+    def _new(self, new: NewRequestData, num_tokens: int) -> ScheduledView:
         """A new request, or one that the host resumes as new: its table is replaced."""
         table = [list(group) for group in new.block_ids]
         self._tables[new.req_id] = table

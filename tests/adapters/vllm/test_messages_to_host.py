@@ -23,7 +23,7 @@ from kvferry.contract.events import ChunksRemoved, ChunkStored
 from kvferry.contract.messages import WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
-from kvferry.v1.base import CarriedMeta
+from kvferry.v1.types import CarriedMeta
 
 
 def test_without_a_store_one_in_the_users_cache_is_used(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
-from kvferry.v1.base import CarriedMeta, PlanMetadata
 from kvferry.v1.facade import OneRole
+from kvferry.v1.types import CarriedMeta, PlanMetadata
 
 if TYPE_CHECKING:
     import torch

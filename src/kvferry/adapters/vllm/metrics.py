@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from kvferry.observe import Observer
-from kvferry.v1.base import CarriedMeta
+from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
 """`LLM.get_metrics` shows only what begins with vllm:"""
