@@ -12,11 +12,14 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvferry.adapters.transformers.arguments import num_tokens_in, read_token_ids, refuse_padding
-from kvferry.adapters.transformers.config import StoredKVConfig
+from kvferry.adapters.transformers.arguments import (
+    StoredKVConfig,
+    num_tokens_in,
+    read_token_ids,
+    refuse_padding,
+)
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
-from kvferry.adapters.transformers.record_io import RecordReads, RecordWrites
-from kvferry.adapters.transformers.rows import Image, fill, first_kept, gather
+from kvferry.adapters.transformers.records import Image, RecordIO, fill, first_kept, gather
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config, parse_size, parse_store_url
 from kvferry.errors import ConfigError, ContractError
@@ -80,26 +83,28 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        self._namespace = self._make_namespace()
+        self._namespace = Namespace.of(
+            self._model.identity,
+            self._model.groups,
+            self._config.chunk_tokens,
+            self._config.tenant,
+        )
         self._schema = RecordSchema.for_groups(
             namespace=self._namespace.digest,
             chunk_tokens=self._config.chunk_tokens,
             groups=self._model.groups,
         )
         self._store = self._open(store) if isinstance(store, str) else store
-        self._ready()
+        if isinstance(self._store, SupportsNamespaces):
+            self._store.describe(self._namespace.digest, self._namespace.as_text())
+        if isinstance(self._store, SupportsProbe):
+            self._store.wait_indexed(READY_SECONDS)
         whole = tensor_parallel_shard(self._model.groups, 0, 1)
         self._rows = RankRows(self._model.groups, whole, self._schema)
-        io = (self._store, self._rows, self._config, self._observer)
-        self._reads = RecordReads(*io)
-        self._writes = RecordWrites(*io)
+        self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
-        self._told_of_change = False
+        self._warned_of_change = False
         self._closed = False
-
-    def _make_namespace(self) -> Namespace:
-        config, model = self._config, self._model
-        return Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
 
     def _open(self, url: str) -> Store:
         # Before it is opened: a store opened with such a quota would evict down to it.
@@ -111,12 +116,6 @@ class StoredKV:
                 f"({self._schema.record_bytes} bytes); raise it or lower chunk_tokens"
             )
         return open_store(url, observer=self._observer)
-
-    def _ready(self) -> None:
-        if isinstance(self._store, SupportsNamespaces):
-            self._store.describe(self._namespace.digest, self._namespace.as_text())
-        if isinstance(self._store, SupportsProbe):
-            self._store.wait_indexed(READY_SECONDS)
 
     # ---- loading
 
@@ -148,7 +147,7 @@ class StoredKV:
             return cache
         keys = self._keys(token_ids)
         started = time.perf_counter()
-        images = self._reads.read(keys)
+        images = self._records.read(keys)
         num_tokens = min(len(images) * self._config.chunk_tokens, len(token_ids) - 1)
         if num_tokens < 1:
             self._observer.count("requests_missed")
@@ -202,7 +201,7 @@ class StoredKV:
         wanted = [
             chunk for chunk in range(first, len(keys)) if not self._store.contains(keys[chunk])
         ]
-        return self._writes.write(self._images(wanted, keys, cache)) * size
+        return self._records.write(self._images(wanted, keys, cache)) * size
 
     def _images(
         self, chunks: Sequence[int], keys: Sequence[ChunkKey], cache: Any
@@ -229,8 +228,8 @@ class StoredKV:
         if self._model.is_unchanged:
             return True
         self._observer.count("model_changed")
-        if not self._told_of_change:
-            self._told_of_change = True
+        if not self._warned_of_change:
+            self._warned_of_change = True
             logger.warning(
                 "the model was moved, trained or changed since StoredKV was made: nothing is "
                 "loaded or saved; make a new one, with a weights_version if its weights are new"
@@ -254,10 +253,8 @@ class StoredKV:
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + CLOSE_SECONDS
         try:
-            self._reads.close(CLOSE_SECONDS)
-            self._writes.close(max(0.0, deadline - time.monotonic()))
+            self._records.close(CLOSE_SECONDS)
         finally:
             self._store.close()
 
