@@ -1,9 +1,9 @@
 """One KV tensor over all layers, in which a block's KV of every layer can lie together.
 
 A transfer of a block is then one copy instead of one per layer. Names, conditions and shapes are
-those of vLLM 0.12 to 0.14; what is asserted there is a `LayoutError` here. Where the layers stand
-among the axes is for the attention backend to say (its stride order), so that a block's layers need
-not be contiguous even in one tensor.
+those of vLLM 0.12 to 0.14; a `LayoutError` replaces vLLM's assertions. The attention backend (its
+stride order) decides where the layers stand among the axes, so a block's layers need not be
+contiguous even in one tensor.
 
 Runs in: worker, when KV memory is set up.
 """
@@ -86,14 +86,6 @@ class KVCacheConfig(Protocol):
     def kv_cache_tensors(self) -> Sequence[KVCacheTensor]: ...
 
 
-@runtime_checkable
-class CrossLayerPreference(Protocol):
-    """A connector that says whether it wants one tensor over all layers."""
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool: ...
-
-
 class UniformKVCaches(NamedTuple):
     """One tensor, and its parts by layer."""
 
@@ -117,7 +109,7 @@ def use_uniform_kv_cache(
         cache_dtype: the host's name of the KV dtype.
         connector: the worker's connector, or None.
     """
-    if not isinstance(connector, CrossLayerPreference) or not connector.prefer_cross_layer_blocks:
+    if not getattr(connector, "prefer_cross_layer_blocks", False):
         return False
     if len(attn_groups) != 1 or len(attn_groups[0]) != 1:
         return False

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
@@ -63,8 +63,8 @@ class SchedulerHalf(NamedTuple):
 class WorkerHalf:
     """The state of an instance in a worker process: the role, and its report on the step.
 
-    Hosts ask for the parts of a report one by one; the role returns it once, so it is kept from the
-    first question to the end of the step.
+    Hosts ask for the parts of a report one by one. The role returns it once, so it is kept until
+    the end of the step.
 
     Attributes:
         role: behind its guard.
@@ -82,8 +82,8 @@ class WorkerHalf:
         self._saw_foreign = False
 
     def begin(self, metadata: object) -> bool:
-        """Take a step's plan. False if another connector's scheduler half made it: this half then
-        does nothing in the step, and its reports wait for the next one."""
+        """Begin a step. False if another connector's scheduler half made the metadata: then this
+        half does nothing in the step, and its reports wait for the next one."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -134,10 +134,6 @@ class OneRole:
     method that it requires is here.
     """
 
-    carries_worker_meta: ClassVar[bool] = True
-    """Whether the host asks for `build_connector_worker_meta`. If not, workers' messages travel on
-    the stats."""
-
     _connector_metadata: Any
     """Base classes read it in `has_connector_metadata`, which hosts call around each layer."""
 
@@ -176,11 +172,6 @@ class OneRole:
             )
         else:
             self._worker_half = WorkerHalf(role, observer)
-
-    def make_stats(self, counts: Mapping[str, float], meta: CarriedMeta | None) -> Any:  # noqa: ANN401
-        """The host's stats from counters, and from a worker's message on hosts without a field for
-        it."""
-        return CounterStats(dict(counts))
 
     def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
         """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
@@ -253,17 +244,11 @@ class OneRole:
         return set() if self._step is None else set(self._step.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
-        meta: WorkerMeta | None = None
         if self._scheduler_half is not None:
             counts = self._scheduler_half.role.take_stats()
         else:
-            output = EMPTY_OUTPUT if self._step is None else self._step.output
-            counts = output.stats
-            meta = None if self.carries_worker_meta else output.meta
-        if not counts and meta is None:
-            return None
-        carried = None if meta is None else CarriedMeta(meta)
-        return self.make_stats(counts or {}, carried)
+            counts = None if self._step is None else self._step.output.stats
+        return CounterStats(dict(counts)) if counts else None
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
         return None if self._step is None else self._step.output.events
@@ -310,17 +295,12 @@ class OneRole:
     def request_finished(
         self, request: V1Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._request_finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` for several KV groups; see `SupportsHMA`."""
-        return self._request_finished(request, block_ids)
-
-    def _request_finished(
-        self, request: V1Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
         role, requests = self._scheduler
         result = role.request_finished(requests.view(request), block_ids)
         requests.forget(request.request_id)

@@ -1,7 +1,7 @@
 """Requests and steps of a V1 host, read into our views.
 
-vLLM 0.10 to 0.32 spell some fields differently, and this file alone knows the spellings. The first
-step shows which of the optional fields a host has. Runs in: scheduler.
+vLLM 0.10 to 0.32 spell some fields differently, and this file alone knows the spellings. Runs in:
+scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from kvferry.errors import ContractError
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
 from kvferry.v1.types import NewRequestData, SchedulerOutput, V1Request
 
@@ -96,8 +95,6 @@ class HostRequests:
         self._item_identity = item_identity
         self._views: dict[str, HostRequestView | PromptView] = {}
         self._tables: dict[str, list[list[int]]] = {}
-        self._resumed: Callable[[Any], Collection[str]] | None = None
-        self._names_preempted = False
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request; the same object for the request's whole life."""
@@ -139,7 +136,7 @@ class HostRequests:
         an output in no known spelling gives an `UnreadableStep`."""
         try:
             return self._step(output)
-        except (ContractError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             return cast("StepView", UnreadableStep(error))
 
     def _step(self, output: Any) -> HostStep:  # noqa: ANN401 - a host's object
@@ -147,21 +144,15 @@ class HostRequests:
 
         Omits a continuing request whose first step was never shown: its blocks are unknown, so
         nothing of it can be saved.
-
-        Raises:
-            ContractError: the output names resumed requests in neither known spelling.
         """
-        if self._resumed is None:
-            self._resumed = _resumed_reader(output.scheduled_cached_reqs)
-            self._names_preempted = hasattr(output, "preempted_req_ids")
-        preempted = (output.preempted_req_ids or ()) if self._names_preempted else ()
+        preempted = getattr(output, "preempted_req_ids", None) or ()
         for request_id in preempted:
             self._tables.pop(request_id, None)
         num_tokens = output.num_scheduled_tokens
         scheduled = [self._new(new, num_tokens[new.req_id]) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
-            resumed = self._resumed(cached)
+            resumed = _resumed_ids(cached)
             for request_id, added, num_computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             ):
@@ -248,19 +239,10 @@ def _multimodal_items(
     return tuple(sorted(items, key=lambda item: item.offset))
 
 
-def _resumed_reader(cached: Any) -> Callable[[Any], Collection[str]]:  # noqa: ANN401 - likewise
-    """Reads the ids of resumed requests, in this host's spelling."""
+def _resumed_ids(cached: Any) -> Collection[str]:  # noqa: ANN401 - likewise
+    """The ids of resumed requests, in either spelling."""
     if hasattr(cached, "resumed_req_ids"):
-        return lambda cached: cached.resumed_req_ids
-    if hasattr(cached, "resumed_from_preemption"):
-        return lambda cached: {
-            request_id
-            for request_id, resumed in zip(
-                cached.req_ids, cached.resumed_from_preemption, strict=True
-            )
-            if resumed
-        }
-    raise ContractError(
-        f"{type(cached).__name__} has neither resumed_req_ids nor resumed_from_preemption: this "
-        "host's scheduler output is of no known version"
-    )
+        ids: Collection[str] = cached.resumed_req_ids
+        return ids
+    pairs = zip(cached.req_ids, cached.resumed_from_preemption, strict=True)
+    return {request_id for request_id, is_resumed in pairs if is_resumed}

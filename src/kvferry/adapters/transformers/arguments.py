@@ -25,7 +25,7 @@ class StoredKVConfig:
         load_timeout_seconds: after this, `load` returns what has arrived.
         save_timeout_seconds: after this, `save` starts no more records and returns.
         io_threads: threads for reads, and as many for writes.
-        tenant: keeps what is stored apart from every other tenant's.
+        tenant: keeps records apart from those of every other tenant.
         weights_version: a name for weights that are not those of the model's directory. The caller
             guarantees that different weights never share a name.
     """

@@ -1,7 +1,7 @@
-"""A loaded Transformers model as kvferry sees it: whose KV it computes, in which shape.
+"""A loaded Transformers model: the identity and the shape of its KV.
 
 A model that was changed after it was loaded (trained, merged, quantised, cut) computes other KV
-than the directory it came from says. What can be seen of that is refused here, by name.
+than the model in its directory. Changes that can be seen are refused here, by name.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -73,7 +73,7 @@ class HostModel:
         vocab_size: token ids are below it.
 
     Raises:
-        ConfigError: a model whose KV cannot be told from others', or has no record form; and why.
+        ConfigError: a model whose KV has no certain identity, or no record form; and why.
     """
 
     identity: ModelIdentity
@@ -111,9 +111,9 @@ class HostModel:
         return self._layer_devices[layer]
 
     def num_visible(self, token_ids: list[int]) -> int:
-        """The leading tokens before the first that, as it seems, is padding that nobody attends to.
-        `generate` itself takes padding tokens for that, if no mask is given and the token ends no
-        sequence; and a prompt that starts with several comes from a padded batch."""
+        """The number of leading tokens before the first that seems to be masked padding. Without a
+        mask, `generate` masks padding tokens unless the token also ends sequences; and a prompt
+        that starts with several of them comes from a padded batch."""
         generation = getattr(self._model, "generation_config", None)
         padding = getattr(generation, "pad_token_id", None)
         if padding is None or padding not in token_ids:
@@ -124,7 +124,7 @@ class HostModel:
         return token_ids.index(padding)
 
     def _look(self) -> object:
-        """What differs after an optimizer step, a merge, a move or a switch to training."""
+        """A value that changes with an optimizer step, a merge, a move or a switch to training."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         return (
             self._model.training,
@@ -135,9 +135,10 @@ class HostModel:
         )
 
     def _probe(self, directory: Path) -> tuple[torch.device, ...]:
-        """Run a few tokens and look at what the model keeps of them; the device of each layer's KV.
+        """Run a few tokens and check the KV that the model keeps. Returns the device of each
+        layer's KV.
 
-        Two runs of one length that differ in their last token: of all others KV must be the same.
+        Two runs of one length differ in their last token: the KV of all other tokens must be equal.
         """
         what = f"{type(self._model).__name__} from {directory}"
         run, other = (_layers_of_run(self._model, token_ids, what) for token_ids in _PROBES)
@@ -188,7 +189,7 @@ def _layers_of_run(model: Any, token_ids: tuple[int, ...], what: str) -> list[An
 
 
 def _differ_before_last(layer: Any, other: Any) -> bool:
-    """By more than rounding, which differs where experts get other numbers of tokens."""
+    """Whether KV differs by more than rounding, which depends on how many tokens an expert gets."""
     for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
         ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
         if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
@@ -283,7 +284,7 @@ def _refuse_other_weights(model: Any, directory: Path) -> None:
 
 
 def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
-    """What the running model's config says otherwise than config.json; part of the identity."""
+    """Fields in which the running model's config differs from config.json; part of the identity."""
     from transformers import AutoConfig
 
     stored = _plain_config(AutoConfig.from_pretrained(directory, local_files_only=True))

@@ -168,8 +168,8 @@ class StoredKV:
         Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
         Args:
-            token_ids: all that the cache was computed from: what `generate` returned, or the prompt
-                alone after a forward. They name what is stored: give no others.
+            token_ids: all tokens that the cache was computed from: the output of `generate`, or the
+                prompt alone after a forward. The keys of the records are made of them.
             cache: a `DynamicCache`, from `load` or not. Where layers dropped tokens behind their
                 sliding window, these are not stored.
             num_tokens: store only so many, for example those of the prompt and not the answer.
@@ -212,10 +212,10 @@ class StoredKV:
             gather(image, cache, self._model, chunk * size, size)
             yield keys[chunk], chunk * size, image
 
-    # ---- what is given
+    # ---- checks
 
     def _keys(self, token_ids: list[int]) -> list[ChunkKey]:
-        """Of the chunks before any padding: behind it, KV depends on more than the tokens."""
+        """The keys of the chunks before any padding: behind it, KV depends on more than tokens."""
         num_visible = self._model.num_visible(token_ids)
         if num_visible < len(token_ids):
             self._observer.count("requests_padded")

@@ -127,14 +127,7 @@ class FerryConnector(OneRole):
         kernels = cpu_kernels(config, {part.block_size for part in spec.table_parts})
         return with_layout(spec, kernels, chunk_tokens)
 
-    # What the host's types are.
-
-    def make_stats(self, counts: Mapping[str, float], meta: CarriedMeta | None) -> Any:  # noqa: ANN401
-        if self.stats_class is None:
-            return None
-        stats = self.stats_class(data=dict(counts))
-        stats.carried_meta = meta
-        return stats
+    # The host's types.
 
     def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
         assert self.host.results is not None, "only hosts with this type ask for it"
@@ -187,18 +180,25 @@ class FerryConnector(OneRole):
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
         counts = self._observer.take()
-        if self._step is None or self.carries_worker_meta:
-            return self.make_stats(counts, None) if counts else None
-        # On a host without messages they travel on the stats. Such a host asks the scheduler's half
-        # for stats only if a worker has some. So a worker has some whenever there is a plan, even
-        # if they are empty.
-        meta = self._step.output.meta
-        return self.make_stats(counts, None if meta is None else CarriedMeta(meta))
+        meta = None
+        if self._step is None or self.host.worker_meta is not None:
+            if not counts:
+                return None
+        else:
+            # On a host without messages they travel on the stats. Such a host asks the scheduler's
+            # half for stats only if a worker has some. So a worker has some whenever there is a
+            # plan, even if they are empty.
+            meta = self._step.output.meta
+        if self.stats_class is None:
+            return None
+        stats = self.stats_class(data=counts)
+        stats.carried_meta = None if meta is None else CarriedMeta(meta)
+        return stats
 
     # Scheduler side.
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - the host's
-        if not self.carries_worker_meta:
+        if self.host.worker_meta is None:
             connector_output = own_report(connector_output, type(self).__name__)
         super().update_connector_output(connector_output)
 
@@ -223,7 +223,7 @@ def make_connector_class(
         host.worker_meta.register(CarriedMeta)
 
     class KVFerryConnector(FerryConnector, *host.bases):  # type: ignore[misc]
-        carries_worker_meta = host.worker_meta is not None
+        pass
 
     KVFerryConnector.host = host
     KVFerryConnector.stats_class = stats_class

@@ -1,7 +1,7 @@
-"""What was stored and removed, as vLLM's KV events.
+"""Stored and removed chunks, as vLLM's KV events.
 
 The hashes are our chunk keys, not vLLM's block hashes: a chunk has its own number of tokens, and
-subscribers find it by the tokens that the event holds.
+subscribers find it by the event's tokens.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class EventTranslator:
         self._medium = medium
         self._is_known = True
 
-    def translate(self, said: Iterable[object]) -> list[Any]:
-        """The host's events, in order; none any more once the host turns out to want other events
-        than we know. A chunk whose content depends on more than its tokens is left out where the
-        host's event has no room for that: a subscriber would take it for the plain one."""
+    def translate(self, events: Iterable[object]) -> list[Any]:
+        """The host's events, in order; none after the host refused one that we made. A chunk whose
+        content depends on more than its tokens is left out where the host's event has no field for
+        that: a subscriber would take it for the plain one."""
         if not self._is_known:
             return []
         try:
-            return list(self._translate(said))
+            return list(self._translate(events))
         except TypeError as error:
             self._is_known = False
             logger.warning("kvferry: this vLLM wants other KV events, none are sent: %s", error)
             return []
 
-    def _translate(self, said: Iterable[object]) -> Iterator[Any]:
-        for event in said:
+    def _translate(self, events: Iterable[object]) -> Iterator[Any]:
+        for event in events:
             if isinstance(event, ChunkStored):
                 extra = _extra(event.extra_keys)
                 if extra and "extra_keys" not in self._stored_fields:
@@ -76,7 +76,7 @@ class EventTranslator:
 
 
 def _extra(extra: ExtraKeys) -> tuple[Any, ...]:
-    """What decides a chunk's content besides its tokens."""
+    """The inputs besides its tokens that decide a chunk's content."""
     found: list[Any] = [] if extra.lora is None else [extra.lora]
     found += [(item.digest, item.offset) for item in extra.items]
     found += [] if extra.cache_salt is None else [extra.cache_salt]

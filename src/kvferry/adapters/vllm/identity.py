@@ -1,10 +1,10 @@
 """What decides the KV of a vLLM, by content: weights, effective configuration, LoRA adapters and
 multimodal items.
 
-The configuration is the model directory's `config.json` and, beside it, what this vLLM runs
-differently from what it would have loaded from there: overrides by the operator, dtypes, a
-quantisation done while loading. So engines that run a model as it is written agree on its identity,
-whatever library version read it, and each deviation has an identity of its own.
+The configuration is the model directory's `config.json` and this vLLM's deviations from it:
+overrides by the operator, dtypes, a quantisation done while loading. So engines without deviations
+agree on a model's identity, whatever library version read it, and each deviation has an identity of
+its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 """Load formats that read the same tensors from a model directory."""
 
 _FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
-"""Load formats that read other files of it, which may hold other weights. With any format that is
-in neither list, weights are not what the files say, or nobody knows."""
+"""Load formats that read other files of it, which may hold other weights. With a format in neither
+list, the weights may not be those of the files."""
 
 RECHECK_SECONDS = 5.0
-"""How often an adapter's files are looked at again while requests use it."""
+"""How often an adapter's files are hashed again while requests use it."""
 
 
 def model_identity(
@@ -118,7 +118,7 @@ def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
 
 
 def _written_config(model: Any, source: Path | None) -> dict[str, Any]:  # noqa: ANN401
-    """What `config.json` says; what vLLM made of another format where there is none."""
+    """`config.json`; vLLM's reading of another format where there is none."""
     if source is not None and (source / "config.json").is_file():
         config = effective_config(source)
     else:
@@ -132,7 +132,8 @@ def _deviations(
     source: Path | None,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """What decides KV bytes and stands in no file of the model; the dtype always."""
+    """The part of the configuration that decides KV bytes and stands in no file of the model; the
+    dtype always."""
     model = vllm_config.model_config
     found: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
     changed = _changed_fields(model, source, load_config)
@@ -164,7 +165,7 @@ def _deviations(
         # without a cache: what it stores is for vLLM alone, on devices of one kind.
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
         found["latents_of"] = f"vllm on {device}"
-    if any(_rope_types(model.hf_config)):
+    if _depends_on_length(model.hf_config.to_dict()):
         found["max_model_len"] = int(model.max_model_len)
     return found
 
@@ -174,9 +175,9 @@ def _changed_fields(
     source: Path | None,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Fields of the config that vLLM runs with otherwise than it would have loaded them from
-    `config.json`, if there is one: not from a config elsewhere that the operator names, nor from
-    one in another format."""
+    """Fields in which the running config differs from the one that vLLM loads from `config.json`,
+    if there is one. A config elsewhere that the operator names, or in another format, is no
+    reference."""
     runs = _plain(model.hf_config.to_dict())
     is_written = source is not None and (source / "config.json").is_file()
     try:
@@ -199,20 +200,14 @@ def _changed_fields(
     }
 
 
-def _rope_types(config: Any) -> list[bool]:  # noqa: ANN401 - the host's
-    """For each rotary embedding in `config`, whether it depends on the longest context."""
-    found = []
-
-    def walk(value: object) -> None:
-        if isinstance(value, Mapping):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                found.append(kind in _LENGTH_DEPENDENT_ROPE)
-            for item in value.values():
-                walk(item)
-
-    walk(config.to_dict())
-    return found
+def _depends_on_length(config: object) -> bool:
+    """Whether a rotary embedding anywhere in `config` depends on the longest context."""
+    if not isinstance(config, Mapping):
+        return False
+    kind = config.get("rope_type", config.get("type"))
+    if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
+        return True
+    return any(map(_depends_on_length, config.values()))
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,13 +216,14 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LoraIdentities:
-    """Digests of LoRA adapters by content, made on a thread: the scheduler's does no I/O.
+    """Digests of LoRA adapters by content. A thread of its own hashes them, since the scheduler's
+    thread does no I/O.
 
-    Until an adapter is hashed, and for good once its files change under a running engine, requests
-    under it have no identity and are not cached. Runs in: scheduler, but for the jobs.
+    Requests with an adapter have no identity, and are not cached, until the adapter is hashed, and
+    ever after its files change under a running engine. Runs in: scheduler, except for the jobs.
 
     Args:
-        recheck_seconds: how often the files of an adapter in use are looked at again.
+        recheck_seconds: how often the files of an adapter in use are hashed again.
     """
 
     def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
@@ -324,7 +320,7 @@ class ItemIdentities:
 
 
 def _reading(config: Any, source: Path | None) -> str | None:  # noqa: ANN401 - the host's
-    """Digest of how items are read; None for the way the model's library has without any file."""
+    """Digest of the settings and files that decide how items are read; None without any."""
     found: dict[str, str] = {}
     for name in _SETTINGS:
         value = getattr(config, name, None)

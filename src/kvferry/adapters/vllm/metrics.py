@@ -62,8 +62,8 @@ class IntervalCounters(Observer):
 def make_stats_class(base: type[Any]) -> type[Any]:
     """A host's `KVConnectorStats` over our counters.
 
-    `carried_meta` is for hosts without messages from workers to the scheduler: it rides along, is
-    folded like them, and is no part of `data`, which goes on to log and metrics.
+    `carried_meta` is for hosts without messages from workers to the scheduler: it is merged like
+    such messages, and is no part of `data`, which goes on to log and metrics.
     """
 
     class FerryStats(base):  # type: ignore[misc]
