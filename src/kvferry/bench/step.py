@@ -111,7 +111,7 @@ class FacadeHost:
     """Calls the one-class façade as vLLM 0.32 does, with two hooks per layer."""
 
     def __init__(self, roles: Roles, layers: Mapping[str, torch.Tensor]) -> None:
-        config = SimpleNamespace(
+        config: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
             cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype="auto"),
         )
@@ -131,7 +131,7 @@ class FacadeHost:
             num_computed_tokens=0,
         )
         self._scheduler.get_num_new_matched_tokens(self._view, 0)
-        table = SimpleNamespace(get_block_ids=lambda: request.block_ids)
+        table: Any = SimpleNamespace(get_block_ids=lambda: request.block_ids)
         self._scheduler.update_state_after_alloc(self._view, table, 0)
 
     def step(self, request: HostRequest) -> None:

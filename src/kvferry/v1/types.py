@@ -1,7 +1,8 @@
 """vLLM's types around the connector class, under its names, and our roles' values as such types.
 
-The Protocols name the attributes of a host's objects that connectors read. The hosts are vLLM 0.10
-to 0.32; "(0.32)" marks what only the later releases have.
+Configuration, requests and steps are classes of ours, with the attributes that connectors read. A
+driven connector gets objects of these classes, and in a host that host's own. The hosts are vLLM
+0.10 to 0.32; "(0.32)" marks names of the later releases.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ContractError
+from kvferry.types import BlockTable, RequestView
 
 if TYPE_CHECKING:
     import torch
@@ -26,99 +28,121 @@ if TYPE_CHECKING:
 else:
     CopyBlocksOp = Callable[..., None]
 
-# --- the host's objects, as far as connectors read them -------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 
-class V1TransferConfig(Protocol):
-    """`vllm_config.kv_transfer_config`: the operator's settings of the connector."""
+@dataclass(kw_only=True)
+class V1TransferConfig:
+    """`vllm_config.kv_transfer_config`: the operator's settings of the connector.
 
-    @property
-    def kv_connector(self) -> str | None: ...
-    @property
-    def kv_role(self) -> str | None:
-        """One of "kv_producer", "kv_consumer", "kv_both"."""
+    Attributes:
+        kv_role: "kv_producer", "kv_consumer" or "kv_both".
+        kv_connector_extra_config: the connector's own options.
+        kv_connector: the connector's name.
+        engine_id: new for each configuration object: never part of a stored key.
+    """
 
-    @property
-    def engine_id(self) -> str | None:
-        """New for each configuration object: never part of a stored key."""
-
-    @property
-    def kv_connector_extra_config(self) -> dict[str, Any]: ...
+    kv_role: str | None
+    kv_connector_extra_config: dict[str, Any]
+    kv_connector: str | None = None
+    engine_id: str | None = None
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
         """An option of the connector's own."""
+        return self.kv_connector_extra_config.get(key, default)
 
 
-class V1CacheConfig(Protocol):
+@dataclass(kw_only=True)
+class V1CacheConfig:
     """`vllm_config.cache_config`."""
 
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def cache_dtype(self) -> str: ...
+    block_size: int
+    cache_dtype: str = "auto"
 
 
-class V1ModelConfig(Protocol):
-    """`vllm_config.model_config`."""
+@dataclass(kw_only=True)
+class V1ModelConfig:
+    """`vllm_config.model_config`; hosts have a `torch.dtype`."""
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def dtype(self) -> Any: ...  # noqa: ANN401 - the host's
+    model: str
+    dtype: Any
 
 
-class V1ParallelConfig(Protocol):
+@dataclass(kw_only=True)
+class V1ParallelConfig:
     """`vllm_config.parallel_config`."""
 
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def pipeline_parallel_size(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    world_size: int = 1
+    rank: int = 0
 
 
-class V1Config(Protocol):
+@dataclass(kw_only=True)
+class V1Config:
     """The part of a host's configuration that a V1 constructor reads."""
 
-    @property
-    def kv_transfer_config(self) -> V1TransferConfig | None: ...
-    @property
-    def cache_config(self) -> V1CacheConfig: ...
-    @property
-    def model_config(self) -> V1ModelConfig: ...
-    @property
-    def parallel_config(self) -> V1ParallelConfig: ...
+    kv_transfer_config: V1TransferConfig | None
+    cache_config: V1CacheConfig
+    model_config: V1ModelConfig
+    parallel_config: V1ParallelConfig = field(default_factory=V1ParallelConfig)
 
 
-class V1Request(Protocol):
-    """A request as scheduler-side methods see it. Read only.
+# --- requests -------------------------------------------------------------------------------------
 
-    `num_tokens` is the length of `all_token_ids` and includes generated tokens, so it exceeds the
-    prompt after a preemption.
+
+class V1Request:
+    """A request as scheduler-side methods see it. Read only; one object for the request's life.
+
+    Features that the embedded engine lacks have their neutral value.
+
+    Attributes:
+        view: the request as our roles see it.
+        num_computed_tokens: tokens whose KV is in the blocks.
     """
 
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache = False
+    mm_features: Sequence[Any] = ()
+
+    def __init__(self, view: RequestView) -> None:
+        self.view = view
+        self.request_id = view.request_id
+        self.num_prompt_tokens = view.num_prompt_tokens
+        self.prompt_token_ids: list[int] | None = list(view.all_token_ids[: view.num_prompt_tokens])
+        self.cache_salt = view.extra_keys.cache_salt
+        self.num_computed_tokens = 0
+
     @property
-    def request_id(self) -> str: ...
+    def all_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids
+
     @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    def num_tokens(self) -> int:
+        """The length of `all_token_ids`, generated tokens included: after a preemption it exceeds
+        the prompt."""
+        return len(self.view.all_token_ids)
+
     @property
-    def all_token_ids(self) -> Sequence[int]: ...
+    def output_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids[self.num_prompt_tokens :]
+
     @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
 
 
-class V1Blocks(Protocol):
+class V1Blocks:
     """The blocks of one request."""
 
+    def __init__(self, block_ids: BlockTable) -> None:
+        self._block_ids = block_ids
+
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids per KV group, in token order."""
+        """Block ids per KV group, in token order; new lists."""
+        return tuple(list(group) for group in self._block_ids)
 
 
 # --- one step, as vLLM describes it ---------------------------------------------------------------
@@ -203,24 +227,21 @@ class AttentionLayer:
 
 
 class ForwardContext:
-    """The surroundings of a forward, for connectors of release 0.32.
+    """The surroundings of a forward.
 
     Attributes:
         attn_metadata: an entry per layer; None in steps without tokens. Do not rely on it: on other
             hosts it is None, a list or a dict, and None also in a warm-up run or a replayed graph.
             Such a step may have loads to do.
         no_compile_layers: the attention layers by name.
+        virtual_engine: the index into `AttentionLayer.kv_cache`; for release 0.14 alone.
     """
+
+    virtual_engine: int
 
     def __init__(self, layers: Mapping[str, AttentionLayer]) -> None:
         self.attn_metadata: dict[str, AttentionMetadata] | None = None
         self.no_compile_layers = dict(layers)
-
-
-class ForwardContextOf014(ForwardContext):
-    """The same for connectors of release 0.14, with the index into `AttentionLayer.kv_cache`."""
-
-    virtual_engine = 0
 
 
 # --- values that connectors return ----------------------------------------------------------------
