@@ -111,11 +111,9 @@ def use_uniform_kv_cache(
     """
     if not getattr(connector, "prefer_cross_layer_blocks", False):
         return False
-    if len(attn_groups) != 1 or len(attn_groups[0]) != 1:
-        return False
-    group = attn_groups[0][0]
-    spec = group.kv_cache_spec
-    if not isinstance(spec, AttentionSpec):
+    try:
+        group, spec = _only_group(attn_groups)
+    except LayoutError:
         return False
     shape = _shape_of_layer(group.backend, spec, _ANY_NUM_BLOCKS, spec.block_size, cache_dtype)
     if prod(shape) * spec.dtype.itemsize != _ANY_NUM_BLOCKS * spec.page_size_bytes:

@@ -25,9 +25,7 @@ class EventTranslator:
     """
 
     def __init__(self, events: Any, medium: str) -> None:  # noqa: ANN401 - a module of the host's
-        self._stored, self._removed = events.BlockStored, events.BlockRemoved
-        self._stored_fields = frozenset(self._stored.__struct_fields__)
-        self._removed_fields = frozenset(self._removed.__struct_fields__)
+        self._events = events
         self._medium = medium
         self._is_known = True
 
@@ -48,31 +46,27 @@ class EventTranslator:
         for event in events:
             if isinstance(event, ChunkStored):
                 extra = _extra(event.extra_keys)
-                if extra and "extra_keys" not in self._stored_fields:
+                stored = self._events.BlockStored
+                if extra and "extra_keys" not in stored.__struct_fields__:
                     continue
                 yield self._make(
-                    self._stored,
-                    self._stored_fields,
+                    stored,
                     block_hashes=[event.key],
                     parent_block_hash=event.parent,
                     token_ids=list(event.token_ids),
                     block_size=len(event.token_ids),
                     lora_id=None,
-                    medium=self._medium,
                     lora_name=None,
                     extra_keys=[extra] if extra else None,
                 )
             elif isinstance(event, ChunksRemoved):
-                yield self._make(
-                    self._removed,
-                    self._removed_fields,
-                    block_hashes=list(event.keys),
-                    medium=self._medium,
-                )
+                yield self._make(self._events.BlockRemoved, block_hashes=list(event.keys))
 
-    @staticmethod
-    def _make(kind: type[Any], known: frozenset[str], **values: object) -> Any:  # noqa: ANN401
-        return kind(**{name: value for name, value in values.items() if name in known})
+    def _make(self, kind: type[Any], **values: object) -> Any:  # noqa: ANN401 - the host's
+        """An event with the fields that this host's events have."""
+        values["medium"] = self._medium
+        fields = kind.__struct_fields__
+        return kind(**{name: value for name, value in values.items() if name in fields})
 
 
 def _extra(extra: ExtraKeys) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -229,7 +228,6 @@ class LoraIdentities:
     def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
         self._recheck_seconds = recheck_seconds
         self._pool: IOPool | None = None
-        self._lock = threading.Lock()
         self._jobs: dict[tuple[int, str], Job[str]] = {}
         self._digests: dict[tuple[int, str], str | None] = {}
         self._checked: dict[tuple[int, str], float] = {}
