@@ -18,24 +18,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.topology import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
 _ANY_NUM_BLOCKS = 1234  # a number that no other axis has
 
 
-class AttentionBackend(Protocol):
+class StridedBackend(AttentionBackend, Protocol):
     """A host's attention backend class. It may lack `get_kv_cache_stride_order`."""
-
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Shape of one layer's KV tensor."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
@@ -64,7 +55,7 @@ class AttentionGroup(Protocol):
     """Layers with one backend and one spec."""
 
     @property
-    def backend(self) -> AttentionBackend: ...
+    def backend(self) -> StridedBackend: ...
     @property
     def kv_cache_spec(self) -> object: ...
 
@@ -93,7 +84,7 @@ class UniformKVCaches(NamedTuple):
     """Layer name to a view of the shape that the backend wants."""
     cross_layers_kv_cache: torch.Tensor
     """All of it, axes in the order in which they lie in memory: contiguous."""
-    attn_backend: AttentionBackend
+    attn_backend: StridedBackend
 
 
 def use_uniform_kv_cache(
@@ -207,7 +198,7 @@ def _kernel_blocks(
 
 
 def _shape_of_layer(
-    backend: AttentionBackend,
+    backend: StridedBackend,
     spec: AttentionSpec,
     num_blocks: int,
     block_size: int,
@@ -219,7 +210,7 @@ def _shape_of_layer(
     return tuple(shape)
 
 
-def _stride_order(backend: AttentionBackend) -> tuple[int, ...] | None:
+def _stride_order(backend: StridedBackend) -> tuple[int, ...] | None:
     """With the layers; None from a backend that has no such order."""
     try:
         return tuple(backend.get_kv_cache_stride_order(include_num_layers_dimension=True))

@@ -25,8 +25,8 @@ from kvferry.errors import ConfigError, ContractError, LayoutError
 from kvferry.types import BlockTable, RequestView, StepView
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
-    AttentionLayer,
     AttentionMetadata,
+    DrivenLayer,
     ForwardContext,
     KVConnectorRole,
     NewRequestData,
@@ -140,7 +140,7 @@ class KVMemory:
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(kv_caches)
-        self.context = ForwardContext({name: AttentionLayer(kv) for name, kv in kv_caches.items()})
+        self.context = ForwardContext({name: DrivenLayer(kv) for name, kv in kv_caches.items()})
 
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
@@ -173,7 +173,7 @@ class CopiedMemory(KVMemory):
                 )
             blocks, heads, tokens, content = kv.shape
             self.tensors[name] = kv.new_zeros((2, blocks, tokens, heads, content // 2))
-        layers = {name: AttentionLayer([kv]) for name, kv in self.tensors.items()}
+        layers = {name: DrivenLayer([kv]) for name, kv in self.tensors.items()}
         self.context = ForwardContext(layers)
         self.context.virtual_engine = 0
 

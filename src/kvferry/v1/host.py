@@ -79,7 +79,7 @@ class UnreadableStep:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStep:
+class V1Step:
     """One step, as `kvferry.types.StepView` describes it."""
 
     scheduled: Sequence[ScheduledView]
@@ -139,7 +139,7 @@ class HostRequests:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return cast("StepView", UnreadableStep(error))
 
-    def _step(self, output: Any) -> HostStep:  # noqa: ANN401 - a host's object
+    def _step(self, output: Any) -> V1Step:  # noqa: ANN401 - a host's object
         """Read a step.
 
         Omits a continuing request whose first step was never shown: its blocks are unknown, so
@@ -164,7 +164,7 @@ class HostRequests:
                 scheduled.append(
                     ScheduledView(view, tuple(table), num_computed, num_tokens[request_id])
                 )
-        return HostStep(scheduled, preempted, output.finished_req_ids)
+        return V1Step(scheduled, preempted, output.finished_req_ids)
 
     def _new(self, new: NewRequestData, num_tokens: int) -> ScheduledView:
         """A new request, or one that the host resumes as new: its table is replaced."""

@@ -215,7 +215,7 @@ class MLACommonMetadata(AttentionMetadata):
     reach a connector in the same form as K and V, with one head."""
 
 
-class AttentionLayer:
+class DrivenLayer:
     """A layer in `no_compile_layers`.
 
     Attributes:
@@ -234,12 +234,12 @@ class ForwardContext:
             hosts it is None, a list or a dict, and None also in a warm-up run or a replayed graph.
             Such a step may have loads to do.
         no_compile_layers: the attention layers by name.
-        virtual_engine: the index into `AttentionLayer.kv_cache`; for release 0.14 alone.
+        virtual_engine: the index into `DrivenLayer.kv_cache`; for release 0.14 alone.
     """
 
     virtual_engine: int
 
-    def __init__(self, layers: Mapping[str, AttentionLayer]) -> None:
+    def __init__(self, layers: Mapping[str, DrivenLayer]) -> None:
         self.attn_metadata: dict[str, AttentionMetadata] | None = None
         self.no_compile_layers = dict(layers)
 
