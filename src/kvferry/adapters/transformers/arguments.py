@@ -102,12 +102,10 @@ def num_tokens_in(cache: Any, model: HostModel) -> int:
             f"the cache has {len(layers)} layers, the model {len(model.layers)}: it is of another"
         )
     for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):
-        for tensor, size in ((layer.keys, expected.key_size), (layer.values, expected.value_size)):
-            found = (*tensor.shape[:2], tensor.shape[-1])
-            if found != (1, expected.num_kv_heads, size) or tensor.dtype != expected.dtype:
-                raise ConfigError(
-                    f"layer {position} of the cache is {tensor.dtype} {list(tensor.shape)}; one "
-                    f"sequence of this model has {expected.dtype} "
-                    f"[1, {expected.num_kv_heads}, tokens, {size}]"
-                )
+        mismatch = expected.mismatch(layer)
+        if mismatch is not None:
+            raise ConfigError(
+                f"layer {position} of the cache is {mismatch[0]}; one sequence of this model has "
+                f"{mismatch[1]}"
+            )
     return int(cache.get_seq_length())

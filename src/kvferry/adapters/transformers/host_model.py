@@ -35,7 +35,7 @@ _PROBES = ((0, 1, 2, 3), (0, 1, 2, 4))
 """Token ids that every vocabulary has."""
 
 _ROUNDING = 0.02
-"""Of the largest value: above what bfloat16 makes of another order of additions."""
+"""Relative to the largest value; more than bfloat16 changes with the order of additions."""
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -54,20 +54,30 @@ class CacheLayer(NamedTuple):
     """Its index within the layers of the group."""
     num_kv_heads: int
     key_size: int
-    """Elements per token and head of what the cache calls keys; the latent of latent attention."""
+    """Elements per token and head of the cache's keys; the latent of latent attention."""
     value_size: int
-    """Of what it calls values; the rotated key of latent attention."""
+    """Of the cache's values; the rotated key of latent attention."""
     pairs_apart: bool
-    """Whether the values have the first numbers of all rotated pairs first. Records, as vLLM, have
-    the two numbers of each side by side."""
+    """Whether the values have the first numbers of all rotated pairs first. In records, as in vLLM,
+    the two numbers of a pair are side by side."""
     dtype: torch.dtype
+
+    def mismatch(self, layer: Any, num_tokens: int | None = None) -> tuple[str, str] | None:
+        """The form of keys or values that are not as expected, and the expected form; None if both
+        are. Any number of tokens is right if `num_tokens` is None."""
+        for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
+            count = tensor.shape[-2] if num_tokens is None else num_tokens
+            shape = (1, self.num_kv_heads, count, size)
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+                return f"{tensor.dtype} {list(tensor.shape)}", f"{self.dtype} {list(shape)}"
+        return None
 
 
 class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity: as the embedded engine's, so that each reads what the other stored.
+        identity: as the embedded engine's, so that both share records.
         groups: likewise.
         layers: in the order of the model's cache.
         vocab_size: token ids are below it.
@@ -107,7 +117,7 @@ class HostModel:
         return self._look() == self._fingerprint
 
     def device_of(self, layer: int) -> torch.device:
-        """Where the KV of a layer lives."""
+        """The device of a layer's KV."""
         return self._layer_devices[layer]
 
     def num_visible(self, token_ids: list[int]) -> int:
@@ -154,16 +164,12 @@ class HostModel:
                     f"{what} keeps a {type(layer).__name__} in layer {number}; only keys and "
                     "values of attention can be stored"
                 )
-            for tensor, size in (
-                (layer.keys, expected.key_size),
-                (layer.values, expected.value_size),
-            ):
-                shape = (1, expected.num_kv_heads, num_tokens, size)
-                if tuple(tensor.shape) != shape or tensor.dtype != expected.dtype:
-                    raise ConfigError(
-                        f"{what} keeps {tensor.dtype} {list(tensor.shape)} in layer {number}; "
-                        f"expected {expected.dtype} {list(shape)} by config.json and dtype"
-                    )
+            mismatch = expected.mismatch(layer, num_tokens)
+            if mismatch is not None:
+                raise ConfigError(
+                    f"{what} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
+                    "config.json and dtype"
+                )
             if _differ_before_last(layer, other[number]):
                 raise ConfigError(
                     f"{what} is not causal: KV of a token in layer {number} depends on tokens "
@@ -327,7 +333,7 @@ def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file: where, and as what."""
+    """A tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -363,7 +369,7 @@ def _differing_tensor(state: Mapping[str, torch.Tensor], directory: Path) -> str
 
 
 def _files(directory: Path) -> list[Path]:
-    """In the order of Transformers: one whole file, else what the index names."""
+    """The files that Transformers loads: one whole file, else the files of the index."""
     whole = directory / "model.safetensors"
     if whole.is_file():
         return [whole]

@@ -57,7 +57,7 @@ class Image:
         return self._rows.piece_of(self.view, rows)
 
     def digests(self) -> bytes:
-        """The leaf table of what the image holds now."""
+        """The leaf table of the image's present content."""
         return self._rows.digests(self.view, {})
 
     def tensor(self, group: int, dtype: str) -> torch.Tensor:

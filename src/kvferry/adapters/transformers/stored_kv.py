@@ -37,14 +37,14 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for reads and writes under way."""
 
 READY_SECONDS = 0.5
-"""How long opening waits for the store to know what it holds. Only speed depends on it."""
+"""How long opening waits for the store to list its records. Only speed depends on it."""
 
 
 class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
-    Guarantee: what `load` returns was verified, byte by byte, as KV that this model computed for
-    these tokens. A store that fails or stalls costs time, of bounded length, and is counted.
+    Guarantee: `load` returns only KV that this model computed for these tokens, verified byte by
+    byte. A store that fails or stalls costs a bounded time, and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -128,7 +128,7 @@ class StoredKV:
 
         Args:
             input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids.
-            attention_mask: what `generate` is given; checked to hide nothing.
+            attention_mask: the mask for `generate`; refused if it hides tokens.
 
         Returns:
             A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids`.

@@ -162,7 +162,7 @@ def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorO
 
 
 def check_host(host: Host) -> None:
-    """Raises ConfigError if `host` lacks what a connector that never serves wrong KV needs."""
+    """Raises ConfigError if `host` lacks a hook without which wrong KV might be served."""
     missing = [name for name in _NEEDED_HOOKS if not hasattr(host.base, name)]
     if missing:
         raise ConfigError(

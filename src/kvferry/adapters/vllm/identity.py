@@ -1,5 +1,5 @@
-"""What decides the KV of a vLLM, by content: weights, effective configuration, LoRA adapters and
-multimodal items.
+"""Identities by content of all that decides a vLLM's KV: weights, effective configuration, LoRA
+adapters and multimodal items.
 
 The configuration is the model directory's `config.json` and this vLLM's deviations from it:
 overrides by the operator, dtypes, a quantisation done while loading. So engines without deviations
@@ -93,7 +93,7 @@ def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
-    """Where the weights lie: a directory, a single file, or a hub's snapshot on this disk."""
+    """The path of the weights: a directory, a single file, or a hub's snapshot on this disk."""
     model = vllm_config.model_config
     path = Path(str(getattr(model, "model_weights", "") or model.model))
     if path.exists():
@@ -160,8 +160,8 @@ def _deviations(
                 "scales"
             )
     if getattr(model, "use_mla", False) is True:
-        # vLLM 0.32 on a CPU does not compute what Transformers does for such models, with or
-        # without a cache: what it stores is for vLLM alone, on devices of one kind.
+        # For such models vLLM 0.32 on a CPU computes other KV than Transformers, with or without a
+        # cache: its records are for vLLM alone, on devices of one kind.
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
         found["latents_of"] = f"vllm on {device}"
     if _depends_on_length(model.hf_config.to_dict()):
@@ -210,7 +210,7 @@ def _depends_on_length(config: object) -> bool:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without what cannot matter, as plain JSON values."""
+    """`config` without irrelevant fields, as plain JSON values."""
     return dict(relevant_config(json.loads(json.dumps(config, default=str))))
 
 

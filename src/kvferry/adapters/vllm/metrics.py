@@ -1,7 +1,7 @@
 """Counters of both halves on their way to vLLM's log line and to Prometheus.
 
-Each half adds up what happened since it was last asked; vLLM folds ranks and halves together, logs
-the sum of an interval and hands it to Prometheus in the API server.
+Each half adds up its counts between two questions of vLLM. vLLM adds up ranks and halves, logs the
+sum of an interval and hands it to Prometheus in the API server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvferry.observe import Observer
 from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
-"""`LLM.get_metrics` shows only what begins with vllm:"""
+"""`LLM.get_metrics` shows only names that begin with vllm:"""
 
 METRICS = {
     "hits": "Requests admitted with KV from the store.",

@@ -193,10 +193,10 @@ def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - the
 
 
 def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN401 - the host's
-    what = type(spec).__name__
-    if what not in _FULL | _SLIDING:
+    kind = type(spec).__name__
+    if kind not in _FULL | _SLIDING:
         raise ConfigError(
-            f"layer {name} keeps its KV as a {what}, which kvferry does not store; serve this "
+            f"layer {name} keeps its KV as a {kind}, which kvferry does not store; serve this "
             "model without it"
         )
     for attribute in ("attention_chunk_size", "state_content_bytes", "num_head_slots"):
@@ -211,7 +211,7 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
             "end of a hit again, which kvferry does not serve; serve this model without it"
         )
     content = spec.head_size
-    if what not in _MLA:
+    if kind not in _MLA:
         content += getattr(spec, "head_size_v", None) or spec.head_size
     size = content * spec.num_kv_heads * spec.block_size * spec.dtype.itemsize
     if getattr(spec, "page_size_padded", None) is None and spec.page_size_bytes != size:
@@ -220,7 +220,7 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
             f"take {size}; kvferry does not store what else is in it"
         )
     return _Kind(
-        num_kv_heads=1 if what in _MLA else _total_heads(spec.num_kv_heads, model, tp),
+        num_kv_heads=1 if kind in _MLA else _total_heads(spec.num_kv_heads, model, tp),
         content_size=content,
         dtype=str(spec.dtype).removeprefix("torch."),
         window=None,
@@ -358,7 +358,7 @@ def layer_views(
 
 
 def _axes_of(layer: Any) -> list[int]:  # noqa: ANN401 - the host's
-    """Where the axes `[2, block, token, head, dim]` stand in the tensors of a layer's backend."""
+    """The positions of the axes `[2, block, token, head, dim]` in a tensor of the backend."""
     backend = layer.get_attn_backend()
     shape = tuple(backend.get_kv_cache_shape(_BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE))
     wanted = (2, _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE)
