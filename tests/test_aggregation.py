@@ -14,7 +14,7 @@ from kvferry.aggregation import KVOutputAggregator, WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
-from kvferry.v1.base import (
+from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
     KVConnectorOutput,

@@ -135,7 +135,7 @@ THIRD_PARTIES = {
     ],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
-    "prometheus_client": ["exporters/prometheus.py"],
+    "prometheus_client": ["exporters.py"],
     "typer": ["cli"],
     "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo"],

@@ -22,7 +22,7 @@ from kvferry.contract.faults import Faults
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
-from kvferry.v1.base import KVConnectorOutput, from_v1_output, to_v1_output
+from kvferry.v1.types import KVConnectorOutput, from_v1_output, to_v1_output
 
 
 class RunnerOutput(Protocol):

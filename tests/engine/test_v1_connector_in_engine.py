@@ -9,8 +9,8 @@ from kvferry.contract.spec import Roles
 from kvferry.engine.generation import SamplingParams
 from kvferry.engine.llm import LLM
 from kvferry.observe import Counters
-from kvferry.v1.base import KVConnectorRole
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
+from kvferry.v1.types import KVConnectorRole
 from tests.v1.test_driven import load_sample, make_config
 
 PROMPT = [3 + 7 * i % 200 for i in range(45)]

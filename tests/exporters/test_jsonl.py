@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.exporters.jsonl import JsonLinesExporter
+from kvferry.exporters import JsonLinesExporter
 from kvferry.observe import Counters
 from kvferry.testing.clock import FakeClock
 

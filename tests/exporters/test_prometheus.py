@@ -3,7 +3,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.exporters.prometheus import KVFerryCollector
+from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
 
 

@@ -10,9 +10,9 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
 from kvferry.runner.mixin import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorModelRunnerMixin
-from kvferry.v1.base import (
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.types import (
     CounterStats,
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,

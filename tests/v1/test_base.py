@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import kvferry.v1 as v1
 from kvferry.errors import ConfigError, ContractError
-from kvferry.v1 import base as v1
-from kvferry.v1.base import CounterStats
+from kvferry.v1.types import CounterStats
 from tests.runner.test_mixin import Metadata, RecordingV1
 from tests.v1.test_driven import make_config
 

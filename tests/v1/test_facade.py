@@ -11,7 +11,10 @@ from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMe
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.types import NO_EXTRA_KEYS, MultimodalItem
-from kvferry.v1.base import (
+from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.host import HostRequests, extra_keys_of
+from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
     KVConnectorMetadata,
@@ -21,9 +24,6 @@ from kvferry.v1.base import (
     SupportsHMA,
     supports_hma,
 )  # fmt: skip
-from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
-from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.host import HostRequests, extra_keys_of
 from tests.runner.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
 from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 from tests.runner.tiny_host import TinyHost, true_output
@@ -162,7 +162,7 @@ def test_exactly_the_half_that_was_asked_for_is_taken(role, given):
 def test_a_method_of_the_other_half_is_refused():
     facade = RolesAsV1(make_config(), SCHEDULER, scheduler=DictScheduler({}))
     with pytest.raises(ContractError, match="worker-side method"):
-        facade.bind_connector_metadata(facade._quiet)
+        facade.bind_connector_metadata(PlanMetadata(LoadPlan(), has_tokens=True))
     facade = RolesAsV1(make_config(), WORKER, worker=RecordingWorker())
     with pytest.raises(ContractError, match="scheduler-side method"):
         facade.build_connector_meta(None)
@@ -313,7 +313,6 @@ def test_steps_of_another_connector_do_nothing_and_say_so_once(caplog):
     facade, role = worker_facade()
     for _ in range(2):
         facade.bind_connector_metadata(Other())
-        assert facade.has_connector_metadata()
         facade.start_load_kv(None)
         facade.wait_for_layer_load("a")
         facade.save_kv_layer("a", None, None)
@@ -413,14 +412,14 @@ def image(digest, offset, length=4):
 
 
 def test_a_request_without_extras_has_none():
-    assert extra_keys_of(host_request(), lambda lora: None) is NO_EXTRA_KEYS
+    assert extra_keys_of(host_request(), lambda lora: None, str) is NO_EXTRA_KEYS
 
 
 def test_salt_images_and_adapters_are_part_of_the_identity():
     request = host_request(
         cache_salt="tenant", lora_request="adapter", mm_features=[image("b", 9), image("a", 2)]
     )
-    keys = extra_keys_of(request, lambda lora: f"content of {lora}")
+    keys = extra_keys_of(request, lambda lora: f"content of {lora}", str)
     assert (keys.cache_salt, keys.lora, keys.cacheable) == ("tenant", "content of adapter", True)
     assert keys.items == (
         MultimodalItem(digest="a", offset=2, length=4),
@@ -430,7 +429,7 @@ def test_salt_images_and_adapters_are_part_of_the_identity():
 
 def test_images_in_the_older_spelling():
     request = host_request(mm_hashes=["a"], mm_positions=[SimpleNamespace(offset=2, length=4)])
-    assert extra_keys_of(request, lambda lora: None).items[0].digest == "a"
+    assert extra_keys_of(request, lambda lora: None, str).items[0].digest == "a"
 
 
 @pytest.mark.parametrize(
@@ -445,7 +444,7 @@ def test_images_in_the_older_spelling():
     ],
 )
 def test_what_cannot_be_identified_is_not_cached(attributes):
-    assert extra_keys_of(host_request(**attributes), lambda lora: None).cacheable is False
+    assert extra_keys_of(host_request(**attributes), lambda lora: None, str).cacheable is False
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError("no number")])
@@ -453,7 +452,7 @@ def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
     def refuse(lora):
         raise error
 
-    assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
+    assert extra_keys_of(host_request(lora_request="adapter"), refuse, str).cacheable is False
 
 
 def test_items_are_what_the_host_makes_of_their_names():
@@ -464,7 +463,7 @@ def test_items_are_what_the_host_makes_of_their_names():
 
 
 def test_a5_the_table_of_an_async_load_is_whole_on_hosts_that_show_only_what_is_new():
-    requests = HostRequests(lambda lora: None)
+    requests = HostRequests(lambda lora: None, str)
     assert requests.allocated("r", ([1, 2],), 8) == ([1, 2],)
     assert requests.allocated("r", ([3],), 0) == ([1, 2, 3],)  # 0.13
     assert requests.allocated("r", ([1, 2, 3],), 0) == ([1, 2, 3],)  # 0.32
@@ -482,7 +481,7 @@ def test_a_host_of_no_known_version_costs_the_cache_not_the_engine():
 
 
 def test_an_id_used_again_is_another_request():
-    requests = HostRequests(lambda lora: None)
+    requests = HostRequests(lambda lora: None, str)
     first, second = host_request(), host_request(cache_salt="other")
     assert requests.view(first) is requests.view(first)
     assert requests.view(second).extra_keys.cache_salt == "other"

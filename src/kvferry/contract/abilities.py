@@ -19,22 +19,6 @@ class SupportsLayerwise(Protocol):
         """Take this layer's new KV. Runs in: worker, after attention."""
 
 
-@runtime_checkable
-class SupportsIdle(Protocol):
-    """A role, of either kind, that knows when steps without news ask nothing of it: most steps of
-    an engine are such, and whoever drives the role may then leave it out of them."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether steps without news come to nothing, until some other hook of the role is called.
-
-        Scheduler role: a step that begins, resumes, preempts and ends no request and adds no block
-        would get the empty plan, and an output that reports nothing would teach it nothing.
-        Worker role: with the empty plan no hook would do anything, and `collect` would report
-        nothing. What is under way in the background and will be reported means False.
-        """
-
-
 IDLE_WAIT_SECONDS = 0.01
 """How long a worker may wait in a step without tokens. Hosts pause for about a millisecond after
 such a step and ask again, and each time take the interpreter's lock from the threads that bring

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvferry.contract.abilities import SupportsIdle
 from kvferry.contract.faults import Faults
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -60,7 +59,6 @@ class GuardedScheduler(SchedulerRole):
             clock: seconds, for the bounds on waiting.
         """
         self._role = role
-        self._idler = role if isinstance(role, SupportsIdle) else None
         self._faults = Faults(role, observer or Observer())
         self._block_size = block_size
         self._clock = clock
@@ -154,15 +152,6 @@ class GuardedScheduler(SchedulerRole):
 
     def empty_plan(self) -> Plan:
         return self._empty_plan
-
-    @property
-    def is_idle(self) -> bool:
-        """False for a role that cannot tell."""
-        try:
-            return self._idler is not None and self._idler.is_idle and self._promises.are_kept
-        except Exception:
-            self._faults.fault("is_idle", "the role is called in every step")
-            return False
 
     def update_output(self, output: WorkerOutput) -> None:
         self._promises.learn(output)

@@ -10,7 +10,6 @@ import msgspec
 
 from kvferry.contract.abilities import (
     SupportsHandshake,
-    SupportsIdle,
     SupportsLayerwise,
     SupportsWait,
 )
@@ -89,7 +88,6 @@ class GuardedWorker(WorkerRole):
     def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
         """Wrap `role`; `observer` receives the `hook_failed...` counts."""
         self._role = role
-        self._idler = role if isinstance(role, SupportsIdle) else None
         self._waiter = role if isinstance(role, SupportsWait) else None
         self._faults = Faults(role, observer or Observer())
         self._plan = Plan()
@@ -233,17 +231,6 @@ class GuardedWorker(WorkerRole):
             self._faults.fault("collect", "the loads of this step are failed")
             self._owed.invalid |= self.planned_blocks(self._plan)
             return self._owed.add_to(EMPTY_OUTPUT)
-
-    @property
-    def is_idle(self) -> bool:
-        """False for a role that cannot tell."""
-        if self._owed:
-            return False
-        try:
-            return self._idler is not None and self._idler.is_idle
-        except Exception:
-            self._faults.fault("is_idle", "the role is called in every step")
-            return False
 
     def end_step(self) -> None:
         try:

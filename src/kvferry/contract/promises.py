@@ -43,18 +43,6 @@ class Promises:
         self._suspect = False  # a plan could not be built: loads of later ones are checked
         self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
 
-    @property
-    def are_kept(self) -> bool:
-        """Whether nothing is owed: no plan or report is needed for what was promised so far."""
-        return not (
-            self._planned
-            or self._lost
-            or self._loading
-            or self._freed
-            or self._suspect
-            or self._owed
-        )
-
     def is_barred(self, request_id: str) -> bool:
         """Whether a load of this request failed: a host that computes such a request from its start
         asks anew, and with the same answer goes round for ever."""

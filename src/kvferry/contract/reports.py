@@ -45,11 +45,6 @@ class ReportRules:
             str, bool
         ] = {}  # requests that ended; True: the last report was passed on
 
-    @property
-    def holds_reports(self) -> bool:
-        """Whether something that came early waits to be passed on."""
-        return bool(self._early)
-
     def begin(self, recving: Collection[str] | None) -> None:
         """Note the async loads that a plan starts; None: the worker cannot tell. What then remains
         of the rules for loads is that a request is reported once after its end."""

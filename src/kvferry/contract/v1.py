@@ -1,4 +1,4 @@
-"""The names of `kvferry.v1.base`, for code that still imports them from here.
+"""The names of `kvferry.v1`, for code that still imports them from here.
 
 They load on first use, since this package is below that one.
 """
@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvferry.v1.base import *  # noqa: F403
+    from kvferry.v1 import *  # noqa: F403
 
 
 def __getattr__(name: str) -> object:
-    value: object = getattr(importlib.import_module("kvferry.v1.base"), name)
+    value: object = getattr(importlib.import_module("kvferry.v1"), name)
     return value

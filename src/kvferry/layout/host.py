@@ -90,7 +90,7 @@ def yield_req_data(
     """The requests of a step with the blocks they got.
 
     Args:
-        scheduler_output: a `V1SchedulerOutput` of any host.
+        scheduler_output: a `kvferry.v1.SchedulerOutput`, or that of any host.
 
     Yields:
         Request id; new block ids per KV group, None if no block was added; whether the request was

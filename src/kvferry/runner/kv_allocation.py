@@ -1,9 +1,9 @@
 """One KV tensor over all layers, in which a block's KV of every layer can lie together.
 
 A transfer of a block is then one copy instead of one per layer. Names, conditions and shapes are
-those of vLLM 0.12 to 0.14; what is asserted there is a `LayoutError` here. Where the layers stand
-among the axes is for the attention backend to say (its stride order), so that a block's layers need
-not be contiguous even in one tensor.
+those of vLLM 0.12 to 0.14; a `LayoutError` replaces vLLM's assertions. The attention backend (its
+stride order) decides where the layers stand among the axes, so a block's layers need not be
+contiguous even in one tensor.
 
 Runs in: worker, when KV memory is set up.
 """
@@ -18,24 +18,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.topology import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
 _ANY_NUM_BLOCKS = 1234  # a number that no other axis has
 
 
-class AttentionBackend(Protocol):
+class StridedBackend(AttentionBackend, Protocol):
     """A host's attention backend class. It may lack `get_kv_cache_stride_order`."""
-
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Shape of one layer's KV tensor."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
@@ -64,7 +55,7 @@ class AttentionGroup(Protocol):
     """Layers with one backend and one spec."""
 
     @property
-    def backend(self) -> AttentionBackend: ...
+    def backend(self) -> StridedBackend: ...
     @property
     def kv_cache_spec(self) -> object: ...
 
@@ -86,14 +77,6 @@ class KVCacheConfig(Protocol):
     def kv_cache_tensors(self) -> Sequence[KVCacheTensor]: ...
 
 
-@runtime_checkable
-class CrossLayerPreference(Protocol):
-    """A connector that says whether it wants one tensor over all layers."""
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool: ...
-
-
 class UniformKVCaches(NamedTuple):
     """One tensor, and its parts by layer."""
 
@@ -101,7 +84,7 @@ class UniformKVCaches(NamedTuple):
     """Layer name to a view of the shape that the backend wants."""
     cross_layers_kv_cache: torch.Tensor
     """All of it, axes in the order in which they lie in memory: contiguous."""
-    attn_backend: AttentionBackend
+    attn_backend: StridedBackend
 
 
 def use_uniform_kv_cache(
@@ -117,13 +100,11 @@ def use_uniform_kv_cache(
         cache_dtype: the host's name of the KV dtype.
         connector: the worker's connector, or None.
     """
-    if not isinstance(connector, CrossLayerPreference) or not connector.prefer_cross_layer_blocks:
+    if not getattr(connector, "prefer_cross_layer_blocks", False):
         return False
-    if len(attn_groups) != 1 or len(attn_groups[0]) != 1:
-        return False
-    group = attn_groups[0][0]
-    spec = group.kv_cache_spec
-    if not isinstance(spec, AttentionSpec):
+    try:
+        group, spec = _only_group(attn_groups)
+    except LayoutError:
         return False
     shape = _shape_of_layer(group.backend, spec, _ANY_NUM_BLOCKS, spec.block_size, cache_dtype)
     if prod(shape) * spec.dtype.itemsize != _ANY_NUM_BLOCKS * spec.page_size_bytes:
@@ -217,7 +198,7 @@ def _kernel_blocks(
 
 
 def _shape_of_layer(
-    backend: AttentionBackend,
+    backend: StridedBackend,
     spec: AttentionSpec,
     num_blocks: int,
     block_size: int,
@@ -229,7 +210,7 @@ def _shape_of_layer(
     return tuple(shape)
 
 
-def _stride_order(backend: AttentionBackend) -> tuple[int, ...] | None:
+def _stride_order(backend: StridedBackend) -> tuple[int, ...] | None:
     """With the layers; None from a backend that has no such order."""
     try:
         return tuple(backend.get_kv_cache_stride_order(include_num_layers_dimension=True))

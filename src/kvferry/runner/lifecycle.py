@@ -2,9 +2,9 @@
 
     begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
 
-A step without tokens is the same without the forward. If the forward raises, `save` is left out
-(what is in the blocks is not what the tokens say), `collect` and `end_step` still happen, and the
-error goes on. Faults of the worker are not handled here: the caller hands over a `GuardedWorker`
+A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
+the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error
+goes on. Faults of the worker are not handled here: the caller hands over a `GuardedWorker`
 (`kvferry.contract.guard`) where a fault of the cache must not reach the engine, and the bare role
 where a test wants to see it.
 """
@@ -26,11 +26,11 @@ from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
 
-class Step:
+class WorkerStep:
     """One step under way; a context manager around the forward.
 
     Attributes:
-        output: what the worker reports; there once the `with` block is left, by an error or not.
+        output: the worker's report; set when the `with` block is left, by an error or not.
     """
 
     __slots__ = ("_finished", "_lifecycle", "_plan", "output")
@@ -43,7 +43,7 @@ class Step:
         self._finished = finished_request_ids
         self.output: WorkerOutput = EMPTY_OUTPUT
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> WorkerStep:
         self._lifecycle.open(self._plan)
         return self
 
@@ -94,19 +94,19 @@ class StepLifecycle:
         under way; None if it has none."""
         return self._layerwise
 
-    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Step:
+    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerStep:
         """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.
 
         Args:
             plan: what the scheduler role built for this step.
             finished_request_ids: every request that ended since the last step.
         """
-        return Step(self, plan, finished_request_ids)
+        return WorkerStep(self, plan, finished_request_ids)
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
         """A step without tokens. Loads start, saves are flushed and ends are reported as in any
         other step: an engine that only waits for the cache has nothing but these."""
-        with Step(self, plan, finished_request_ids) as step:
+        with WorkerStep(self, plan, finished_request_ids) as step:
             if self._waiter is not None:
                 self._waiter.wait(IDLE_WAIT_SECONDS)
         return step.output

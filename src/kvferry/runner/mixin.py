@@ -22,16 +22,17 @@ from kvferry.errors import ContractError
 from kvferry.observe import Observer
 from kvferry.runner import kv_allocation
 from kvferry.runner.lifecycle import StepLifecycle
-from kvferry.v1.base import KVConnectorBase_V1, KVConnectorOutput, KVConnectorStats, to_v1_output
+from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1WorkerRole
+from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
 
 if TYPE_CHECKING:
     import torch
 
 
 class StepMessage(Protocol):
-    """What is read of a scheduler's output. The metadata is a `KVConnectorMetadata` where
-    `kv_connector` is a V1 connector, and a `Plan` where it is a worker role."""
+    """The part of a scheduler's output that the mixin reads. The metadata is a
+    `KVConnectorMetadata` for a V1 connector, and a `Plan` for a worker role."""
 
     @property
     def kv_connector_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
@@ -39,9 +40,6 @@ class StepMessage(Protocol):
     def finished_req_ids(self) -> Collection[str]: ...
     @property
     def total_num_scheduled_tokens(self) -> int: ...
-    @property
-    def preempted_req_ids(self) -> Collection[str] | None:
-        """Later hosts only."""
 
 
 @dataclass
@@ -68,8 +66,8 @@ class KVConnectorModelRunnerMixin:
         kv_connector: a V1 connector built for the worker, one of our worker roles, or None: every
             call then does nothing. Set between steps.
         kv_observer: receives counts of the connector's faults and violations.
-        empty_model_runner_output: what a step without tokens and without news returns; a copy of it
-            carries the news otherwise. Hosts set their own, which needs `kv_connector_output`.
+        empty_model_runner_output: returned by a step without tokens whose report is empty; a copy
+            of it carries a report. Hosts set their own, with an attribute `kv_connector_output`.
     """
 
     kv_connector: KVConnectorBase_V1 | WorkerRole | None = None
@@ -80,10 +78,9 @@ class KVConnectorModelRunnerMixin:
     _kv_driven: KVConnectorBase_V1 | WorkerRole | None = None
     _kv_worker: GuardedWorker | None = None
     _kv_output: WorkerOutput = EMPTY_OUTPUT
-    _kv_tells_preempted: bool | None = None  # seen at the first step: hosts before 0.14 do not
 
     def _lifecycle(self) -> StepLifecycle | None:
-        """The lifecycle of `kv_connector`, made anew if that was exchanged."""
+        """The lifecycle of `kv_connector`, a new one if the connector was exchanged."""
         if self._kv_driven is not self.kv_connector:
             self._kv_driven = connector = self.kv_connector
             self._kv_worker = self._kv_lifecycle = None
@@ -102,10 +99,9 @@ class KVConnectorModelRunnerMixin:
             )
         if isinstance(metadata, Plan):
             return metadata
-        if self._kv_tells_preempted is None:
-            self._kv_tells_preempted = hasattr(scheduler_output, "preempted_req_ids")
-        preempted = scheduler_output.preempted_req_ids if self._kv_tells_preempted else None
-        # Opaque: which loads it starts, only the connector knows.
+        # Hosts before 0.14 do not name preempted requests. Only the connector knows the loads that
+        # its metadata starts.
+        preempted = getattr(scheduler_output, "preempted_req_ids", None)
         return V1Plan(
             metadata=metadata,
             has_tokens=scheduler_output.total_num_scheduled_tokens > 0,
@@ -146,7 +142,8 @@ class KVConnectorModelRunnerMixin:
     def kv_connector_no_forward(
         self, scheduler_output: StepMessage, vllm_config: object | None = None
     ) -> Any:  # noqa: ANN401 - the host's
-        """A step without tokens. The shared `empty_model_runner_output` if there is no news.
+        """A step without tokens. Returns the shared `empty_model_runner_output` if the report is
+        empty.
 
         Args:
             scheduler_output: the step.

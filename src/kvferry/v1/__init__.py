@@ -1,65 +1,41 @@
 """vLLM's one-class connector: connectors written for it run here, and ours run in its hosts.
 
-`base` has the class and the types around it, under vLLM's names. `facade` shows one of our roles as
-such a class; `host` reads the host's requests and steps for it. `driven` is the other direction:
-our engine drives a connector of that class.
+`base` has the class and `types` the types around it, under vLLM's names. `facade` shows one of our
+roles as such a class; `host` reads the host's requests and steps for it. `driven` is the other
+direction: our engine drives a connector of that class.
 """
 
 from __future__ import annotations
 
-from kvferry.v1.base import (
-    CarriedMeta,
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.driven import Release, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.types import (
+    AttentionMetadata,
+    CachedRequestData,
     CopyBlocksOp,
-    CounterStats,
-    KVConnectorBase_V1,
+    ForwardContext,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
-    PlanMetadata,
-    SupportsHMA,
-    V1Blocks,
-    V1CacheConfig,
-    V1CachedRequests,
-    V1Config,
-    V1ForwardContext,
-    V1ModelConfig,
-    V1NewRequest,
-    V1ParallelConfig,
-    V1Request,
-    V1SchedulerOutput,
-    V1TransferConfig,
-    supports_hma,
-)
-from kvferry.v1.driven import (
-    AttentionMetadata,
-    CachedRequestData,
-    ForwardContext,
     MLACommonMetadata,
     NewRequestData,
-    Release,
     SchedulerOutput,
-    V1SchedulerRole,
-    V1WorkerRole,
-    v1_config,
-    v1_roles,
-)
-from kvferry.v1.facade import (
-    HostTypes,
-    OneRole,
-    RolesAsV1,
+    SupportsHMA,
+    V1Blocks,
+    V1Config,
+    V1Request,
+    supports_hma,
 )
 
 __all__ = [
     "AttentionMetadata",
     "CachedRequestData",
-    "CarriedMeta",
     "CopyBlocksOp",
-    "CounterStats",
     "ForwardContext",
-    "HostTypes",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
@@ -69,24 +45,14 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "MLACommonMetadata",
     "NewRequestData",
-    "OneRole",
-    "PlanMetadata",
     "Release",
     "RolesAsV1",
     "SchedulerOutput",
     "SupportsHMA",
     "V1Blocks",
-    "V1CacheConfig",
-    "V1CachedRequests",
     "V1Config",
-    "V1ForwardContext",
-    "V1ModelConfig",
-    "V1NewRequest",
-    "V1ParallelConfig",
     "V1Request",
-    "V1SchedulerOutput",
     "V1SchedulerRole",
-    "V1TransferConfig",
     "V1WorkerRole",
     "supports_hma",
     "v1_config",

@@ -11,314 +11,34 @@ hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later releases m
 have a default here.
 
 One class serves two processes because vLLM's shape asks for it; our own connectors have two roles
-(`kvferry.contract`). The second half of this file wraps the values of our roles in V1 types, for
-hosts that carry no others.
+(`kvferry.contract`).
 """
 
 from __future__ import annotations
 
-import copy
-import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
+from kvferry.v1.types import (
+    CopyBlocksOp,
+    ForwardContext,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+    SchedulerOutput,
+    V1Blocks,
+    V1Config,
+    V1Request,
+)
 
 if TYPE_CHECKING:
     import torch
-
-    Layers = dict[str, torch.Tensor]
-    CopyBlocksOp = Callable[[Layers, Layers, list[int], list[int], Literal["h2d", "d2h"]], None]
-    """Copies blocks between two sets of layers. Arguments: source layers, destination layers,
-    source block ids, destination block ids, direction."""
-else:
-    CopyBlocksOp = Callable[..., None]
-
-# --- the host's objects, as far as connectors read them -------------------------------------------
-
-
-class V1TransferConfig(Protocol):
-    """`vllm_config.kv_transfer_config`: the operator's settings of the connector."""
-
-    @property
-    def kv_connector(self) -> str | None: ...
-    @property
-    def kv_role(self) -> str | None:
-        """One of "kv_producer", "kv_consumer", "kv_both"."""
-
-    @property
-    def engine_id(self) -> str | None:
-        """New for each configuration object: never part of a stored key."""
-
-    @property
-    def kv_connector_extra_config(self) -> dict[str, Any]: ...
-
-    def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
-        """An option of the connector's own."""
-
-
-class V1CacheConfig(Protocol):
-    """`vllm_config.cache_config`."""
-
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def cache_dtype(self) -> str: ...
-
-
-class V1ModelConfig(Protocol):
-    """`vllm_config.model_config`."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def dtype(self) -> Any: ...  # noqa: ANN401 - the host's
-
-
-class V1ParallelConfig(Protocol):
-    """`vllm_config.parallel_config`."""
-
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def pipeline_parallel_size(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-
-
-class V1Config(Protocol):
-    """The part of a host's configuration that a V1 constructor reads."""
-
-    @property
-    def kv_transfer_config(self) -> V1TransferConfig | None: ...
-    @property
-    def cache_config(self) -> V1CacheConfig: ...
-    @property
-    def model_config(self) -> V1ModelConfig: ...
-    @property
-    def parallel_config(self) -> V1ParallelConfig: ...
-
-
-class V1Request(Protocol):
-    """A request as scheduler-side methods see it. Read only.
-
-    `num_tokens` is the length of `all_token_ids` and includes generated tokens, so it exceeds the
-    prompt after a preemption.
-    """
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def all_token_ids(self) -> Sequence[int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-
-class V1Blocks(Protocol):
-    """The blocks of one request."""
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids per KV group, in token order."""
-
-
-class V1NewRequest(Protocol):
-    """A request in its first step; on some hosts also one that resumes after a preemption."""
-
-    @property
-    def req_id(self) -> str: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def block_ids(self) -> tuple[list[int], ...]:
-        """Only the blocks of the tokens scheduled in this step: later chunks add more."""
-
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-
-class V1CachedRequests(Protocol):
-    """Requests after their first step; parallel lists.
-
-    `new_block_ids[i]` is None if the request got no block, else a list per KV group. The blocks are
-    appended to the request's table, or replace it if the request was resumed. Resumed requests are
-    named by the set `resumed_req_ids` (since 0.12) or the list of booleans
-    `resumed_from_preemption` (before).
-    """
-
-    @property
-    def req_ids(self) -> list[str]: ...
-    @property
-    def new_block_ids(self) -> list[tuple[list[int], ...] | None]: ...
-    @property
-    def num_computed_tokens(self) -> list[int]: ...
-
-
-class V1SchedulerOutput(Protocol):
-    """One scheduler step. Later hosts have `preempted_req_ids` as well, a set or None."""
-
-    @property
-    def scheduled_new_reqs(self) -> Sequence[V1NewRequest]: ...
-    @property
-    def scheduled_cached_reqs(self) -> V1CachedRequests: ...
-    @property
-    def num_scheduled_tokens(self) -> dict[str, int]: ...
-    @property
-    def total_num_scheduled_tokens(self) -> int: ...
-    @property
-    def finished_req_ids(self) -> set[str]: ...
-
-
-class V1ForwardContext(Protocol):
-    """The surroundings of a forward.
-
-    Do not rely on `attn_metadata`: it is None, a list or a dict. None means a step without tokens,
-    a warm-up run or a replayed graph, and such a step may have loads to do.
-    """
-
-    @property
-    def attn_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
-    @property
-    def no_compile_layers(self) -> Mapping[str, Any]: ...
-
-
-# --- values that connectors return ----------------------------------------------------------------
-
-
-class KVConnectorRole(enum.Enum):
-    """The half of a connector that an instance is. The halves share no memory."""
-
-    SCHEDULER = 0
-    """One instance in the scheduler's process, made before KV memory exists."""
-    WORKER = 1
-    """One instance per worker process, made before KV memory is allocated."""
-
-
-class KVConnectorMetadata(ABC):  # noqa: B024 - a mark; connectors put in what they need
-    """The scheduler half's message to the worker halves for one step. It is pickled: no tensors on
-    a device, no live objects."""
-
-
-class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - likewise
-    """A worker's message to its peers before the first transfer. It is pickled."""
-
-
-class KVConnectorWorkerMetadata(ABC):
-    """A worker half's message to the scheduler half after one step, beyond the common fields
-    (0.32). Earlier hosts carry no such message: a connector must work, if less well, without."""
-
-    @abstractmethod
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another rank's message into this one. Hosts do not check that the types agree."""
-
-
-@dataclass
-class KVConnectorStats(ABC):
-    """Counters of one interval. They cross processes as the plain dict `data`, and hosts mutate
-    them: return a new object or a `clone` each time, never the one that continues to count."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Begin a new interval."""
-
-    @abstractmethod
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counters of another rank or interval. Hosts assert that the types agree."""
-
-    @abstractmethod
-    def reduce(self) -> dict[str, int | float]:
-        """The numbers of a log line."""
-
-    def is_empty(self) -> bool:
-        """True if there is nothing to report."""
-        return not self.data
-
-    def to_dict(self) -> dict[str, Any]:
-        """The form that crosses processes; `build_kv_connector_stats` makes an object of it."""
-        return dict(self.data)
-
-    def clone(self) -> KVConnectorStats:
-        """An independent copy."""
-        return copy.deepcopy(self)
-
-
-@dataclass
-class KVConnectorOutput:
-    """The report of the worker halves after a step: one per rank, merged for the scheduler.
-
-    Attributes:
-        finished_sending: requests whose blocks the connector no longer needs; None for none.
-        finished_recving: requests whose async load ended, well or badly; None for none.
-        kv_connector_stats: counters since the last step, or None.
-        kv_cache_events: events of this worker, or None.
-        invalid_block_ids: blocks whose load failed.
-        expected_finished_count: number of reports per id to wait for; 0 leaves it as it is.
-        failed_recving: the part of `finished_recving` to compute from the start (0.32).
-        kv_connector_worker_meta: the connector's own message (0.32), or None.
-    """
-
-    finished_sending: set[str] | None = None
-    finished_recving: set[str] | None = None
-    kv_connector_stats: KVConnectorStats | None = None
-    kv_cache_events: Any = None
-    invalid_block_ids: set[int] = field(default_factory=set)
-    expected_finished_count: int = 0
-    failed_recving: set[str] = field(default_factory=set)
-    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
-
-    def is_empty(self) -> bool:
-        """True if the report holds nothing for the scheduler."""
-        stats = self.kv_connector_stats
-        return not (
-            self.finished_sending
-            or self.finished_recving
-            or self.invalid_block_ids
-            or self.failed_recving
-            or self.kv_cache_events
-            or self.kv_connector_worker_meta is not None
-            or (stats is not None and not stats.is_empty())
-        )
-
-
-class SupportsHMA(ABC):
-    """A connector for models with several KV groups. For any other connector hosts switch the
-    hybrid memory allocator off, or refuse to start if the operator asked for it."""
-
-    @abstractmethod
-    def request_finished_all_groups(
-        self, request: V1Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """`request_finished`, with block ids per group. Hosts call one of the two, never both.
-
-        With more than one group hosts cannot recompute single blocks, and a block id in
-        `get_block_ids_with_load_errors` kills the engine: use `failed_recving` instead.
-        """
-
-
-def supports_hma(connector: object) -> bool:
-    """Whether a connector, given as class or instance, is a `SupportsHMA`.
-
-    Hosts ask the class, in processes that have no instance.
-    """
-    if isinstance(connector, type):
-        return issubclass(connector, SupportsHMA)
-    return isinstance(connector, SupportsHMA)
-
-
-# --- the connector --------------------------------------------------------------------------------
 
 
 class KVConnectorBase_V1(ABC):
@@ -447,7 +167,7 @@ class KVConnectorBase_V1(ABC):
         """
 
     @abstractmethod
-    def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Load the blocks that the metadata promises. Every step, with tokens or without.
 
         A sync load must be complete before a layer reads the blocks: when this method returns, or
@@ -573,39 +293,28 @@ class KVConnectorBase_V1(ABC):
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The number of tokens that the connector can load beyond `num_computed_tokens`, and
-        whether the load is async.
+        whether the load is async. None for the number: a hit is known and on its way, ask again.
 
-        Hosts ask at every scan of the waiting queue until they admit the request, and again after a
-        preemption or a failed load. They may discard the answer (no blocks, no budget,
-        `skip_reading_prefix_cache`): no side effects, no final pins, no I/O.
-
-        - Never negative: the scheduler computes with a negative number, silently.
-        - Together with the local tokens at most `request.num_tokens`, or the engine dies.
-        - The engine computes the last token itself. A sync answer leaves out at least that token,
-          or the engine dies; an async one may include it, and the scheduler steps back by one.
-        - Whole blocks. Hosts accept other counts, but know, share and repair blocks only.
-        - `(0, True)` kills the engine.
-        - `(None, ...)`: a hit is known and on its way, ask again. The host sets no limit to the
-          retries: the connector needs a deadline. Never for a request without such a hit.
-        - After a preemption `request.num_tokens` includes generated tokens, and the answer may too.
-        - Only tokens that are there at this moment, and never again a load that just failed.
+        The rules of `SchedulerRole.lookup` hold; the engine dies of a count that is too large and
+        of `(0, True)`. An async answer may include the last token: the scheduler steps back by one.
+        Count only tokens that are there at this moment, and never again a load that just failed.
+        Hosts may discard the answer (no blocks, no budget, `skip_reading_prefix_cache`): no side
+        effects, no final pins, no I/O.
         """
 
     @abstractmethod
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        """The host allocated blocks. After every admission, also with 0 external tokens.
+        """The host allocated blocks; see `SchedulerRole.update_after_alloc`.
 
-        An async load brings two calls: with its count when it starts, with 0 when it has ended and
-        the host admits the request. Decide by the count, not by the presence of blocks. No
-        scheduler output names a request during its async load, so its block ids come from this call
-        alone. At the second call `blocks` holds all blocks in 0.32, but only the new ones in 0.13:
-        take ids from the first call.
+        No scheduler output names a request during its async load, so its block ids come from this
+        call alone. At the second call for such a load `blocks` holds all blocks in 0.32, but only
+        the new ones in 0.13: take ids from the first call.
         """
 
     @abstractmethod
-    def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Make this step's metadata; never None. Once at the end of each `schedule()`, with tokens
         or without. Clears the state of this step; leaves `scheduler_output` as it is.
 
@@ -627,8 +336,8 @@ class KVConnectorBase_V1(ABC):
 
         Also for a request that never ran (`block_ids` is empty) and for one aborted during its
         load; not for a preemption. True delays the release of its blocks until all workers report
-        it as sent; `get_finished` says why a loading request must get False. (Hosts before 0.32
-        release the blocks of such a request at once: there, and only there, True is safe.)
+        it as sent; a loading request must get False (see `get_finished`; hosts before 0.32 release
+        its blocks at once, so only there True is safe).
 
         Returns:
             Whether to delay, and parameters for the final output of a normally finished request.
@@ -762,82 +471,3 @@ class KVConnectorBase_V1(ABC):
     ) -> object | None:
         """The host's Prometheus metrics of this connector, or None."""
         return None
-
-
-# --- values of our roles, wrapped for V1 hosts ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlanMetadata(KVConnectorMetadata):
-    """A plan on its way to the workers.
-
-    Attributes:
-        plan: the plan.
-        has_tokens: whether the step computes anything.
-        is_quiet: the plan is the role's empty one and the step ends no request: an idle worker
-            can ignore it.
-    """
-
-    plan: Plan
-    has_tokens: bool
-    is_quiet: bool = False
-
-
-@dataclass(frozen=True)
-class CarriedMeta(KVConnectorWorkerMetadata):
-    """A worker's message on its way to the scheduler role."""
-
-    meta: WorkerMeta
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> CarriedMeta:
-        if not isinstance(other, CarriedMeta):
-            raise ContractError(f"cannot fold {type(other).__name__} into CarriedMeta")
-        return CarriedMeta(self.meta.aggregate(other.meta))
-
-
-class CounterStats(KVConnectorStats):
-    """Counters by name; `aggregate` adds them up."""
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> CounterStats:
-        for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-
-def from_v1_output(output: KVConnectorOutput) -> WorkerOutput:
-    """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
-
-    Stats and messages of another connector stay as they are.
-    """
-    if output.is_empty():
-        return EMPTY_OUTPUT
-    stats, meta = output.kv_connector_stats, output.kv_connector_worker_meta
-    return WorkerOutput(
-        finished_sending=frozenset(output.finished_sending or ()),
-        finished_recving=frozenset(output.finished_recving or ()),
-        failed_recving=frozenset(output.failed_recving or ()),
-        invalid_block_ids=frozenset(output.invalid_block_ids or ()),
-        stats=stats.data if isinstance(stats, CounterStats) else stats,
-        events=output.kv_cache_events,
-        meta=meta.meta if isinstance(meta, CarriedMeta) else meta,
-    )
-
-
-def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:
-    """The inverse of `from_v1_output`. Hosts expect None in place of an empty set of ended work."""
-    stats, meta = output.stats, output.meta
-    return KVConnectorOutput(
-        finished_sending=set(output.finished_sending) or None,
-        finished_recving=set(output.finished_recving) or None,
-        failed_recving=set(output.failed_recving),
-        invalid_block_ids=set(output.invalid_block_ids),
-        kv_connector_stats=CounterStats(dict(stats)) if isinstance(stats, Mapping) else stats,
-        kv_cache_events=output.events,
-        kv_connector_worker_meta=CarriedMeta(meta) if isinstance(meta, WorkerMeta) else meta,
-    )

@@ -14,10 +14,8 @@ connector sees all spellings.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvferry.contract.messages import FinishResult, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
@@ -25,11 +23,21 @@ from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError, LayoutError
 from kvferry.types import BlockTable, RequestView, StepView
-from kvferry.v1.base import (
-    KVConnectorBase_V1,
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.types import (
+    AttentionMetadata,
+    DrivenLayer,
+    ForwardContext,
     KVConnectorRole,
+    NewRequestData,
+    SchedulerOutput,
     SupportsHMA,
+    V1Blocks,
+    V1CacheConfig,
     V1Config,
+    V1ModelConfig,
+    V1Request,
+    V1TransferConfig,
     from_v1_output,
     to_v1_output,
 )
@@ -48,103 +56,7 @@ dim]`, with K and V apart. Connectors of that time reshape it in place, which wo
 the engine's memory. So they get a second pool, and the worker role copies blocks between the two.
 """
 
-# --- requests and steps, as connectors read them --------------------------------------------------
-
-
-class DrivenRequest:
-    """A `RequestView` with the attributes of a vLLM request. One object per request, for its life.
-
-    Features that the embedded engine lacks have their neutral value.
-    """
-
-    kv_transfer_params: dict[str, Any] | None = None
-    lora_request: Any = None
-    prompt_embeds: Any = None
-    skip_reading_prefix_cache = False
-    mm_features: Sequence[Any] = ()
-
-    def __init__(self, view: RequestView) -> None:
-        self.view = view
-        self.request_id = view.request_id
-        self.num_prompt_tokens = view.num_prompt_tokens
-        self.prompt_token_ids = list(view.all_token_ids[: view.num_prompt_tokens])
-        self.cache_salt = view.extra_keys.cache_salt
-        self.num_computed_tokens = 0
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        return self.view.all_token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.view.all_token_ids)
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        return self.view.all_token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
-
-
-class DrivenBlocks:
-    """The blocks of one request."""
-
-    def __init__(self, block_ids: BlockTable) -> None:
-        self._block_ids = block_ids
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids per KV group, in token order; new lists."""
-        return tuple(list(group) for group in self._block_ids)
-
-
-@dataclass(kw_only=True)
-class NewRequestData:
-    """A request in its first step."""
-
-    req_id: str
-    prompt_token_ids: list[int]
-    prefill_token_ids: list[int]
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-    mm_features: Sequence[Any] = ()
-    lora_request: Any = None
-    prompt_embeds: Any = None
-
-
-@dataclass(kw_only=True)
-class CachedRequestData:
-    """Requests after their first step; parallel lists."""
-
-    req_ids: list[str] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-    resumed_from_preemption: list[bool] = field(default_factory=list)
-    new_token_ids: list[list[int]] = field(default_factory=list)
-    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-    num_output_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.req_ids)
-
-
-@dataclass(kw_only=True)
-class SchedulerOutput:
-    """One step in the form of vLLM's scheduler."""
-
-    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    total_num_scheduled_tokens: int = 0
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
-    finished_req_ids: set[str] = field(default_factory=set)
-    preempted_req_ids: set[str] = field(default_factory=set)
-    has_sync_kv_loads: bool = False
-    kv_connector_metadata: Any = None
+# --- steps ----------------------------------------------------------------------------------------
 
 
 class StepHistory:
@@ -157,7 +69,7 @@ class StepHistory:
         self._shown: dict[str, tuple[int, ...]] = {}
         self._preempted: set[str] = set()
 
-    def describe(self, step: StepView, requests: Mapping[str, DrivenRequest]) -> SchedulerOutput:
+    def describe(self, step: StepView, requests: Mapping[str, V1Request]) -> SchedulerOutput:
         """The step as increments. Call once per step, in order.
 
         Args:
@@ -183,7 +95,7 @@ class StepHistory:
         self._preempted.discard(request_id)
 
     def _describe_request(
-        self, output: SchedulerOutput, request: DrivenRequest, block_ids: BlockTable
+        self, output: SchedulerOutput, request: V1Request, block_ids: BlockTable
     ) -> None:
         request_id = request.request_id
         shown = self._shown.get(request_id)
@@ -218,45 +130,6 @@ class StepHistory:
 # --- KV memory, as connectors reach it ------------------------------------------------------------
 
 
-class AttentionMetadata:
-    """One layer's entry of `attn_metadata`. Connectors may look up its type, nothing else."""
-
-
-class MLACommonMetadata(AttentionMetadata):
-    """The type by which connectors recognise latent attention. No entry of ours has it: latents
-    reach a connector in the same form as K and V, with one head."""
-
-
-class AttentionLayer:
-    """A layer in `no_compile_layers`.
-
-    Attributes:
-        kv_cache: its KV tensor, or, for release 0.14, a list of it by virtual engine.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor | list[torch.Tensor]) -> None:
-        self.kv_cache = kv_cache
-
-
-class ForwardContext:
-    """The surroundings of a forward, for connectors of release 0.32.
-
-    Attributes:
-        attn_metadata: an entry per layer; None in steps without tokens.
-        no_compile_layers: the attention layers by name.
-    """
-
-    def __init__(self, layers: Mapping[str, AttentionLayer]) -> None:
-        self.attn_metadata: dict[str, AttentionMetadata] | None = None
-        self.no_compile_layers = dict(layers)
-
-
-class ForwardContextOf014(ForwardContext):
-    """The same for connectors of release 0.14, with the index into `AttentionLayer.kv_cache`."""
-
-    virtual_engine = 0
-
-
 class KVMemory:
     """The engine's KV tensors in the form of a release. Here 0.32: engine and connector share them.
 
@@ -267,7 +140,7 @@ class KVMemory:
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(kv_caches)
-        self.context = ForwardContext({name: AttentionLayer(kv) for name, kv in kv_caches.items()})
+        self.context = ForwardContext({name: DrivenLayer(kv) for name, kv in kv_caches.items()})
 
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
@@ -300,8 +173,9 @@ class CopiedMemory(KVMemory):
                 )
             blocks, heads, tokens, content = kv.shape
             self.tensors[name] = kv.new_zeros((2, blocks, tokens, heads, content // 2))
-        layers = {name: AttentionLayer([kv]) for name, kv in self.tensors.items()}
-        self.context = ForwardContextOf014(layers)
+        layers = {name: DrivenLayer([kv]) for name, kv in self.tensors.items()}
+        self.context = ForwardContext(layers)
+        self.context.virtual_engine = 0
 
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
@@ -374,17 +248,17 @@ class V1SchedulerRole(SchedulerRole):
         self._connector = connector
         self._hma = connector if isinstance(connector, SupportsHMA) else None
         self._block_size = block_size or connector._vllm_config.cache_config.block_size
-        self._requests: dict[str, DrivenRequest] = {}
+        self._requests: dict[str, V1Request] = {}
         self._history = StepHistory()
         self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         self._sync_blocks: set[int] = set()  # to be filled by sync loads of the next plan
         self._recving: dict[str, frozenset[int]] = {}  # async loads that the next plan starts
         self._empty_plan: V1Plan | None = None
 
-    def _request(self, view: RequestView) -> DrivenRequest:
+    def _request(self, view: RequestView) -> V1Request:
         request = self._requests.get(view.request_id)
         if request is None:
-            request = self._requests[view.request_id] = DrivenRequest(view)
+            request = self._requests[view.request_id] = V1Request(view)
         request.view = view
         return request
 
@@ -411,7 +285,7 @@ class V1SchedulerRole(SchedulerRole):
             else:
                 self._sync_blocks |= loaded
         self._connector.update_state_after_alloc(
-            self._request(request), DrivenBlocks(block_ids), num_external_tokens
+            self._request(request), V1Blocks(block_ids), num_external_tokens
         )
 
     def _blocks_of(self, table: BlockTable, start: int, stop: int) -> frozenset[int]:
@@ -463,7 +337,7 @@ class V1SchedulerRole(SchedulerRole):
         del self._requests[request.request_id]
         self._promised.pop(request.request_id, None)
         self._history.forget(request.request_id)
-        groups = DrivenBlocks(block_ids).get_block_ids()
+        groups = V1Blocks(block_ids).get_block_ids()
         if self._hma is not None:
             delay_free, params = self._hma.request_finished_all_groups(driven, groups)
         else:
@@ -636,19 +510,10 @@ def v1_config(
         dtype: of the model.
         kv_role: "kv_producer", "kv_consumer" or "kv_both".
     """
-    extra = dict(options or {})
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector=None,
-            kv_role=kv_role,
-            engine_id=None,
-            kv_connector_extra_config=extra,
-            get_from_extra_config=extra.get,
+    return V1Config(
+        kv_transfer_config=V1TransferConfig(
+            kv_role=kv_role, kv_connector_extra_config=dict(options or {})
         ),
-        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
-        model_config=SimpleNamespace(model=model, dtype=dtype),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1, rank=0
-        ),
+        cache_config=V1CacheConfig(block_size=block_size),
+        model_config=V1ModelConfig(model=model, dtype=dtype),
     )
-    return cast("V1Config", config)

@@ -16,141 +16,55 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
-from kvferry.v1.base import (
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity
+from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
-    KVConnectorBase_V1,
+    ForwardContext,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
     PlanMetadata,
+    SchedulerOutput,
     V1Blocks,
     V1Config,
-    V1ForwardContext,
     V1Request,
-    V1SchedulerOutput,
+    from_v1_output,
 )
-from kvferry.v1.host import HostRequests, ReadableStep
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-_LATER_FIELDS = ("failed_recving", "kv_cache_events", "kv_connector_worker_meta")
-"""Fields of a report that hosts before 0.13, 0.18 or 0.30 do not have."""
 
+class SchedulerHalf(NamedTuple):
+    """The state of an instance in the scheduler's process."""
 
-def _results(sending: set[str], recving: set[str], failed: set[str]) -> object:
-    return KVConnectorOutput(
-        finished_sending=sending, finished_recving=recving, failed_recving=failed
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTypes:
-    """The host's own types for the values that a connector returns.
-
-    Attributes:
-        make_stats: makes stats from counters and, on hosts without a carrier for worker metadata,
-            the metadata that travels with them.
-        make_results: makes the answer of `get_transfer_results` from sending, recving and failed
-            ids.
-        no_results: a shared, immutable answer for steps in which nothing ended; None for a new one
-            each time.
-        carries_worker_meta: whether the host asks for `build_connector_worker_meta`.
-    """
-
-    make_stats: Callable[[dict[str, float], CarriedMeta | None], Any] = lambda counts, _meta: (
-        CounterStats(counts)
-    )
-    make_results: Callable[[set[str], set[str], set[str]], Any] = _results
-    no_results: Any = None
-    carries_worker_meta: bool = True
-
-
-class SchedulerHalf:
-    """The state of an instance in the scheduler's process.
-
-    Attributes:
-        role: behind its guard.
-        requests: the host's requests, as our views.
-        quiet: the metadata of steps in which nothing changes, with tokens and without.
-        tells_empty: whether the host's reports have `is_empty`.
-    """
-
-    def __init__(
-        self,
-        role: SchedulerRole,
-        requests: HostRequests,
-        block_size: int,
-        observer: Observer | None,
-    ) -> None:
-        self.role = GuardedScheduler(role, observer, block_size=block_size)
-        self.requests = requests
-        self._later_fields: frozenset[str] | None = None
-        self.tells_empty = False
-        empty = self.role.empty_plan()
-        self.quiet = (
-            PlanMetadata(empty, has_tokens=True, is_quiet=True),
-            PlanMetadata(empty, has_tokens=False, is_quiet=True),
-        )
-
-    def plan(self, output: V1SchedulerOutput) -> tuple[PlanMetadata, bool]:
-        """The step's metadata, and whether the role is idle (`SupportsIdle`): the host can then
-        leave it out of all steps until one brings a change."""
-        step = self.requests.step(output)
-        plan = self.role.build_plan(step)
-        # An unreadable step also gives the empty plan, but the next step may be readable.
-        is_empty = plan is self.quiet[0].plan and isinstance(step, ReadableStep)
-        metadata = PlanMetadata(plan, output.total_num_scheduled_tokens > 0)
-        return metadata, is_empty and self.role.is_idle
-
-    def learn(self, output: KVConnectorOutput) -> None:
-        """Pass the workers' report to the role."""
-        self.role.update_output(self.read_output(output))
-
-    def read_output(self, output: KVConnectorOutput) -> WorkerOutput:
-        """The host's report as a value of ours. The first one shows which fields the host has."""
-        if self._later_fields is None:
-            self._later_fields = frozenset(name for name in _LATER_FIELDS if hasattr(output, name))
-            self.tells_empty = hasattr(output, "is_empty")
-        later = {
-            name: getattr(output, name) if name in self._later_fields else None
-            for name in _LATER_FIELDS
-        }
-        stats = output.kv_connector_stats
-        carried = later["kv_connector_worker_meta"] or getattr(stats, "carried_meta", None)
-        return WorkerOutput(
-            finished_sending=frozenset(output.finished_sending or ()),
-            finished_recving=frozenset(output.finished_recving or ()),
-            failed_recving=frozenset(later["failed_recving"] or ()),
-            invalid_block_ids=frozenset(output.invalid_block_ids or ()),
-            stats=None if stats is None else stats.data,
-            events=later["kv_cache_events"],
-            meta=carried.meta if isinstance(carried, CarriedMeta) else None,
-        )
+    role: GuardedScheduler
+    requests: HostRequests
+    """The host's requests, as our views."""
 
 
 class WorkerHalf:
     """The state of an instance in a worker process: the role, and its report on the step.
 
-    Hosts ask for the parts of a report one by one; the role returns it once, so it is kept from the
-    first question to the end of the step.
+    Hosts ask for the parts of a report one by one. The role returns it once, so it is kept until
+    the end of the step.
 
     Attributes:
         role: behind its guard.
@@ -168,8 +82,8 @@ class WorkerHalf:
         self._saw_foreign = False
 
     def begin(self, metadata: object) -> bool:
-        """Take a step's plan. False if another connector's scheduler half made it: this half then
-        does nothing in the step, and its reports wait for the next one."""
+        """Begin a step. False if another connector's scheduler half made the metadata: then this
+        half does nothing in the step, and its reports wait for the next one."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -206,12 +120,10 @@ class WorkerHalf:
         )
         return self.output
 
-    def end(self) -> bool:
-        """End the step. True if nothing is under way: steps without a change can be left out."""
+    def end(self) -> None:
         self._metadata = None
         self.output = EMPTY_OUTPUT
         self.role.end_step()
-        return self.role.is_idle and not self._rules.holds_reports
 
 
 class OneRole:
@@ -222,92 +134,56 @@ class OneRole:
     method that it requires is here.
     """
 
-    host_types: ClassVar[HostTypes] = HostTypes()
-
     _connector_metadata: Any
     """Base classes read it in `has_connector_metadata`, which hosts call around each layer."""
-    _quiet: PlanMetadata
-    _quiet_without_tokens: PlanMetadata
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
-        # A forward between two steps evicts the CPU's caches, so every object that a hook reads
-        # costs. In a quiet step hooks read little more than these attributes, which lie side by
-        # side, and the step itself.
-        #
-        # _worker_idle: the worker role has nothing under way and needs no quiet steps.
-        # _step: the worker half, during a step that concerns it.
-        # _scheduler_idle: the scheduler role has nothing under way, and no hook has brought it a
-        # change since.
-        # _error_before: the exception that the caller was handling when the step began; a host may
-        # run steps inside an `except` block.
-        self._worker_idle = False
-        self._step: WorkerHalf | None = None
-        self._no_results = self.host_types.no_results
-        self._scheduler_idle = self._tells_preempted = self._tells_empty = False
-        self._connector_metadata = None
-        self._error_before: BaseException | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
+        self._step: WorkerHalf | None = None  # the worker half, during a step that concerns it
+        # The exception that the caller was handling when the step began: a host may run steps
+        # inside an `except` block.
+        self._error_before: BaseException | None = None
+        self._connector_metadata = None
         super().__init__(*args)
 
     def attach(
         self,
-        role_name: str,
-        scheduler: SchedulerRole | None,
-        worker: WorkerRole | None,
+        role: SchedulerRole | WorkerRole,
         *,
         block_size: int,
         observer: Observer | None,
+        lora_identity: LoraIdentity = lambda _lora_request: None,
+        item_identity: ItemIdentity = str,
     ) -> None:
         """Take the role that the host asks for.
 
         Args:
-            role_name: "SCHEDULER" or "WORKER".
-            scheduler: the role for "SCHEDULER", else None.
-            worker: the role for "WORKER", else None.
+            role: of the half that this instance is.
             block_size: in tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-
-        Raises:
-            ConfigError: any other combination of roles.
+            lora_identity: the identity of a LoRA adapter's content.
+            item_identity: the identity of a multimodal item's content, from the host's name for it.
         """
-        given = (scheduler is not None, worker is not None)
-        if given != (role_name == "SCHEDULER", role_name == "WORKER"):
-            raise ConfigError(
-                f"the host asks for the {role_name} half; given: scheduler={scheduler!r}, "
-                f"worker={worker!r}. Build that half, and only that"
-            )
-        if scheduler is not None:
+        if isinstance(role, SchedulerRole):
             self._scheduler_half = SchedulerHalf(
-                scheduler,
-                HostRequests(self._lora_identity, self._item_identity),
-                block_size,
-                observer,
+                GuardedScheduler(role, observer, block_size=block_size),
+                HostRequests(lora_identity, item_identity),
             )
-            self._quiet, self._quiet_without_tokens = self._scheduler_half.quiet
-        if worker is not None:
-            self._worker_half = WorkerHalf(worker, observer)
+        else:
+            self._worker_half = WorkerHalf(role, observer)
 
-    def _lora_identity(self, lora_request: object) -> str | None:
-        """The identity of a LoRA adapter's content. None: its requests are not cached."""
-        return None
-
-    def _item_identity(self, identifier: str) -> str | None:
-        """The identity of a multimodal item's content, from the host's name for the item. None:
-        its requests are not cached."""
-        return identifier
+    def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+        """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
+        return KVConnectorOutput(
+            finished_sending=sending, finished_recving=recving, failed_recving=failed
+        )
 
     @property
     def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
         return self._scheduler_half
-
-    @property
-    def _awake(self) -> SchedulerHalf:
-        """The scheduler half, for a hook that brings it a change."""
-        self._scheduler_idle = False
-        return self._scheduler
 
     @property
     def _worker(self) -> WorkerHalf:
@@ -321,22 +197,15 @@ class OneRole:
         self._worker.role.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        if (
-            self._worker_idle
-            and isinstance(connector_metadata, PlanMetadata)
-            and connector_metadata.is_quiet
-        ):
-            return  # without bound metadata, hosts skip the hooks around layers
         half = self._worker
-        self._worker_idle = False
         if self._step is not None:  # the host did not end it
             self._step.end()
-            self._step = self._error_before = None
         self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
-        self._connector_metadata = connector_metadata
+        # Without bound metadata, hosts skip the hooks around layers.
+        self._connector_metadata = None if half.layers is None else connector_metadata
 
-    def start_load_kv(self, forward_context: V1ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         if self._step is not None:
             self._step.role.start_load()
 
@@ -366,12 +235,8 @@ class OneRole:
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
-        if self._step is None:
-            if self._no_results is not None:
-                return self._no_results
-            return self.host_types.make_results(set(), set(), set())
-        output = self._step.collect(finished_req_ids)
-        return self.host_types.make_results(
+        output = EMPTY_OUTPUT if self._step is None else self._step.collect(finished_req_ids)
+        return self.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
         )
 
@@ -379,17 +244,11 @@ class OneRole:
         return set() if self._step is None else set(self._step.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
-        meta: WorkerMeta | None = None
         if self._scheduler_half is not None:
             counts = self._scheduler_half.role.take_stats()
         else:
-            output = EMPTY_OUTPUT if self._step is None else self._step.output
-            counts = output.stats
-            meta = None if self.host_types.carries_worker_meta else output.meta
-        if not counts and meta is None:
-            return None
-        carried = None if meta is None else CarriedMeta(meta)
-        return self.host_types.make_stats(dict(counts or {}), carried)
+            counts = None if self._step is None else self._step.output.stats
+        return CounterStats(dict(counts)) if counts else None
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
         return None if self._step is None else self._step.output.events
@@ -401,75 +260,50 @@ class OneRole:
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._worker_idle = self._step.end()
+            self._step.end()
             self._step = self._error_before = None
 
     # Scheduler side.
 
     def on_new_request(self, request: V1Request) -> None:
-        half = self._awake
-        half.role.on_new_request(half.requests.view(request))
+        role, requests = self._scheduler
+        role.on_new_request(requests.view(request))
 
     def get_num_new_matched_tokens(
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        half = self._awake
-        view = half.requests.view(request)
-        return half.role.lookup(view, num_computed_tokens)[:2] if view.may_read else (0, False)
+        role, requests = self._scheduler
+        view = requests.view(request)
+        return role.lookup(view, num_computed_tokens)[:2] if view.may_read else (0, False)
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        half = self._awake
-        view = half.requests.view(request)
-        table = half.requests.allocated(
-            view.request_id, blocks.get_block_ids(), num_external_tokens
-        )
-        half.role.update_after_alloc(view, table, num_external_tokens)
+        role, requests = self._scheduler
+        view = requests.view(request)
+        table = requests.allocated(view.request_id, blocks.get_block_ids(), num_external_tokens)
+        role.update_after_alloc(view, table, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: V1SchedulerOutput) -> KVConnectorMetadata:
-        step: Any = scheduler_output  # not every host names preempted requests
-        if self._scheduler_idle:
-            # A change: a request begins, gets blocks, is preempted or has ended. Read here and not
-            # in `HostRequests`, because the call would take a third of this hook's time.
-            added = step.scheduled_cached_reqs.new_block_ids
-            if not (
-                step.scheduled_new_reqs
-                or step.finished_req_ids
-                or added.count(None) != len(added)
-                or (self._tells_preempted and step.preempted_req_ids)
-            ):
-                has_tokens = step.total_num_scheduled_tokens > 0
-                return self._quiet if has_tokens else self._quiet_without_tokens
-        half = self._scheduler
-        metadata, self._scheduler_idle = half.plan(step)
-        self._tells_preempted = half.requests.tells_preempted
-        return metadata
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        role, requests = self._scheduler
+        plan = role.build_plan(requests.step(scheduler_output))
+        return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._scheduler_idle and self._tells_empty and connector_output.is_empty():
-            return
-        half = self._awake
-        half.learn(connector_output)
-        self._tells_empty = half.tells_empty
+        self._scheduler.role.update_output(from_v1_output(connector_output))
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._request_finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` for several KV groups; see `SupportsHMA`."""
-        return self._request_finished(request, block_ids)
-
-    def _request_finished(
-        self, request: V1Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        half = self._awake
-        result = half.role.request_finished(half.requests.view(request), block_ids)
-        half.requests.forget(request.request_id)
+        role, requests = self._scheduler
+        result = role.request_finished(requests.view(request), block_ids)
+        requests.forget(request.request_id)
         return result.delay_free, None if result.params is None else dict(result.params)
 
     def take_events(self) -> Iterable[Any]:
@@ -483,7 +317,7 @@ class OneRole:
         return False
 
     def reset_cache(self) -> bool | None:
-        return self._awake.role.reset()
+        return self._scheduler.role.reset()
 
     def shutdown(self) -> None:
         if self._scheduler_half is not None:
@@ -505,14 +339,27 @@ class RolesAsV1(OneRole, KVConnectorBase_V1):
         worker: WorkerRole | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Show one role to the host; arguments as for `OneRole.attach`.
+        """Show one role to the host.
+
+        Args:
+            vllm_config: the host's.
+            role: the half that the host asks for.
+            kv_cache_config: the host's.
+            scheduler: the role for `KVConnectorRole.SCHEDULER`, else None.
+            worker: the role for `KVConnectorRole.WORKER`, else None.
+            observer: receives counts of faults and violations.
 
         Raises:
             ConfigError: not exactly the role that the host asks for.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        size = vllm_config.cache_config.block_size
-        self.attach(role.name, scheduler, worker, block_size=size, observer=observer)
+        wanted, other = (scheduler, worker) if role.name == "SCHEDULER" else (worker, scheduler)
+        if wanted is None or other is not None:
+            raise ConfigError(
+                f"the host asks for the {role.name} half; given: scheduler={scheduler!r}, "
+                f"worker={worker!r}. Build that half, and only that"
+            )
+        self.attach(wanted, block_size=vllm_config.cache_config.block_size, observer=observer)
 
     @classmethod
     def build_kv_connector_stats(

@@ -1,8 +1,7 @@
 """Requests and steps of a V1 host, read into our views.
 
-vLLM 0.10 to 0.32 spell some fields differently. This file alone knows the spellings, except for the
-few fields that `kvferry.v1.facade` reads in quiet steps. The first step shows which of the optional
-fields a host has. Runs in: scheduler.
+vLLM 0.10 to 0.32 spell some fields differently, and this file alone knows the spellings. Runs in:
+scheduler.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, cast
 
-from kvferry.errors import ContractError
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem
-from kvferry.v1.base import V1NewRequest, V1Request, V1SchedulerOutput
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
+from kvferry.v1.types import NewRequestData, SchedulerOutput, V1Request
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +24,6 @@ ItemIdentity = Callable[[str], str | None]
 """From a host's name of a multimodal item to an identity of its content; None likewise."""
 
 UNCACHEABLE = ExtraKeys(cacheable=False)
-
-
-def as_named(identifier: str) -> str | None:
-    """The `ItemIdentity` of a host that names items by their content."""
-    return identifier
 
 
 class HostRequestView:
@@ -81,43 +74,27 @@ class UnreadableStep:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    @property
-    def scheduled(self) -> Sequence[ScheduledView]:
-        raise self._error
-
-    @property
-    def preempted_request_ids(self) -> Collection[str]:
-        raise self._error
-
-    @property
-    def finished_request_ids(self) -> Collection[str]:
+    def __getattr__(self, name: str) -> NoReturn:
         raise self._error
 
 
 @dataclass(frozen=True, slots=True)
-class ReadableStep:
+class V1Step:
     """One step, as `kvferry.types.StepView` describes it."""
 
-    scheduled: list[ScheduledView]
+    scheduled: Sequence[ScheduledView]
     preempted_request_ids: Collection[str]
     finished_request_ids: Collection[str]
 
 
 class HostRequests:
-    """The host's requests and the block table of each.
+    """The host's requests and the block table of each."""
 
-    Attributes:
-        tells_preempted: whether the host's steps name preempted requests; set by the first
-            readable step.
-    """
-
-    def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named) -> None:
+    def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity) -> None:
         self._lora_identity = lora_identity
         self._item_identity = item_identity
         self._views: dict[str, HostRequestView | PromptView] = {}
         self._tables: dict[str, list[list[int]]] = {}
-        self._resumed: Callable[[Any], Collection[str]] | None = None
-        self.tells_preempted = False
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request; the same object for the request's whole life."""
@@ -154,34 +131,28 @@ class HostRequests:
         self._tables[request_id] = table
         return tuple(table)
 
-    def step(self, output: V1SchedulerOutput) -> ReadableStep | UnreadableStep:
+    def step(self, output: SchedulerOutput) -> StepView:
         """One scheduler output, with full block tables. Call once per step, in order. Never raises:
         an output in no known spelling gives an `UnreadableStep`."""
         try:
             return self._step(output)
-        except (ContractError, AttributeError, KeyError, TypeError, ValueError) as error:
-            return UnreadableStep(error)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return cast("StepView", UnreadableStep(error))
 
-    def _step(self, output: Any) -> ReadableStep:  # noqa: ANN401 - a host's object
+    def _step(self, output: Any) -> V1Step:  # noqa: ANN401 - a host's object
         """Read a step.
 
         Omits a continuing request whose first step was never shown: its blocks are unknown, so
         nothing of it can be saved.
-
-        Raises:
-            ContractError: the output names resumed requests in neither known spelling.
         """
-        if self._resumed is None:
-            self._resumed = _resumed_reader(output.scheduled_cached_reqs)
-            self.tells_preempted = hasattr(output, "preempted_req_ids")
-        preempted = (output.preempted_req_ids or ()) if self.tells_preempted else ()
+        preempted = getattr(output, "preempted_req_ids", None) or ()
         for request_id in preempted:
             self._tables.pop(request_id, None)
         num_tokens = output.num_scheduled_tokens
         scheduled = [self._new(new, num_tokens[new.req_id]) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
-            resumed = self._resumed(cached)
+            resumed = _resumed_ids(cached)
             for request_id, added, num_computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             ):
@@ -193,9 +164,9 @@ class HostRequests:
                 scheduled.append(
                     ScheduledView(view, tuple(table), num_computed, num_tokens[request_id])
                 )
-        return ReadableStep(scheduled, preempted, output.finished_req_ids)
+        return V1Step(scheduled, preempted, output.finished_req_ids)
 
-    def _new(self, new: V1NewRequest, num_tokens: int) -> ScheduledView:
+    def _new(self, new: NewRequestData, num_tokens: int) -> ScheduledView:
         """A new request, or one that the host resumes as new: its table is replaced."""
         table = [list(group) for group in new.block_ids]
         self._tables[new.req_id] = table
@@ -220,7 +191,7 @@ class HostRequests:
 
 
 def extra_keys_of(
-    request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity = as_named
+    request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity
 ) -> ExtraKeys:
     """The inputs, besides its tokens, that decide a request's KV. Once per request.
 
@@ -268,19 +239,10 @@ def _multimodal_items(
     return tuple(sorted(items, key=lambda item: item.offset))
 
 
-def _resumed_reader(cached: Any) -> Callable[[Any], Collection[str]]:  # noqa: ANN401 - likewise
-    """Reads the ids of resumed requests, in this host's spelling."""
+def _resumed_ids(cached: Any) -> Collection[str]:  # noqa: ANN401 - likewise
+    """The ids of resumed requests, in either spelling."""
     if hasattr(cached, "resumed_req_ids"):
-        return lambda cached: cached.resumed_req_ids
-    if hasattr(cached, "resumed_from_preemption"):
-        return lambda cached: {
-            request_id
-            for request_id, resumed in zip(
-                cached.req_ids, cached.resumed_from_preemption, strict=True
-            )
-            if resumed
-        }
-    raise ContractError(
-        f"{type(cached).__name__} has neither resumed_req_ids nor resumed_from_preemption: this "
-        "host's scheduler output is of no known version"
-    )
+        ids: Collection[str] = cached.resumed_req_ids
+        return ids
+    pairs = zip(cached.req_ids, cached.resumed_from_preemption, strict=True)
+    return {request_id for request_id, is_resumed in pairs if is_resumed}

@@ -207,7 +207,7 @@ def test_a_save_ends_with_its_deadline_and_keeps_little_in_memory(load_model, st
             assert kv.save(sequences, cache) == 0
             assert time.monotonic() - started < 3
         assert counts["save_deadline"] == 3
-        assert len(kv._writes._under_way) == 2
+        assert len(kv._records._writes) == 2
         gate.release()
         # What was given up on is stored meanwhile, or now.
         kv.save(sequences, cache)

@@ -236,18 +236,21 @@ class VersionedHost:
             elif preempted:
                 worker.handle_preemptions(preempted)
         worker.bind_connector_metadata(metadata)
-        if release.has("has_connector_metadata"):
-            assert worker.has_connector_metadata()
+        has_layer_hooks = not release.has("has_connector_metadata") or (
+            worker.has_connector_metadata()
+        )
         context = SimpleNamespace(attn_metadata=None, no_compile_layers={}, virtual_engine=0)
         loads_late = release.has("get_transfer_results") and not sync_loads
         if not loads_late:
             worker.start_load_kv(context)
         for number, kv in enumerate(self.layers[rank] if scheduled else ()):
             name = layer_names()[number]
-            worker.wait_for_layer_load(name)
+            if has_layer_hooks:
+                worker.wait_for_layer_load(name)
             for request, num_tokens in scheduled:
                 self._compute(rank, number, request, num_tokens)
-            worker.save_kv_layer(name, kv.tensor, None)
+            if has_layer_hooks:
+                worker.save_kv_layer(name, kv.tensor, None)
         if loads_late:
             worker.start_load_kv(context)
         if scheduled or not self.hooks_skipped_at_rest:

@@ -191,7 +191,7 @@ def test_a_copy_is_reported_when_the_device_has_made_it(make):
         host.begin()
         host.end()
     assert host.held == []
-    assert not host.worker.is_idle
+    assert host.worker._io.under_way
     device.drain()
     host.settle(held=3)
     assert sorted(held.slot for held in host.held) == sorted(SAVE_SLOTS)
@@ -323,7 +323,7 @@ def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
     host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     host.end()
     assert host.missed == [Missed(slot, "io_error") for slot in FETCH_SLOTS]
-    assert host.worker.is_idle
+    assert not host.worker._io.under_way
 
 
 def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):

@@ -17,7 +17,7 @@ from kvferry.observe import Counters
 from kvferry.testing.host import make_groups
 from kvferry.testing.models import make_tiny_model
 from kvferry.topology import tensor_parallel_shard
-from kvferry.v1.base import KVConnectorRole
+from kvferry.v1.types import KVConnectorRole
 from tests.connectors.shared_storage.test_v1 import make_config
 
 OLD = [

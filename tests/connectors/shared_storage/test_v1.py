@@ -18,7 +18,7 @@ from kvferry.connectors.shared_storage import (
 )
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
-from kvferry.v1.base import KVConnectorRole
+from kvferry.v1.types import KVConnectorRole
 
 BLOCK = 4
 

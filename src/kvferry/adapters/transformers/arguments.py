@@ -1,10 +1,11 @@
-"""What callers hand over, made plain or refused."""
+"""Arguments of callers: options, token ids, masks and caches, made plain or refused."""
 
 # ruff: noqa: ANN401 - token ids and caches come in many types.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -12,6 +13,38 @@ import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
 from kvferry.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKVConfig:
+    """Options of `StoredKV`; each has a default that is right for one machine.
+
+    Attributes:
+        chunk_tokens: tokens per stored record. Part of the identity: records of another value are
+            not read.
+        load_timeout_seconds: after this, `load` returns what has arrived.
+        save_timeout_seconds: after this, `save` starts no more records and returns.
+        io_threads: threads for reads, and as many for writes.
+        tenant: keeps records apart from those of every other tenant.
+        weights_version: a name for weights that are not those of the model's directory. The caller
+            guarantees that different weights never share a name.
+    """
+
+    chunk_tokens: int = 128
+    load_timeout_seconds: float = 5.0
+    save_timeout_seconds: float = 60.0
+    io_threads: int = 2
+    tenant: str = ""
+    weights_version: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        for name in ("load_timeout_seconds", "save_timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
 
 
 def read_token_ids(given: Any, vocab_size: int) -> list[int]:
@@ -69,12 +102,10 @@ def num_tokens_in(cache: Any, model: HostModel) -> int:
             f"the cache has {len(layers)} layers, the model {len(model.layers)}: it is of another"
         )
     for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):
-        for tensor, size in ((layer.keys, expected.key_size), (layer.values, expected.value_size)):
-            found = (*tensor.shape[:2], tensor.shape[-1])
-            if found != (1, expected.num_kv_heads, size) or tensor.dtype != expected.dtype:
-                raise ConfigError(
-                    f"layer {position} of the cache is {tensor.dtype} {list(tensor.shape)}; one "
-                    f"sequence of this model has {expected.dtype} "
-                    f"[1, {expected.num_kv_heads}, tokens, {size}]"
-                )
+        mismatch = expected.mismatch(layer)
+        if mismatch is not None:
+            raise ConfigError(
+                f"layer {position} of the cache is {mismatch[0]}; one sequence of this model has "
+                f"{mismatch[1]}"
+            )
     return int(cache.get_seq_length())

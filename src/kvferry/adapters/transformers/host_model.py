@@ -1,7 +1,7 @@
-"""A loaded Transformers model as kvferry sees it: whose KV it computes, in which shape.
+"""A loaded Transformers model: the identity and the shape of its KV.
 
 A model that was changed after it was loaded (trained, merged, quantised, cut) computes other KV
-than the directory it came from says. What can be seen of that is refused here, by name.
+than the model in its directory. Changes that can be seen are refused here, by name.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -9,13 +9,14 @@ than the directory it came from says. What can be seen of that is refused here, 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.weight_samples import differing_tensor
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
@@ -34,7 +35,15 @@ _PROBES = ((0, 1, 2, 3), (0, 1, 2, 4))
 """Token ids that every vocabulary has."""
 
 _ROUNDING = 0.02
-"""Of the largest value: above what bfloat16 makes of another order of additions."""
+"""Relative to the largest value; more than bfloat16 changes with the order of additions."""
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_MAX_HEADER_BYTES = 100 << 20
+"""The bound of the safetensors format itself."""
+
+_MAX_ROW_BYTES = 64 * 1024
 
 
 class CacheLayer(NamedTuple):
@@ -45,26 +54,36 @@ class CacheLayer(NamedTuple):
     """Its index within the layers of the group."""
     num_kv_heads: int
     key_size: int
-    """Elements per token and head of what the cache calls keys; the latent of latent attention."""
+    """Elements per token and head of the cache's keys; the latent of latent attention."""
     value_size: int
-    """Of what it calls values; the rotated key of latent attention."""
+    """Of the cache's values; the rotated key of latent attention."""
     pairs_apart: bool
-    """Whether the values have the first numbers of all rotated pairs first. Records, as vLLM, have
-    the two numbers of each side by side."""
+    """Whether the values have the first numbers of all rotated pairs first. In records, as in vLLM,
+    the two numbers of a pair are side by side."""
     dtype: torch.dtype
+
+    def mismatch(self, layer: Any, num_tokens: int | None = None) -> tuple[str, str] | None:
+        """The form of keys or values that are not as expected, and the expected form; None if both
+        are. Any number of tokens is right if `num_tokens` is None."""
+        for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
+            count = tensor.shape[-2] if num_tokens is None else num_tokens
+            shape = (1, self.num_kv_heads, count, size)
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+                return f"{tensor.dtype} {list(tensor.shape)}", f"{self.dtype} {list(shape)}"
+        return None
 
 
 class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity: as the embedded engine's, so that each reads what the other stored.
+        identity: as the embedded engine's, so that both share records.
         groups: likewise.
         layers: in the order of the model's cache.
         vocab_size: token ids are below it.
 
     Raises:
-        ConfigError: a model whose KV cannot be told from others', or has no record form; and why.
+        ConfigError: a model whose KV has no certain identity, or no record form; and why.
     """
 
     identity: ModelIdentity
@@ -98,13 +117,13 @@ class HostModel:
         return self._look() == self._fingerprint
 
     def device_of(self, layer: int) -> torch.device:
-        """Where the KV of a layer lives."""
+        """The device of a layer's KV."""
         return self._layer_devices[layer]
 
     def num_visible(self, token_ids: list[int]) -> int:
-        """The leading tokens before the first that, as it seems, is padding that nobody attends to.
-        `generate` itself takes padding tokens for that, if no mask is given and the token ends no
-        sequence; and a prompt that starts with several comes from a padded batch."""
+        """The number of leading tokens before the first that seems to be masked padding. Without a
+        mask, `generate` masks padding tokens unless the token also ends sequences; and a prompt
+        that starts with several of them comes from a padded batch."""
         generation = getattr(self._model, "generation_config", None)
         padding = getattr(generation, "pad_token_id", None)
         if padding is None or padding not in token_ids:
@@ -115,7 +134,7 @@ class HostModel:
         return token_ids.index(padding)
 
     def _look(self) -> object:
-        """What differs after an optimizer step, a merge, a move or a switch to training."""
+        """A value that changes with an optimizer step, a merge, a move or a switch to training."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         return (
             self._model.training,
@@ -126,9 +145,10 @@ class HostModel:
         )
 
     def _probe(self, directory: Path) -> tuple[torch.device, ...]:
-        """Run a few tokens and look at what the model keeps of them; the device of each layer's KV.
+        """Run a few tokens and check the KV that the model keeps. Returns the device of each
+        layer's KV.
 
-        Two runs of one length that differ in their last token: of all others KV must be the same.
+        Two runs of one length differ in their last token: the KV of all other tokens must be equal.
         """
         what = f"{type(self._model).__name__} from {directory}"
         run, other = (_layers_of_run(self._model, token_ids, what) for token_ids in _PROBES)
@@ -144,16 +164,12 @@ class HostModel:
                     f"{what} keeps a {type(layer).__name__} in layer {number}; only keys and "
                     "values of attention can be stored"
                 )
-            for tensor, size in (
-                (layer.keys, expected.key_size),
-                (layer.values, expected.value_size),
-            ):
-                shape = (1, expected.num_kv_heads, num_tokens, size)
-                if tuple(tensor.shape) != shape or tensor.dtype != expected.dtype:
-                    raise ConfigError(
-                        f"{what} keeps {tensor.dtype} {list(tensor.shape)} in layer {number}; "
-                        f"expected {expected.dtype} {list(shape)} by config.json and dtype"
-                    )
+            mismatch = expected.mismatch(layer, num_tokens)
+            if mismatch is not None:
+                raise ConfigError(
+                    f"{what} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
+                    "config.json and dtype"
+                )
             if _differ_before_last(layer, other[number]):
                 raise ConfigError(
                     f"{what} is not causal: KV of a token in layer {number} depends on tokens "
@@ -179,7 +195,7 @@ def _layers_of_run(model: Any, token_ids: tuple[int, ...], what: str) -> list[An
 
 
 def _differ_before_last(layer: Any, other: Any) -> bool:
-    """By more than rounding, which differs where experts get other numbers of tokens."""
+    """Whether KV differs by more than rounding, which depends on how many tokens an expert gets."""
     for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
         ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
         if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
@@ -265,7 +281,7 @@ def _dtype_of(model: Any) -> Any:
 
 
 def _refuse_other_weights(model: Any, directory: Path) -> None:
-    name = differing_tensor(model.state_dict(), directory)
+    name = _differing_tensor(model.state_dict(), directory)
     if name is not None:
         raise ConfigError(
             f"the model's {name} is not the one in {directory}: it was changed after loading; save "
@@ -274,7 +290,7 @@ def _refuse_other_weights(model: Any, directory: Path) -> None:
 
 
 def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
-    """What the running model's config says otherwise than config.json; part of the identity."""
+    """Fields in which the running model's config differs from config.json; part of the identity."""
     from transformers import AutoConfig
 
     stored = _plain_config(AutoConfig.from_pretrained(directory, local_files_only=True))
@@ -311,3 +327,83 @@ def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
                 getattr(torch, group.dtype),
             )
     return tuple(at[name] for name in config.geometry.layer_names)
+
+
+# --- samples of the weights -----------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def _differing_tensor(state: Mapping[str, torch.Tensor], directory: Path) -> str | None:
+    """The name of a tensor that differs from the one stored under its name; None if none was found.
+
+    Compares some rows of every tensor, which is no proof: identity is the digest of all bytes. It
+    catches a model that was trained, merged or patched in memory after it was loaded, which no
+    digest of files can see and which changes nearly every row.
+
+    Reads the files that Transformers would load. Tensors that it renames or builds from several are
+    passed over, and so are other formats than safetensors and files that cannot be read: the digest
+    names those.
+
+    Args:
+        state: the model's tensors by name.
+        directory: where they were loaded from.
+    """
+    for path in _files(directory):
+        try:
+            with path.open("rb") as file:
+                for stored in _tensors(file.fileno()):
+                    tensor = state.get(stored.name)
+                    if tensor is not None and _differs(tensor, stored, file.fileno()):
+                        return stored.name
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return None
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files that Transformers loads: one whole file, else the files of the index."""
+    whole = directory / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+        return [directory / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _tensors(fd: int) -> Iterator[_Stored]:
+    # By hand, because the library maps files, and one that is cut short then kills the process.
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    for name, entry in json.loads(os.pread(fd, size, 8)).items():
+        if name != "__metadata__" and entry["dtype"] in _DTYPES:
+            shape = tuple(entry["shape"])
+            yield _Stored(name, _DTYPES[entry["dtype"]], shape, 8 + size + entry["data_offsets"][0])
+
+
+def _differs(tensor: torch.Tensor, stored: _Stored, fd: int) -> bool:
+    if tuple(tensor.shape) != stored.shape:
+        return True
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return False
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+    num_rows, width = rows.shape
+    seen = min(width, _MAX_ROW_BYTES // stored.dtype.itemsize)
+    for row in sorted({0, num_rows // 2, num_rows - 1}):
+        data = os.pread(
+            fd, seen * stored.dtype.itemsize, stored.offset + row * width * stored.dtype.itemsize
+        )
+        expected = torch.frombuffer(bytearray(data), dtype=stored.dtype).to(tensor.dtype)
+        if not torch.equal(expected, rows[row, :seen].cpu()):
+            return True
+    return False

@@ -26,7 +26,7 @@ class LoadedCache(DynamicCache):
         self._is_filled = False
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put in what was read; `[1, heads, tokens, size]` each."""
+        """Put in loaded KV; `[1, heads, tokens, size]` each."""
         super().update(keys, values, layer)
         self._is_filled = True
 

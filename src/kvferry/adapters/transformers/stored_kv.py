@@ -12,11 +12,14 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvferry.adapters.transformers.arguments import num_tokens_in, read_token_ids, refuse_padding
-from kvferry.adapters.transformers.config import StoredKVConfig
+from kvferry.adapters.transformers.arguments import (
+    StoredKVConfig,
+    num_tokens_in,
+    read_token_ids,
+    refuse_padding,
+)
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
-from kvferry.adapters.transformers.record_io import RecordReads, RecordWrites
-from kvferry.adapters.transformers.rows import Image, fill, first_kept, gather
+from kvferry.adapters.transformers.records import Image, RecordIO, fill, first_kept, gather
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config, parse_size, parse_store_url
 from kvferry.errors import ConfigError, ContractError
@@ -34,14 +37,14 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for reads and writes under way."""
 
 READY_SECONDS = 0.5
-"""How long opening waits for the store to know what it holds. Only speed depends on it."""
+"""How long opening waits for the store to list its records. Only speed depends on it."""
 
 
 class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
-    Guarantee: what `load` returns was verified, byte by byte, as KV that this model computed for
-    these tokens. A store that fails or stalls costs time, of bounded length, and is counted.
+    Guarantee: `load` returns only KV that this model computed for these tokens, verified byte by
+    byte. A store that fails or stalls costs a bounded time, and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -80,26 +83,28 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        self._namespace = self._make_namespace()
+        self._namespace = Namespace.of(
+            self._model.identity,
+            self._model.groups,
+            self._config.chunk_tokens,
+            self._config.tenant,
+        )
         self._schema = RecordSchema.for_groups(
             namespace=self._namespace.digest,
             chunk_tokens=self._config.chunk_tokens,
             groups=self._model.groups,
         )
         self._store = self._open(store) if isinstance(store, str) else store
-        self._ready()
+        if isinstance(self._store, SupportsNamespaces):
+            self._store.describe(self._namespace.digest, self._namespace.as_text())
+        if isinstance(self._store, SupportsProbe):
+            self._store.wait_indexed(READY_SECONDS)
         whole = tensor_parallel_shard(self._model.groups, 0, 1)
         self._rows = RankRows(self._model.groups, whole, self._schema)
-        io = (self._store, self._rows, self._config, self._observer)
-        self._reads = RecordReads(*io)
-        self._writes = RecordWrites(*io)
+        self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
-        self._told_of_change = False
+        self._warned_of_change = False
         self._closed = False
-
-    def _make_namespace(self) -> Namespace:
-        config, model = self._config, self._model
-        return Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
 
     def _open(self, url: str) -> Store:
         # Before it is opened: a store opened with such a quota would evict down to it.
@@ -112,12 +117,6 @@ class StoredKV:
             )
         return open_store(url, observer=self._observer)
 
-    def _ready(self) -> None:
-        if isinstance(self._store, SupportsNamespaces):
-            self._store.describe(self._namespace.digest, self._namespace.as_text())
-        if isinstance(self._store, SupportsProbe):
-            self._store.wait_indexed(READY_SECONDS)
-
     # ---- loading
 
     def load(self, input_ids: Any, *, attention_mask: Any = None) -> Any:
@@ -129,7 +128,7 @@ class StoredKV:
 
         Args:
             input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids.
-            attention_mask: what `generate` is given; checked to hide nothing.
+            attention_mask: the mask for `generate`; refused if it hides tokens.
 
         Returns:
             A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids`.
@@ -148,7 +147,7 @@ class StoredKV:
             return cache
         keys = self._keys(token_ids)
         started = time.perf_counter()
-        images = self._reads.read(keys)
+        images = self._records.read(keys)
         num_tokens = min(len(images) * self._config.chunk_tokens, len(token_ids) - 1)
         if num_tokens < 1:
             self._observer.count("requests_missed")
@@ -169,8 +168,8 @@ class StoredKV:
         Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
         Args:
-            token_ids: all that the cache was computed from: what `generate` returned, or the prompt
-                alone after a forward. They name what is stored: give no others.
+            token_ids: all tokens that the cache was computed from: the output of `generate`, or the
+                prompt alone after a forward. The keys of the records are made of them.
             cache: a `DynamicCache`, from `load` or not. Where layers dropped tokens behind their
                 sliding window, these are not stored.
             num_tokens: store only so many, for example those of the prompt and not the answer.
@@ -202,7 +201,7 @@ class StoredKV:
         wanted = [
             chunk for chunk in range(first, len(keys)) if not self._store.contains(keys[chunk])
         ]
-        return self._writes.write(self._images(wanted, keys, cache)) * size
+        return self._records.write(self._images(wanted, keys, cache)) * size
 
     def _images(
         self, chunks: Sequence[int], keys: Sequence[ChunkKey], cache: Any
@@ -213,10 +212,10 @@ class StoredKV:
             gather(image, cache, self._model, chunk * size, size)
             yield keys[chunk], chunk * size, image
 
-    # ---- what is given
+    # ---- checks
 
     def _keys(self, token_ids: list[int]) -> list[ChunkKey]:
-        """Of the chunks before any padding: behind it, KV depends on more than the tokens."""
+        """The keys of the chunks before any padding: behind it, KV depends on more than tokens."""
         num_visible = self._model.num_visible(token_ids)
         if num_visible < len(token_ids):
             self._observer.count("requests_padded")
@@ -229,8 +228,8 @@ class StoredKV:
         if self._model.is_unchanged:
             return True
         self._observer.count("model_changed")
-        if not self._told_of_change:
-            self._told_of_change = True
+        if not self._warned_of_change:
+            self._warned_of_change = True
             logger.warning(
                 "the model was moved, trained or changed since StoredKV was made: nothing is "
                 "loaded or saved; make a new one, with a weights_version if its weights are new"
@@ -254,10 +253,8 @@ class StoredKV:
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + CLOSE_SECONDS
         try:
-            self._reads.close(CLOSE_SECONDS)
-            self._writes.close(max(0.0, deadline - time.monotonic()))
+            self._records.close(CLOSE_SECONDS)
         finally:
             self._store.close()
 

@@ -6,17 +6,13 @@
 The name is known to vLLM through the entry point `register`; without entry points, add
 `"kv_connector_module_path": "kvferry.adapters.vllm"`. `docs/vllm.md` has the options.
 
-host.py      what this vLLM offers; the only file that knows versions
-plugin.py    the class that vLLM constructs, on vLLM's own base class
-connector.py how such a class is made for any host
-spec.py      vLLM's configuration as an `EngineSpec`
-identity.py  which model it really runs, LoRA adapters included
-items.py     multimodal items, and how this vLLM reads them
-caches.py    the layer tensors as the layouts we know
-options.py   `kv_connector_extra_config`
-metrics.py   counters for vLLM's log and Prometheus
-startup.py   what is logged once
-events.py    what was stored and removed, as vLLM's KV events
+host.py       the types and functions of this vLLM; the only file that knows versions
+plugin.py     the class that vLLM constructs, on vLLM's own base class
+connector.py  how such a class is made for any host; its options, its log at start
+spec.py       vLLM's configuration as an `EngineSpec`, its tensors in a layout of ours
+identity.py   the identity of the model, of LoRA adapters and of multimodal items
+metrics.py    counters for vLLM's log and Prometheus
+events.py     stored and removed chunks, as vLLM's KV events
 """
 
 from __future__ import annotations

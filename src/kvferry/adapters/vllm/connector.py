@@ -1,40 +1,67 @@
-"""How a connector class for a host is made: `OneRole` on the host's base class."""
+"""`KVFerryConnector` for any host: `OneRole` on the host's base class, its options and its log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvferry.adapters.vllm import caches
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
-from kvferry.adapters.vllm.identity import LoraIdentities, local_model, model_identity
-from kvferry.adapters.vllm.items import ItemIdentities
+from kvferry.adapters.vllm.identity import (
+    ItemIdentities,
+    LoraIdentities,
+    local_model,
+    model_identity,
+)
 from kvferry.adapters.vllm.metrics import IntervalCounters
-from kvferry.adapters.vllm.options import KIND, WHERE, connector_options
-from kvferry.adapters.vllm.spec import engine_spec
-from kvferry.adapters.vllm.startup import log_start, warn_not_cached
-from kvferry.connectors.registry import default_options, open_parts
+from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
+from kvferry.config import format_size
+from kvferry.connectors.registry import ConnectorParts, default_options, open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
-from kvferry.v1.base import CarriedMeta, PlanMetadata
-from kvferry.v1.facade import HostTypes, OneRole
+from kvferry.store.base import Store
+from kvferry.store.speed import measure
+from kvferry.v1.facade import OneRole
+from kvferry.v1.types import CarriedMeta, PlanMetadata
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("vllm.kvferry")
+"""Below vLLM's own logger, so that its handlers and its level hold."""
+
+KIND = "shared_storage"
+"""The connector behind the plug-in."""
+
+WHERE = "kv_connector_extra_config"
+
+DEFAULT_MAX_BYTES = "10GiB"
+"""Quota of the default store."""
+
 START_SECONDS = 5.0
-"""How long start-up waits for the store to list what it holds; look-ups before that may miss."""
+"""How long start-up waits for the store to list its records; look-ups before that may miss."""
 
 
 class FerryConnector(OneRole):
     """Prefix reuse through a store, for vLLM; becomes a connector with a host's base class.
 
-    Holds the scheduler role or one rank's worker role. Nothing in it decides or moves bytes.
+    Holds the scheduler role or one rank's worker role. It decides nothing and moves no bytes.
+
+    Attributes:
+        host: the vLLM that constructs it.
+        stats_class: `make_stats_class(host.stats)`, or None. Importable by its name, since its
+            objects cross processes.
+        prom_class: `make_prom_class(host.prom_metrics)`, or None.
     """
 
     host: ClassVar[Host]
+    stats_class: ClassVar[type[Any] | None]
+    prom_class: ClassVar[type[Any] | None]
 
     def __init__(
         self,
@@ -48,65 +75,88 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served; one
                 line that says what to change.
         """
-        # Before all others, as those of `OneRole`: hooks look at them in every step.
-        self._observer = IntervalCounters()
-        self._counts = self._observer.sums
-        self._translator: EventTranslator | None = None
         groups = (kv_cache_config,) if self.host.base_takes_groups else ()
         super().__init__(vllm_config, role, *groups)
-        options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        version = options.get("weights_version")
+        self._observer = IntervalCounters()
         self._lora_identities = LoraIdentities()
-        self._item_identities = ItemIdentities(vllm_config, local_model(vllm_config))
-        spec = engine_spec(
-            vllm_config,
-            kv_cache_config,
-            model_identity(
-                vllm_config, None if version is None else str(version), self.host.load_config
-            ),
-            carries_worker_meta=self.host.carries_messages,
-            publishes=self.host.events is not None and _wants_events(vllm_config),
-        )
-        is_worker = role.name == "WORKER"
-        if not computes_like_others(vllm_config):
-            spec = replace(spec, loads=False, saves=False)
-            if not is_worker:
-                warn_not_cached()
-        chunk_tokens = options.get("chunk_tokens", default_options(KIND)["chunk_tokens"])
-        kernels = cpu_kernels(vllm_config, {part.block_size for part in spec.table_parts})
-        spec = caches.with_layout(spec, kernels, chunk_tokens)
-        self._kv_layout = spec.kv_layout
         self._host_config = vllm_config
-        self._places: dict[str, int] | None = None  # of the tensors registered, by layer
+        self._places: dict[str, int] | None = None  # addresses of the registered tensors, by layer
+        is_worker = role.name == "WORKER"
+        options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        spec = self._spec(kv_cache_config, options)
+        self._kv_layout = spec.kv_layout
         self._parts = open_parts(
-            *(KIND, spec, options, self._observer),
-            where=WHERE,
-            schedules=not is_worker,
+            KIND, spec, options, self._observer, where=WHERE, schedules=not is_worker
         )
-        self._translator = self._make_translator(spec)
-        self._cache_hit_source = self._hit_source(self._parts.store.url)
+        in_memory = self._parts.store.url.startswith("memory:")
+        self._translator: EventTranslator | None = None
+        if spec.publishes:
+            self._translator = EventTranslator(self.host.events, "CPU" if in_memory else "STORAGE")
+        if self.host.hit_sources is not None:
+            sources = self.host.hit_sources
+            self._cache_hit_source = sources.HOST if in_memory else sources.DISK
         self.attach(
-            role.name,
-            None if is_worker else self._parts.scheduler(),
-            self._parts.worker() if is_worker else None,
+            self._parts.worker() if is_worker else self._parts.scheduler(),
             block_size=self._parts.block_multiple,
             observer=self._observer,
+            lora_identity=self._lora_identities,
+            item_identity=ItemIdentities(vllm_config, local_model(vllm_config)),
         )
         if not is_worker:
             self._parts.wait_ready(START_SECONDS)
             log_start(self._parts, spec)
 
-    def _make_translator(self, spec: EngineSpec) -> EventTranslator | None:
-        if not spec.publishes:
-            return None
-        in_memory = self._parts.store.url.startswith("memory:")
-        return EventTranslator(self.host.events, "CPU" if in_memory else "STORAGE")
+    def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
+        config, host = self._host_config, self.host
+        version = options.get("weights_version")
+        identity = model_identity(
+            config, None if version is None else str(version), host.load_config
+        )
+        events = getattr(config, "kv_events_config", None)
+        wants_events = events is not None and bool(events.enable_kv_cache_events)
+        spec = engine_spec(
+            config,
+            kv_cache_config,
+            identity,
+            carries_worker_meta=host.carries_messages,
+            publishes=host.events is not None and wants_events,
+        )
+        if not computes_like_others(config):
+            spec = replace(spec, loads=False, saves=False)
+        chunk_tokens = options.get("chunk_tokens", default_options(KIND)["chunk_tokens"])
+        kernels = cpu_kernels(config, {part.block_size for part in spec.table_parts})
+        return with_layout(spec, kernels, chunk_tokens)
 
-    def _hit_source(self, url: str) -> Any:  # noqa: ANN401 - the host's
-        sources = self.host.hit_sources
-        if sources is None:
+    # The host's types.
+
+    def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+        assert self.host.results is not None, "only hosts with this type ask for it"
+        return self.host.results(
+            finished_sending=sending, finished_recving=recving, failed_recving=failed
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        return None if cls.stats_class is None else cls.stats_class(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,  # noqa: ANN401
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:  # noqa: ANN401
+        if cls.prom_class is None:
             return None
-        return sources.HOST if url.startswith("memory:") else sources.DISK
+        try:
+            return cls.prom_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except ValueError as error:  # prometheus_client's
+            # Early hosts ask once for each of several connectors in one `MultiConnector`. Then the
+            # metrics of the first one are there.
+            if "Duplicated timeseries" not in str(error):
+                raise
+            return None
 
     # Worker side.
 
@@ -125,136 +175,134 @@ class FerryConnector(OneRole):
             )
         self._places = places
         layers = self._host_config.compilation_config.static_forward_context
-        super().register_kv_caches(caches.views(kv_caches, layers, self._kv_layout))
-
-    def handle_preemptions(self, kv_connector_metadata: object) -> None:
-        """Nothing to do: saves copy out of the blocks in the step that computed them."""
+        super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        step = self._step
-        if step is None and not self._counts:
-            return None
         counts = self._observer.take()
-        if step is None or self.host_types.carries_worker_meta:
-            return self.host_types.make_stats(counts, None) if counts else None
-        # On a host without messages they ride along. Such a host asks the scheduler's half only if
-        # a worker has something: so there is something, empty maybe, whenever there is a plan.
-        meta = step.output.meta
-        return self.host_types.make_stats(counts, None if meta is None else CarriedMeta(meta))
+        meta = None
+        if self._step is None or self.host.worker_meta is not None:
+            if not counts:
+                return None
+        else:
+            # On a host without messages they travel on the stats. Such a host asks the scheduler's
+            # half for stats only if a worker has some. So a worker has some whenever there is a
+            # plan, even if they are empty.
+            meta = self._step.output.meta
+        if self.stats_class is None:
+            return None
+        stats = self.stats_class(data=counts)
+        stats.carried_meta = None if meta is None else CarriedMeta(meta)
+        return stats
 
     # Scheduler side.
+
+    def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - the host's
+        if self.host.worker_meta is None:
+            connector_output = own_report(connector_output, type(self).__name__)
+        super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[Any]:
         if self._translator is None:
             return ()
-        return tuple(self._translator.translate(super().take_events()))
-
-    def get_finished_count(self) -> int | None:
-        return None
-
-    def _lora_identity(self, lora_request: object) -> str | None:
-        return self._lora_identities(lora_request)
-
-    def _item_identity(self, identifier: str) -> str | None:
-        return self._item_identities(identifier)
+        return self._translator.translate(super().take_events())
 
     def shutdown(self) -> None:
         super().shutdown()
         self._lora_identities.close()
         self._parts.close()
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: object) -> str | None:
-        """None: any layout is read and written as it is."""
-        return None
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing is done around single layers on devices that run graphs."""
-        return False
-
-
-def _wants_events(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
-    config = getattr(vllm_config, "kv_events_config", None)
-    return config is not None and bool(config.enable_kv_cache_events)
-
 
 def make_connector_class(
-    host: Host, stats: type[Any] | None, prom_metrics: type[Any] | None
+    host: Host, stats_class: type[Any] | None, prom_class: type[Any] | None
 ) -> type[Any]:
-    """`KVFerryConnector` for `host`.
-
-    Args:
-        host: what to build on.
-        stats: `make_stats_class(host.stats)`, importable so that it crosses processes, or None.
-        prom_metrics: `make_prom_class(host.prom_metrics)`, or None.
-    """
-
-    def make_stats(counts: dict[str, float], meta: object) -> Any:  # noqa: ANN401 - the host's
-        if stats is None:
-            return None
-        made = stats(data=counts)
-        if meta is not None:
-            made.carried_meta = meta
-        return made
-
-    def make_results(sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
-        if host.results is None:
-            raise ConfigError(f"vLLM {host.version} does not ask for transfer results")
-        return host.results(
-            finished_sending=sending, finished_recving=recving, failed_recving=failed
-        )
-
-    class KVFerryConnector(FerryConnector, *host.bases):  # type: ignore[misc]
-        host_types = HostTypes(
-            make_stats=make_stats,
-            make_results=make_results,
-            no_results=None if host.results is None else _nothing(host.results),
-            carries_worker_meta=host.worker_meta is not None,
-        )
-
-        @classmethod
-        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
-            return None if stats is None else stats(data=dict(data or {}))
-
-        @classmethod
-        def build_prom_metrics(
-            cls,
-            vllm_config: Any,  # noqa: ANN401
-            metric_types: dict[Any, Any],
-            labelnames: list[str],
-            per_engine_labelvalues: dict[int, list[object]],
-        ) -> Any:  # noqa: ANN401
-            if prom_metrics is None:
-                return None
-            try:
-                return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            except ValueError as error:  # prometheus_client's
-                # Early hosts ask once for each of several connectors in one `MultiConnector`.
-                if "Duplicated timeseries" not in str(error):
-                    raise
-                return None  # the ones of the first are there
-
-    KVFerryConnector.host = host
-    if host.worker_meta is None:
-        KVFerryConnector.update_connector_output = _update_from_stats  # type: ignore[assignment, method-assign]
-    _adopt_messages(host)
-    return KVFerryConnector
-
-
-def _update_from_stats(self: FerryConnector, connector_output: Any) -> None:  # noqa: ANN401
-    """`update_connector_output` on hosts where messages from workers ride along on counters."""
-    OneRole.update_connector_output(self, own_report(connector_output, type(self).__name__))
-
-
-def _nothing(results: Callable[..., Any]) -> Any:  # noqa: ANN401 - the host's
-    ids: frozenset[str] = frozenset()
-    return results(finished_sending=ids, finished_recving=ids, failed_recving=ids)
-
-
-def _adopt_messages(host: Host) -> None:
-    """Let a host that asks what our messages are hear that they are its own kind."""
+    """`KVFerryConnector` for `host`; arguments as the attributes of `FerryConnector`."""
+    # Hosts check that messages are of their own types.
     host.metadata.register(PlanMetadata)
     if host.worker_meta is not None:
         host.worker_meta.register(CarriedMeta)
+
+    class KVFerryConnector(FerryConnector, *host.bases):  # type: ignore[misc]
+        pass
+
+    KVFerryConnector.host = host
+    KVFerryConnector.stats_class = stats_class
+    KVFerryConnector.prom_class = prom_class
+    return KVFerryConnector
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def connector_options(extra: object) -> dict[str, Any]:
+    """Options of the shared-storage connector from `kv_connector_extra_config`, which need not name
+    a store. Their names and types are checked where the connector is built.
+
+    Raises:
+        ConfigError: not an object.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(f"{WHERE} is a {type(extra).__name__}, not an object")
+    options = dict(extra or {})
+    # The store's name in configurations of vLLM's ExampleConnector, once SharedStorageConnector.
+    path = options.pop("shared_storage_path", None)
+    if "store" not in options:
+        options["store"] = _default_store() if path is None else f"file://{Path(path).absolute()}"
+    return options
+
+
+def _default_store() -> str:
+    """In this user's cache directory, where no other user can write."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError(
+            "no store is named and there is no home directory for one; set "
+            '"store": "file:///absolute/directory?max_bytes=100GiB"'
+        ) from error
+    return f"file://{root / 'kvferry' / 'kv'}?max_bytes={DEFAULT_MAX_BYTES}"
+
+
+# --- the log of the start -------------------------------------------------------------------------
+
+
+def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
+    """Log the store, the namespace and the layout. A daemon thread measures the store's speed and
+    logs it in a line of its own, since a store that hangs would hold up the start."""
+    if not (spec.loads or spec.saves):
+        logger.warning(
+            "kvferry: vLLM computes latent attention (MLA) on a CPU otherwise after a prefix hit "
+            "than without, so this model is served without the cache"
+        )
+    stat = parts.store.stat()
+    logger.info(
+        "kvferry: store %s with %d records, %s of %s; namespace %s; %s per chunk; %d KV groups in "
+        "%d block tables, layout %s",
+        stat.url,
+        stat.num_records,
+        format_size(stat.used_bytes),
+        "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
+        parts.namespace.hex()[:16],
+        format_size(parts.record_bytes),
+        len(spec.groups),
+        len({part.table for part in spec.table_parts}),
+        spec.kv_layout,
+    )
+    speed = threading.Thread(
+        target=_log_speed, args=(parts.store,), name="kvferry-speed", daemon=True
+    )
+    try:
+        speed.start()
+    except RuntimeError as error:  # the process has as many threads as it may have
+        logger.warning("kvferry: store %s is not measured: %s", stat.url, error)
+
+
+def _log_speed(store: Store) -> None:
+    try:
+        speed = measure(store)
+    except Exception as error:  # outermost of a thread
+        logger.warning("kvferry: store %s cannot be measured: %r", store.url, error)
+        return
+    write, read = ("not measured" if rate is None else f"{rate / 1e9:.2f} GB/s" for rate in speed)
+    logger.info("kvferry: store %s writes %s, reads %s", store.url, write, read)

@@ -1,6 +1,5 @@
-"""What this vLLM offers, looked up once. The only file that knows how versions differ.
-
-Versions are told apart by what they have, not by their number: builds from source have none.
+"""The types and functions of this vLLM, looked up once. The only file that knows how versions
+differ. It tests for names, not for version numbers: builds from source have none.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NEEDED_HOOKS = (
     "update_connector_output",
     "request_finished",
 )
-"""Without any of these a load that failed would go unnoticed, or nothing would work at all."""
+"""Without one of these a failed load would go unnoticed, or nothing would work at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class Host:
         stats: its `KVConnectorStats`; None if it collects none.
         prom_metrics: its `KVConnectorPromMetrics`; None if it exports none.
         results: its `KVConnectorTransferResults`; None before 0.32.
-        hit_sources: its `CacheHitSource`; None if it does not tell sources apart.
+        hit_sources: its `CacheHitSource`; None if it does not count hits by source.
         events: its module of KV events; None if it has none.
         base_takes_groups: whether the base class's constructor takes `kv_cache_config`.
         load_config: its `get_config`: a model's configuration as it is written.
@@ -74,8 +73,7 @@ class Host:
 
     @property
     def carries_messages(self) -> bool:
-        """Whether a worker can tell the scheduler something of its own: in a message, or riding on
-        its counters."""
+        """Whether workers' messages reach the scheduler, in their own field or on the stats."""
         return self.worker_meta is not None or self.stats is not None
 
 
@@ -116,8 +114,8 @@ def load_host() -> Host:
 
 
 def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  # noqa: ANN401
-    """The instruction set for which this vLLM picks its CPU attention kernels, and so what a block
-    holds; None if it does not run on a CPU or the model has latent attention, with other kernels.
+    """The instruction set of this vLLM's CPU attention kernels, which decides a block's layout.
+    None if it does not run on a CPU, or for latent attention, which has other kernels.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -137,11 +135,11 @@ def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  
 
 
 def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
-    """Whether the KV of this vLLM is what other engines compute, and what follows a hit is right.
+    """Whether this vLLM computes the KV that other engines compute, also after a hit.
 
-    Not for latent attention on a CPU. There vLLM switches its own prefix cache off, with reason:
-    with right KV in its blocks, whoever brought it, a prefill after a hit disagrees with one of the
-    whole prompt, and already the latter disagrees with Transformers (seen with 0.32).
+    Not for latent attention on a CPU, where vLLM switches its own prefix cache off: even with right
+    KV in its blocks, a prefill after a hit disagrees with one of the whole prompt, and the latter
+    disagrees with Transformers (seen with 0.32).
     """
     platforms = _module("vllm.platforms")
     on_cpu = platforms is not None and platforms.current_platform.is_cpu()
@@ -149,24 +147,22 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
 
 
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
-    """`output` with the counters of the connector class `name` alone, and none if they are empty.
+    """`output` with the stats of the connector class `name` alone.
 
-    `MultiConnector` puts those of its children into one object, by class, and hands all of it to
-    each of them. Since 0.18 nothing that matters rides on counters.
+    `MultiConnector` puts the stats of its children into one object, by class, and hands all of it
+    to each of them. Since 0.18 no messages travel on stats.
     """
     stats = output.kv_connector_stats
     held = getattr(stats, "data", None)
     if isinstance(held, dict) and hasattr(held.get(name), "carried_meta"):
         stats = held[name]
-    if hasattr(stats, "carried_meta") and stats.is_empty():
-        stats = None  # a step that brings nothing else is no news
     if stats is output.kv_connector_stats:
         return output
     return replace(output, kv_connector_stats=stats)
 
 
 def check_host(host: Host) -> None:
-    """Raises ConfigError if `host` lacks what a connector that never serves wrong KV needs."""
+    """Raises ConfigError if `host` lacks a hook without which wrong KV might be served."""
     missing = [name for name in _NEEDED_HOOKS if not hasattr(host.base, name)]
     if missing:
         raise ConfigError(

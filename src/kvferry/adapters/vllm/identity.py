@@ -1,9 +1,10 @@
-"""Which model a vLLM really runs, by content: weights, effective configuration, LoRA adapters.
+"""Identities by content of all that decides a vLLM's KV: weights, effective configuration, LoRA
+adapters and multimodal items.
 
-The configuration is the model directory's `config.json` and, beside it, what this vLLM runs
-differently from what it would have loaded from there: overrides by the operator, dtypes, a
-quantisation done while loading. So engines that run a model as it is written agree on its identity,
-whatever library version read it, and each deviation has an identity of its own.
+The configuration is the model directory's `config.json` and this vLLM's deviations from it:
+overrides by the operator, dtypes, a quantisation done while loading. So engines without deviations
+agree on a model's identity, whatever library version read it, and each deviation has an identity of
+its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,11 +32,11 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 """Load formats that read the same tensors from a model directory."""
 
 _FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
-"""Load formats that read other files of it, which may hold other weights. With any format that is
-in neither list, weights are not what the files say, or nobody knows."""
+"""Load formats that read other files of it, which may hold other weights. With a format in neither
+list, the weights may not be those of the files."""
 
 RECHECK_SECONDS = 5.0
-"""How often an adapter's files are looked at again while requests use it."""
+"""How often an adapter's files are hashed again while requests use it."""
 
 
 def model_identity(
@@ -93,7 +93,7 @@ def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
-    """Where the weights lie: a directory, a single file, or a hub's snapshot on this disk."""
+    """The path of the weights: a directory, a single file, or a hub's snapshot on this disk."""
     model = vllm_config.model_config
     path = Path(str(getattr(model, "model_weights", "") or model.model))
     if path.exists():
@@ -117,7 +117,7 @@ def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
 
 
 def _written_config(model: Any, source: Path | None) -> dict[str, Any]:  # noqa: ANN401
-    """What `config.json` says; what vLLM made of another format where there is none."""
+    """`config.json`; vLLM's reading of another format where there is none."""
     if source is not None and (source / "config.json").is_file():
         config = effective_config(source)
     else:
@@ -131,7 +131,8 @@ def _deviations(
     source: Path | None,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """What decides KV bytes and stands in no file of the model; the dtype always."""
+    """The part of the configuration that decides KV bytes and stands in no file of the model; the
+    dtype always."""
     model = vllm_config.model_config
     found: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
     changed = _changed_fields(model, source, load_config)
@@ -159,11 +160,11 @@ def _deviations(
                 "scales"
             )
     if getattr(model, "use_mla", False) is True:
-        # vLLM 0.32 on a CPU does not compute what Transformers does for such models, with or
-        # without a cache: what it stores is for vLLM alone, on devices of one kind.
+        # For such models vLLM 0.32 on a CPU computes other KV than Transformers, with or without a
+        # cache: its records are for vLLM alone, on devices of one kind.
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
         found["latents_of"] = f"vllm on {device}"
-    if any(_rope_types(model.hf_config)):
+    if _depends_on_length(model.hf_config.to_dict()):
         found["max_model_len"] = int(model.max_model_len)
     return found
 
@@ -173,9 +174,9 @@ def _changed_fields(
     source: Path | None,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Fields of the config that vLLM runs with otherwise than it would have loaded them from
-    `config.json`, if there is one: not from a config elsewhere that the operator names, nor from
-    one in another format."""
+    """Fields in which the running config differs from the one that vLLM loads from `config.json`,
+    if there is one. A config elsewhere that the operator names, or in another format, is no
+    reference."""
     runs = _plain(model.hf_config.to_dict())
     is_written = source is not None and (source / "config.json").is_file()
     try:
@@ -198,41 +199,35 @@ def _changed_fields(
     }
 
 
-def _rope_types(config: Any) -> list[bool]:  # noqa: ANN401 - the host's
-    """For each rotary embedding in `config`, whether it depends on the longest context."""
-    found = []
-
-    def walk(value: object) -> None:
-        if isinstance(value, Mapping):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                found.append(kind in _LENGTH_DEPENDENT_ROPE)
-            for item in value.values():
-                walk(item)
-
-    walk(config.to_dict())
-    return found
+def _depends_on_length(config: object) -> bool:
+    """Whether a rotary embedding anywhere in `config` depends on the longest context."""
+    if not isinstance(config, Mapping):
+        return False
+    kind = config.get("rope_type", config.get("type"))
+    if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
+        return True
+    return any(map(_depends_on_length, config.values()))
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without what cannot matter, as plain JSON values."""
+    """`config` without irrelevant fields, as plain JSON values."""
     return dict(relevant_config(json.loads(json.dumps(config, default=str))))
 
 
 class LoraIdentities:
-    """Digests of LoRA adapters by content, made on a thread: the scheduler's does no I/O.
+    """Digests of LoRA adapters by content. A thread of its own hashes them, since the scheduler's
+    thread does no I/O.
 
-    Until an adapter is hashed, and for good once its files change under a running engine, requests
-    under it have no identity and are not cached. Runs in: scheduler, but for the jobs.
+    Requests with an adapter have no identity, and are not cached, until the adapter is hashed, and
+    ever after its files change under a running engine. Runs in: scheduler, except for the jobs.
 
     Args:
-        recheck_seconds: how often the files of an adapter in use are looked at again.
+        recheck_seconds: how often the files of an adapter in use are hashed again.
     """
 
     def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
         self._recheck_seconds = recheck_seconds
         self._pool: IOPool | None = None
-        self._lock = threading.Lock()
         self._jobs: dict[tuple[int, str], Job[str]] = {}
         self._digests: dict[tuple[int, str], str | None] = {}
         self._checked: dict[tuple[int, str], float] = {}
@@ -278,3 +273,59 @@ def _adapter_digest(path: Path) -> str:
     """Runs in: I/O thread."""
     config = blake3((path / "adapter_config.json").read_bytes()).hexdigest()
     return f"{weights_digest(path).hex()}-{config}"
+
+
+# --- multimodal items -----------------------------------------------------------------------------
+
+_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+)
+"""Fields of vLLM's multimodal configuration that decide what the model sees of an item."""
+
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of the model, on how items are prepared."""
+
+
+class ItemIdentities:
+    """Identities of the multimodal items of one engine: vLLM's hash of an item's content, and a
+    digest of the way in which this engine reads items. vLLM's hash covers the item and the
+    request's options, but not the operator's. Runs in: scheduler.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        source: where the model lies on this disk; None if it does not.
+    """
+
+    def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's
+        config = getattr(vllm_config.model_config, "multimodal_config", None)
+        caches = getattr(vllm_config.cache_config, "enable_prefix_caching", True)
+        # With both of its own caches off, vLLM numbers items instead of hashing them, and another
+        # process gives the same numbers to other items.
+        self._hashed = bool(caches) or getattr(config, "mm_processor_cache_gb", 1) != 0
+        self._reading = None if config is None else _reading(config, source)
+
+    def __call__(self, identifier: str) -> str | None:
+        """The identity of an item that vLLM calls `identifier`; None if that says nothing of its
+        content."""
+        if not self._hashed:
+            return None
+        return identifier if self._reading is None else f"{self._reading}:{identifier}"
+
+
+def _reading(config: Any, source: Path | None) -> str | None:  # noqa: ANN401 - the host's
+    """Digest of the settings and files that decide how items are read; None without any."""
+    found: dict[str, str] = {}
+    for name in _SETTINGS:
+        value = getattr(config, name, None)
+        if value:
+            found[name] = json.dumps(value, sort_keys=True, default=repr)
+    paths = [] if source is None else [source / name for name in _FILES]
+    for path in paths:
+        if path.is_file():
+            found[path.name] = blake3(path.read_bytes()).hexdigest()
+    return blake3(json.dumps(found, sort_keys=True).encode()).hexdigest(16) if found else None

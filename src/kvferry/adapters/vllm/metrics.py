@@ -1,7 +1,7 @@
 """Counters of both halves on their way to vLLM's log line and to Prometheus.
 
-Each half adds up what happened since it was last asked; vLLM folds ranks and halves together, logs
-the sum of an interval and hands it to Prometheus in the API server.
+Each half adds up its counts between two questions of vLLM. vLLM adds up ranks and halves, logs the
+sum of an interval and hands it to Prometheus in the API server.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import threading
 from typing import Any
 
 from kvferry.observe import Observer
-from kvferry.v1.base import CarriedMeta
+from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
-"""`LLM.get_metrics` shows only what begins with vllm:"""
+"""`LLM.get_metrics` shows only names that begin with vllm:"""
 
 METRICS = {
     "hits": "Requests admitted with KV from the store.",
@@ -37,39 +37,33 @@ METRICS = {
 
 
 class IntervalCounters(Observer):
-    """What was counted since the last `take`. Thread-safe.
-
-    Attributes:
-        sums: what there is to take, the same dictionary for good. Without `take`, all that can be
-            asked of it is whether it is empty.
-    """
+    """The counts since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.sums: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self.sums[name] = self.sums.get(name, 0) + amount
+            self._sums[name] = self._sums.get(name, 0) + amount
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             for key, amount in ((f"{name}_seconds", seconds), (f"{name}_count", 1)):
-                self.sums[key] = self.sums.get(key, 0) + amount
+                self._sums[key] = self._sums.get(key, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, which begin anew."""
+        """Return and clear the counts."""
         with self._lock:
-            sums = self.sums.copy()
-            self.sums.clear()
+            sums, self._sums = self._sums, {}
         return sums
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:
     """A host's `KVConnectorStats` over our counters.
 
-    `carried_meta` is for hosts without messages from workers to the scheduler: it rides along, is
-    folded like them, and is no part of `data`, which goes on to log and metrics.
+    `carried_meta` is for hosts without messages from workers to the scheduler: it is merged like
+    such messages, and is no part of `data`, which goes on to log and metrics.
     """
 
     class FerryStats(base):  # type: ignore[misc]

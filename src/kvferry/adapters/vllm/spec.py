@@ -1,22 +1,25 @@
-"""What vLLM's configuration says of an engine, as an `EngineSpec`.
+"""vLLM's configuration as an `EngineSpec`, and its tensors as layouts of ours.
 
-vLLM sorts layers into KV groups as suits its allocator; a record sorts them by what they hold (kv
-heads, content, dtype, window), so that engines which group otherwise share records. Anything whose
-KV we do not know how to keep is refused here, when the engine starts.
+vLLM sorts layers into KV groups as suits its allocator. A record sorts them by their content (kv
+heads, size, dtype, window), so that engines with other groups share records. Layers whose KV we
+cannot store are refused here, when the engine starts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.contract.spec import EngineSpec
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, LayoutError
 from kvferry.keys import ModelIdentity
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
+
+if TYPE_CHECKING:
+    import torch
 
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
@@ -28,7 +31,7 @@ _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 
 class _Kind(NamedTuple):
-    """What one token of a layer is in a record; layers of one kind share a component."""
+    """The form of a token's KV in a record; layers of one kind share a component."""
 
     num_kv_heads: int
     content_size: int
@@ -43,11 +46,11 @@ class Layer:
     Attributes:
         name: vLLM's.
         number: position in the model.
-        table: KV group, and so block table, that it belongs to.
+        table: its KV group, and so its block table.
         block_size: of that table, in tokens.
-        table_window: tokens that the table keeps; None if all. More than the layer attends to
+        table_window: tokens that the table keeps; None for all. More than the layer attends to
             where a drafter reads some again.
-        kind: what it holds.
+        kind: the form of its KV.
     """
 
     name: str
@@ -66,22 +69,23 @@ def engine_spec(
     carries_worker_meta: bool,
     publishes: bool,
 ) -> EngineSpec:
-    """What a connector must know of this engine and this rank.
+    """The spec of this engine and this rank, without a layout.
 
     Args:
         vllm_config: vLLM's configuration.
-        kv_cache_config: its KV groups; None on hosts that do not tell: then one of full attention.
+        kv_cache_config: its KV groups; None on hosts that do not pass them: then one group of full
+            attention.
         identity: of the model.
-        carries_worker_meta: whether workers can tell the scheduler anything.
+        carries_worker_meta: whether the host carries workers' messages to the scheduler.
         publishes: whether it passes on KV events.
 
     Raises:
         ConfigError: a parallel configuration or a kind of layer that is not served.
     """
     parallel = vllm_config.parallel_config
-    refuse_parallel(parallel)
+    _refuse_parallel(parallel)
     tp = parallel.tensor_parallel_size
-    layers = layers_of(vllm_config, kv_cache_config)
+    layers = _layers_of(vllm_config, kv_cache_config)
     if layers:
         groups, tables = _sorted_layers(layers)
     else:
@@ -92,7 +96,7 @@ def engine_spec(
         groups=groups,
         shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
         carries_worker_meta=carries_worker_meta,
-        multi_process=is_multi_process(parallel),
+        multi_process=_is_multi_process(parallel),
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
         publishes=publishes,
@@ -132,15 +136,15 @@ def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[
     return tuple(groups), tuple(parts)
 
 
-def is_multi_process(parallel: Any) -> bool:  # noqa: ANN401 - the host's
+def _is_multi_process(parallel: Any) -> bool:  # noqa: ANN401 - the host's
     """Whether scheduler and workers live in different processes, and so need a store that several
     processes can open."""
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     return parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS
 
 
-def refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
-    """Raises ConfigError for what splits KV in a way that we do not follow."""
+def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
+    """Raises ConfigError for a split of KV that is not served."""
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",
@@ -151,9 +155,9 @@ def refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
             raise ConfigError(f"{name}={size} is not served with kvferry; set it to 1")
 
 
-def layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
-    """Every layer whose KV is kept, in no particular order; draft layers of speculative decoding
-    are left out: what they hold depends on another model, and a wrong draft is only slow."""
+def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
+    """Every layer whose KV is stored, in no particular order. Without the draft layers of
+    speculative decoding: their KV depends on another model, and a wrong draft is only slow."""
     if kv_cache_config is None:
         return []
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -168,7 +172,6 @@ def layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: A
             if number >= num_layers or name.startswith("draft_model."):
                 continue
             kind = _kind_of(name, spec, model, parallel.tensor_parallel_size)
-            kind = kind._replace(window=_window_of(number, spec, model))
             found.append(
                 Layer(
                     name=name,
@@ -176,7 +179,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: A
                     table=table,
                     block_size=group.kv_cache_spec.block_size,
                     table_window=_table_window(spec),
-                    kind=kind,
+                    kind=kind._replace(window=_window_of(number, spec, model)),
                 )
             )
     return found
@@ -190,10 +193,10 @@ def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - the
 
 
 def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN401 - the host's
-    what = type(spec).__name__
-    if what not in _FULL | _SLIDING:
+    kind = type(spec).__name__
+    if kind not in _FULL | _SLIDING:
         raise ConfigError(
-            f"layer {name} keeps its KV as a {what}, which kvferry does not store; serve this "
+            f"layer {name} keeps its KV as a {kind}, which kvferry does not store; serve this "
             "model without it"
         )
     for attribute in ("attention_chunk_size", "state_content_bytes", "num_head_slots"):
@@ -208,7 +211,7 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
             "end of a hit again, which kvferry does not serve; serve this model without it"
         )
     content = spec.head_size
-    if what not in _MLA:
+    if kind not in _MLA:
         content += getattr(spec, "head_size_v", None) or spec.head_size
     size = content * spec.num_kv_heads * spec.block_size * spec.dtype.itemsize
     if getattr(spec, "page_size_padded", None) is None and spec.page_size_bytes != size:
@@ -217,7 +220,7 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
             f"take {size}; kvferry does not store what else is in it"
         )
     return _Kind(
-        num_kv_heads=1 if what in _MLA else _total_heads(spec.num_kv_heads, model, tp),
+        num_kv_heads=1 if kind in _MLA else _total_heads(spec.num_kv_heads, model, tp),
         content_size=content,
         dtype=str(spec.dtype).removeprefix("torch."),
         window=None,
@@ -225,8 +228,8 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
 
 
 def _window_of(number: int, spec: Any, model: Any) -> int | None:  # noqa: ANN401 - the host's
-    """The window of a layer. Where vLLM keeps all tokens of layers with and without one in a single
-    group, the group's spec does not say which is which; the model's configuration does."""
+    """The window of a layer. vLLM may keep all tokens of layers with and without a window in one
+    group, whose spec does not tell them apart; the model's configuration does."""
     window = getattr(spec, "sliding_window", None)
     config = getattr(model, "hf_text_config", None) or model.hf_config
     kinds = getattr(config, "layer_types", None)
@@ -259,8 +262,8 @@ def _num_target_layers(model: Any) -> int:  # noqa: ANN401 - the host's
 
 
 def _number_of(name: str, place: int) -> int:
-    """The place in the model that a layer's name says, by the first component that is a number;
-    its place among the host's layers if there is none."""
+    """The position in the model: the first component of the layer's name that is a number, or its
+    place among the host's layers."""
     match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
     return place if match is None else int(match.group(1))
 
@@ -281,3 +284,87 @@ def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
         dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         block_size=cache.block_size,
     )
+
+
+# --- layouts --------------------------------------------------------------------------------------
+#
+# Since 0.30 every layer is a view `[block, head, token, content]` in any memory order. Before, each
+# attention backend had a shape of its own. Only the shape that the backend gives for a cache with
+# recognisable sizes shows the order of its axes.
+#
+# Within a block, the CPU kernels have an order of their own, and the axes of the tensor mean
+# nothing. Most of them keep keys transposed, which is one of our layouts. The blocks of the others
+# are stored whole, for engines with the same kernels and block size.
+
+_BY_TOKEN = "BHNC|BND|2BNHD"
+_KEYS_ACROSS = "BHNC~|2BHND~"
+_WHOLE_BLOCKS = "BHNC|2BNHD"
+
+_ACROSS_KERNELS = ("vec", "vec16")
+"""Instruction sets whose kernels keep keys transposed. (With "neon" it depends on the build.)"""
+
+_PLAIN_DTYPES = ("float32", "float16", "bfloat16")
+"""KV of other types is packed otherwise by the same kernels."""
+
+# Sizes that no two axes share, so that a shape shows its order.
+_BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE = 1013, 1024, 7, 576
+
+
+def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object) -> EngineSpec:
+    """`spec` with the layout of this vLLM's blocks.
+
+    Args:
+        spec: the engine.
+        cpu_kernels: the instruction set of its CPU kernels; None if it runs elsewhere.
+        chunk_tokens: tokens of a record, as the operator set them.
+
+    Raises:
+        ConfigError: records would end within blocks that can only be stored whole.
+    """
+    if cpu_kernels is None:
+        return replace(spec, kv_layout=_BY_TOKEN)
+    if cpu_kernels in _ACROSS_KERNELS and all(g.dtype in _PLAIN_DTYPES for g in spec.groups):
+        return replace(spec, kv_layout=_KEYS_ACROSS)
+    sizes = sorted({part.block_size for part in spec.table_parts})
+    if isinstance(chunk_tokens, int) and any(chunk_tokens % size for size in sizes):
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which the "
+            f"CPU kernels {cpu_kernels!r} need; set it to one"
+        )
+    content = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
+    config = {**spec.identity.config, "cpu_blocks": content}
+    return replace(spec, kv_layout=_WHOLE_BLOCKS, identity=replace(spec.identity, config=config))
+
+
+def layer_views(
+    tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Any], layout: str
+) -> dict[str, torch.Tensor]:
+    """The host's tensors as one of the layouts that `layout` names.
+
+    Args:
+        tensors: by layer.
+        layers: the host's layers by name; their backends name the order of five axes.
+        layout: `EngineSpec.kv_layout`, from `with_layout`.
+
+    Raises:
+        LayoutError: a backend whose shape has other axes than those known.
+    """
+    if layout == _KEYS_ACROSS:
+        return dict(tensors)
+    return {
+        name: tensor if tensor.dim() < 5 else tensor.permute(_axes_of(layers[name]))
+        for name, tensor in tensors.items()
+    }
+
+
+def _axes_of(layer: Any) -> list[int]:  # noqa: ANN401 - the host's
+    """The positions of the axes `[2, block, token, head, dim]` in a tensor of the backend."""
+    backend = layer.get_attn_backend()
+    shape = tuple(backend.get_kv_cache_shape(_BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE))
+    wanted = (2, _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE)
+    if sorted(shape) != sorted(wanted):
+        raise LayoutError(
+            f"{backend.__name__} keeps KV as {shape} for {_BLOCKS} blocks of {_BLOCK_SIZE} tokens, "
+            f"{_HEADS} heads and head size {_HEAD_SIZE}: not served"
+        )
+    return [shape.index(size) for size in wanted]

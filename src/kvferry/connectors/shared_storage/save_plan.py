@@ -92,11 +92,6 @@ class SavePlan:
             self._requests.by_id[request_id].barred = True
             self.forget(request_id)
 
-    @property
-    def has_unsaved(self) -> bool:
-        """Whether the coming steps of some request have to be looked at."""
-        return bool(self._unsaved)
-
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
         saves: list[Save] = []

@@ -244,17 +244,6 @@ class SharedStorageScheduler(SchedulerRole):
         for slot in reversed(slots):
             self._pool.unpin(slot)
 
-    @property
-    def is_idle(self) -> bool:
-        """See `kvferry.contract.abilities.SupportsIdle`."""
-        if self._next.loads or self._next.namespace is not None:
-            return False
-        if self._pool.has_orders or self._pool.is_filling or self._pool.is_writing:
-            return False
-        if self._recent is not None:
-            return False
-        return not (self._context.spec.saves and self._saves.has_unsaved)
-
     def has_pending_work(self) -> bool:
         return (
             self._pool.has_orders

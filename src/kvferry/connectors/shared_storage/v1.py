@@ -21,14 +21,14 @@ from kvferry.keys import ModelIdentity, effective_config, weights_digest
 from kvferry.observe import Counters, Observer
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
-from kvferry.v1.base import (
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.types import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
     SupportsHMA,
     V1Config,
 )
-from kvferry.v1.facade import RolesAsV1
 
 OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
 """Keys of `kv_connector_extra_config` read here; all others are `SharedStorageConfig` fields."""

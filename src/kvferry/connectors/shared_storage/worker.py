@@ -154,11 +154,6 @@ class SharedStorageWorker(WorkerRole):
         self._io.collect(self._report)
         return self._report.take(self._rows.rank) if self._report.any() else EMPTY_OUTPUT
 
-    @property
-    def is_idle(self) -> bool:
-        """See `kvferry.contract.abilities.SupportsIdle`."""
-        return not (self._io.under_way or self._report.any())
-
     def end_step(self) -> None:
         if not self._saved:
             # The forward failed. The scheduler role must not take these for under way.

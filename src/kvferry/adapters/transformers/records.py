@@ -1,24 +1,39 @@
-"""Reads and writes of whole records on I/O threads, bounded in time and memory.
+"""Records on their way between the layers of a Transformers cache and a store.
 
-Every operation has memory of its own, so one that outlives its deadline harms nobody.
+A cache layer holds keys and values `[1, heads, tokens, size]`; a record component holds
+`[layers, heads, tokens, K|V]`. With latent attention, the cache calls the latent keys, and the
+rotated key values.
+
+I/O threads read and write whole records, bounded in time and memory. Every operation has memory of
+its own, so one that outlives its deadline harms no other.
 """
+
+# ruff: noqa: ANN401 - cache layers share no typed surface.
 
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvferry.adapters.transformers.config import StoredKVConfig
-from kvferry.adapters.transformers.rows import Image
+import torch
+
+from kvferry.adapters.transformers.arguments import StoredKVConfig
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.rows import RankRows
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
+from kvferry.record.schema import RowRange
 from kvferry.store.base import PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +41,67 @@ STALLED_SECONDS = 30.0
 """How long a store that brought nothing before the deadline is not asked again."""
 
 
-class RecordReads:
-    """The leading chunks of a prompt, out of a store. One thread at a time."""
+class Image:
+    """One record in memory of its own: `head | group 0 | ...`, as in the file."""
+
+    def __init__(self, rows: RankRows) -> None:
+        self._rows = rows
+        # Page-aligned, so that a cold file can be read past the page cache.
+        self.view = memoryview(mmap.mmap(-1, rows.slot_bytes))
+
+    @property
+    def head(self) -> memoryview:
+        return self._rows.head_of(self.view)
+
+    def part(self, rows: RowRange) -> memoryview:
+        return self._rows.piece_of(self.view, rows)
+
+    def digests(self) -> bytes:
+        """The leaf table of the image's present content."""
+        return self._rows.digests(self.view, {})
+
+    def tensor(self, group: int, dtype: str) -> torch.Tensor:
+        """`[layers, heads, tokens, content]` of one group, over the same memory."""
+        shape, memory = self._rows.group_rows(self.view, group)
+        return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)
+
+
+def first_kept(cache: Any) -> int:
+    """The first token that every layer still has: sliding-window layers drop those behind."""
+    length = int(cache.get_seq_length())
+    return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
+
+
+def gather(image: Image, cache: Any, model: HostModel, first_token: int, num_tokens: int) -> None:
+    """Copy tokens of a cache that has them in every layer into an image."""
+    length = cache.get_seq_length()
+    groups = [image.tensor(index, group.dtype) for index, group in enumerate(model.groups)]
+    for layer, place in zip(cache.layers, model.layers, strict=True):
+        start = first_token - (length - layer.keys.shape[-2])
+        tokens = slice(start, start + num_tokens)
+        keys, values = layer.keys[0, :, tokens].detach(), layer.values[0, :, tokens].detach()
+        if place.pairs_apart:
+            values = torch.unflatten(values, -1, (2, -1)).transpose(-1, -2).flatten(-2)
+        groups[place.group][place.row].copy_(torch.cat((keys, values), dim=-1))
+
+
+def fill(cache: LoadedCache, images: Sequence[Image], model: HostModel, num_tokens: int) -> None:
+    """Put the first tokens of consecutive images into a new cache."""
+    groups = [
+        [image.tensor(index, group.dtype) for image in images]
+        for index, group in enumerate(model.groups)
+    ]
+    for number, place in enumerate(model.layers):
+        chunks = [group[place.row] for group in groups[place.group]]
+        both = torch.cat(chunks, dim=1)[None, :, :num_tokens].to(model.device_of(number))
+        keys, values = both[..., : place.key_size], both[..., place.key_size :]
+        if place.pairs_apart:
+            values = torch.unflatten(values, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        cache.fill(number, keys, values)
+
+
+class RecordIO:
+    """Reads and writes of chunks, each on threads of its own. One calling thread at a time."""
 
     def __init__(
         self, store: Store, rows: RankRows, config: StoredKVConfig, observer: Observer
@@ -36,8 +110,11 @@ class RecordReads:
         self._rows = rows
         self._config = config
         self._observer = observer
-        self._pool = IOPool(config.io_threads, "kvferry-load")
+        self._readers = IOPool(config.io_threads, "kvferry-load")
+        self._writers = IOPool(config.io_threads, "kvferry-save")
         self._stalled_until = 0.0
+        self._writes: deque[Job[PutResult]] = deque()  # under way
+        self._num_stored = 0
 
     def read(self, keys: Sequence[ChunkKey]) -> list[Image]:
         """The leading chunks that are there, right, and in time."""
@@ -57,8 +134,10 @@ class RecordReads:
                         self._stalled_until = now + STALLED_SECONDS
                     break
                 job = under_way.popleft()
+                if job.error is not None:
+                    self._observer.count("load_failed")
+                    logger.error("reading a chunk failed", exc_info=job.error)
                 if not isinstance(job.result, Image):
-                    self._tell(job.error)
                     break
                 images.append(job.result)
         finally:
@@ -66,21 +145,16 @@ class RecordReads:
                 job.cancel()
         return images
 
-    def _tell(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._observer.count("load_failed")
-            logger.error("reading a chunk failed", exc_info=error)
-
     def _read_ahead(
         self, under_way: deque[Job[Image | MissReason]], keys: Sequence[ChunkKey], done: int
     ) -> None:
-        """Keep every thread busy with chunks that are known to be there. The next one is asked for
-        in any case: the index may not know yet what another process stored."""
+        """Keep every thread busy with chunks that the index knows. The next chunk is read in any
+        case: the index may not know yet a record of another process."""
         while len(under_way) < 2 * self._config.io_threads:
             chunk = done + len(under_way)
             if chunk == len(keys) or (under_way and not self._store.contains(keys[chunk])):
                 return
-            under_way.append(self._pool.submit(self._reader(keys[chunk], chunk)))
+            under_way.append(self._readers.submit(self._reader(keys[chunk], chunk)))
 
     def _reader(
         self, key: ChunkKey, chunk: int
@@ -103,25 +177,6 @@ class RecordReads:
 
         return run
 
-    def close(self, timeout: float) -> bool:
-        """True if every thread ended in time."""
-        return self._pool.close(timeout)
-
-
-class RecordWrites:
-    """Chunks into a store. One thread at a time."""
-
-    def __init__(
-        self, store: Store, rows: RankRows, config: StoredKVConfig, observer: Observer
-    ) -> None:
-        self._store = store
-        self._rows = rows
-        self._config = config
-        self._observer = observer
-        self._pool = IOPool(config.io_threads, "kvferry-save")
-        self._under_way: deque[Job[PutResult]] = deque()
-        self._num_stored = 0
-
     def write(self, images: Iterable[tuple[ChunkKey, int, Image]]) -> int:
         """Hash and store chunks; how many were stored before the deadline.
 
@@ -139,16 +194,16 @@ class RecordWrites:
             if image is None:
                 self._drained(deadline, 0)
                 break
-            self._under_way.append(self._pool.submit(self._writer(*image)))
+            self._writes.append(self._writers.submit(self._writer(*image)))
         return self._num_stored - before
 
     def _drained(self, deadline: float, limit: int) -> bool:
         """Wait until no more than `limit` writes are under way; False if the deadline is over."""
-        while len(self._under_way) > limit:
-            if not self._under_way[0].wait(max(0.0, deadline - time.monotonic())):
+        while len(self._writes) > limit:
+            if not self._writes[0].wait(max(0.0, deadline - time.monotonic())):
                 self._observer.count("save_deadline")
                 return False
-            job = self._under_way.popleft()
+            job = self._writes.popleft()
             self._num_stored += job.result is PutResult.STORED
             if job.error is not None:
                 self._observer.count("save_failed")
@@ -170,6 +225,8 @@ class RecordWrites:
 
         return run
 
-    def close(self, timeout: float) -> bool:
-        """Let writes under way finish; True if every thread ended in time."""
-        return self._pool.close(timeout)
+    def close(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for reads and writes under way."""
+        deadline = time.monotonic() + timeout
+        self._readers.close(timeout)
+        self._writers.close(max(0.0, deadline - time.monotonic()))

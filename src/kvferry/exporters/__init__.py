@@ -1,1 +1,0 @@
-"""What the counters say, in the form that others read."""

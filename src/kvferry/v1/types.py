@@ -1,0 +1,451 @@
+"""vLLM's types around the connector class, under its names, and our roles' values as such types.
+
+Configuration, requests and steps are classes of ours, with the attributes that connectors read. A
+driven connector gets objects of these classes, and in a host that host's own. The hosts are vLLM
+0.10 to 0.32; "(0.32)" marks names of the later releases.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
+from kvferry.errors import ContractError
+from kvferry.types import BlockTable, RequestView
+
+if TYPE_CHECKING:
+    import torch
+
+    Layers = dict[str, torch.Tensor]
+    CopyBlocksOp = Callable[[Layers, Layers, list[int], list[int], Literal["h2d", "d2h"]], None]
+    """Copies blocks between two sets of layers. Arguments: source layers, destination layers,
+    source block ids, destination block ids, direction."""
+else:
+    CopyBlocksOp = Callable[..., None]
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class V1TransferConfig:
+    """`vllm_config.kv_transfer_config`: the operator's settings of the connector.
+
+    Attributes:
+        kv_role: "kv_producer", "kv_consumer" or "kv_both".
+        kv_connector_extra_config: the connector's own options.
+        kv_connector: the connector's name.
+        engine_id: new for each configuration object: never part of a stored key.
+    """
+
+    kv_role: str | None
+    kv_connector_extra_config: dict[str, Any]
+    kv_connector: str | None = None
+    engine_id: str | None = None
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
+        """An option of the connector's own."""
+        return self.kv_connector_extra_config.get(key, default)
+
+
+@dataclass(kw_only=True)
+class V1CacheConfig:
+    """`vllm_config.cache_config`."""
+
+    block_size: int
+    cache_dtype: str = "auto"
+
+
+@dataclass(kw_only=True)
+class V1ModelConfig:
+    """`vllm_config.model_config`; hosts have a `torch.dtype`."""
+
+    model: str
+    dtype: Any
+
+
+@dataclass(kw_only=True)
+class V1ParallelConfig:
+    """`vllm_config.parallel_config`."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    world_size: int = 1
+    rank: int = 0
+
+
+@dataclass(kw_only=True)
+class V1Config:
+    """The part of a host's configuration that a V1 constructor reads."""
+
+    kv_transfer_config: V1TransferConfig | None
+    cache_config: V1CacheConfig
+    model_config: V1ModelConfig
+    parallel_config: V1ParallelConfig = field(default_factory=V1ParallelConfig)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class V1Request:
+    """A request as scheduler-side methods see it. Read only; one object for the request's life.
+
+    Features that the embedded engine lacks have their neutral value.
+
+    Attributes:
+        view: the request as our roles see it.
+        num_computed_tokens: tokens whose KV is in the blocks.
+    """
+
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache = False
+    mm_features: Sequence[Any] = ()
+
+    def __init__(self, view: RequestView) -> None:
+        self.view = view
+        self.request_id = view.request_id
+        self.num_prompt_tokens = view.num_prompt_tokens
+        self.prompt_token_ids: list[int] | None = list(view.all_token_ids[: view.num_prompt_tokens])
+        self.cache_salt = view.extra_keys.cache_salt
+        self.num_computed_tokens = 0
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of `all_token_ids`, generated tokens included: after a preemption it exceeds
+        the prompt."""
+        return len(self.view.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.view.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+class V1Blocks:
+    """The blocks of one request."""
+
+    def __init__(self, block_ids: BlockTable) -> None:
+        self._block_ids = block_ids
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Block ids per KV group, in token order; new lists."""
+        return tuple(list(group) for group in self._block_ids)
+
+
+# --- one step, as vLLM describes it ---------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class NewRequestData:
+    """A request in its first step; on some hosts also one that resumes after a preemption.
+
+    Attributes:
+        block_ids: only the blocks of the tokens scheduled in this step; later chunks add more.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int] | None
+    prefill_token_ids: list[int]
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+    mm_features: Sequence[Any] = ()
+    lora_request: Any = None
+    prompt_embeds: Any = None
+
+
+@dataclass(kw_only=True)
+class CachedRequestData:
+    """Requests after their first step; parallel lists.
+
+    `new_block_ids[i]` is None if the request got no block, else a list per KV group. The blocks are
+    appended to the request's table, or replace it if the request was resumed. Resumed requests are
+    named by `resumed_req_ids` (since 0.12) or `resumed_from_preemption` (before).
+    """
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    resumed_from_preemption: list[bool] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+
+@dataclass(kw_only=True)
+class SchedulerOutput:
+    """One step of vLLM's scheduler. Connectors see the host's own object, which has a part of these
+    fields; earlier hosts lack `preempted_req_ids`, and in later ones it may be None."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    has_sync_kv_loads: bool = False
+    kv_connector_metadata: Any = None
+
+
+class AttentionMetadata:
+    """One layer's entry of `attn_metadata`. Connectors may look up its type, nothing else."""
+
+
+class MLACommonMetadata(AttentionMetadata):
+    """The type by which connectors recognise latent attention. No entry of ours has it: latents
+    reach a connector in the same form as K and V, with one head."""
+
+
+class DrivenLayer:
+    """A layer in `no_compile_layers`.
+
+    Attributes:
+        kv_cache: its KV tensor, or, for release 0.14, a list of it by virtual engine.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor | list[torch.Tensor]) -> None:
+        self.kv_cache = kv_cache
+
+
+class ForwardContext:
+    """The surroundings of a forward.
+
+    Attributes:
+        attn_metadata: an entry per layer; None in steps without tokens. Do not rely on it: on other
+            hosts it is None, a list or a dict, and None also in a warm-up run or a replayed graph.
+            Such a step may have loads to do.
+        no_compile_layers: the attention layers by name.
+        virtual_engine: the index into `DrivenLayer.kv_cache`; for release 0.14 alone.
+    """
+
+    virtual_engine: int
+
+    def __init__(self, layers: Mapping[str, DrivenLayer]) -> None:
+        self.attn_metadata: dict[str, AttentionMetadata] | None = None
+        self.no_compile_layers = dict(layers)
+
+
+# --- values that connectors return ----------------------------------------------------------------
+
+
+class KVConnectorRole(enum.Enum):
+    """The half of a connector that an instance is. The halves share no memory."""
+
+    SCHEDULER = 0
+    """One instance in the scheduler's process, made before KV memory exists."""
+    WORKER = 1
+    """One instance per worker process, made before KV memory is allocated."""
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024 - a mark; connectors put in what they need
+    """The scheduler half's message to the worker halves for one step. It is pickled: no tensors on
+    a device, no live objects."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - likewise
+    """A worker's message to its peers before the first transfer. It is pickled."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """A worker half's message to the scheduler half after one step, beyond the common fields
+    (0.32). Earlier hosts carry no such message: a connector must work, if less well, without."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Merge another rank's message into this one. Hosts do not check that the types agree."""
+
+
+@dataclass
+class KVConnectorStats(ABC):
+    """Counters of one interval. They cross processes as the plain dict `data`, and hosts mutate
+    them: return a new object or a `clone` each time, never the one that continues to count."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin a new interval."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counters of another rank or interval. Hosts assert that the types agree."""
+
+    @abstractmethod
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers of a log line."""
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to report."""
+        return not self.data
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that crosses processes; `build_kv_connector_stats` makes an object of it."""
+        return dict(self.data)
+
+    def clone(self) -> KVConnectorStats:
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+
+@dataclass
+class KVConnectorOutput:
+    """The report of the worker halves after a step: one per rank, merged for the scheduler.
+
+    Attributes:
+        finished_sending: requests whose blocks the connector no longer needs; None for none.
+        finished_recving: requests whose async load ended, well or badly; None for none.
+        kv_connector_stats: counters since the last step, or None.
+        kv_cache_events: events of this worker, or None.
+        invalid_block_ids: blocks whose load failed.
+        expected_finished_count: number of reports per id to wait for; 0 leaves it as it is.
+        failed_recving: the part of `finished_recving` to compute from the start (0.32).
+        kv_connector_worker_meta: the connector's own message (0.32), or None.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: Any = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    expected_finished_count: int = 0
+    failed_recving: set[str] = field(default_factory=set)
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+
+    def is_empty(self) -> bool:
+        """True if the report holds nothing for the scheduler."""
+        stats = self.kv_connector_stats
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.invalid_block_ids
+            or self.failed_recving
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta is not None
+            or (stats is not None and not stats.is_empty())
+        )
+
+
+class SupportsHMA(ABC):
+    """A connector for models with several KV groups. For any other connector hosts switch the
+    hybrid memory allocator off, or refuse to start if the operator asked for it."""
+
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: V1Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request_finished`, with block ids per group. Hosts call one of the two, never both.
+
+        With more than one group hosts cannot recompute single blocks, and a block id in
+        `get_block_ids_with_load_errors` kills the engine: use `failed_recving` instead.
+        """
+
+
+def supports_hma(connector: object) -> bool:
+    """Whether a connector, given as class or instance, is a `SupportsHMA`.
+
+    Hosts ask the class, in processes that have no instance.
+    """
+    if isinstance(connector, type):
+        return issubclass(connector, SupportsHMA)
+    return isinstance(connector, SupportsHMA)
+
+
+# --- values of our roles, wrapped for V1 hosts ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanMetadata(KVConnectorMetadata):
+    """A plan on its way to the workers.
+
+    Attributes:
+        plan: the plan.
+        has_tokens: whether the step computes anything.
+    """
+
+    plan: Plan
+    has_tokens: bool
+
+
+@dataclass(frozen=True)
+class CarriedMeta(KVConnectorWorkerMetadata):
+    """A worker's message on its way to the scheduler role."""
+
+    meta: WorkerMeta
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> CarriedMeta:
+        if not isinstance(other, CarriedMeta):
+            raise ContractError(f"cannot fold {type(other).__name__} into CarriedMeta")
+        return CarriedMeta(self.meta.aggregate(other.meta))
+
+
+class CounterStats(KVConnectorStats):
+    """Counters by name; `aggregate` adds them up."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> CounterStats:
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+
+def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any release
+    """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
+
+    Reports of vLLM before 0.13, 0.18 or 0.30 lack some fields. Where there is no field for a
+    worker's message, the message travels on the stats. Stats and messages of another connector stay
+    as they are.
+    """
+    stats = output.kv_connector_stats
+    if isinstance(stats, KVConnectorStats) and stats.is_empty():
+        stats = None
+    meta = getattr(output, "kv_connector_worker_meta", None)
+    if meta is None:
+        meta = getattr(stats, "carried_meta", None)
+    found = WorkerOutput(
+        finished_sending=frozenset(output.finished_sending or ()),
+        finished_recving=frozenset(output.finished_recving or ()),
+        failed_recving=frozenset(getattr(output, "failed_recving", None) or ()),
+        invalid_block_ids=frozenset(output.invalid_block_ids or ()),
+        stats=stats.data if isinstance(stats, CounterStats) else stats,
+        events=getattr(output, "kv_cache_events", None),
+        meta=meta.meta if isinstance(meta, CarriedMeta) else meta,
+    )
+    return EMPTY_OUTPUT if found.is_empty() else found
+
+
+def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:
+    """The inverse of `from_v1_output`. Hosts expect None in place of an empty set of ended work."""
+    stats, meta = output.stats, output.meta
+    return KVConnectorOutput(
+        finished_sending=set(output.finished_sending) or None,
+        finished_recving=set(output.finished_recving) or None,
+        failed_recving=set(output.failed_recving),
+        invalid_block_ids=set(output.invalid_block_ids),
+        kv_connector_stats=CounterStats(dict(stats)) if isinstance(stats, Mapping) else stats,
+        kv_cache_events=output.events,
+        kv_connector_worker_meta=CarriedMeta(meta) if isinstance(meta, WorkerMeta) else meta,
+    )
