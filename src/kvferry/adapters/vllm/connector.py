@@ -79,9 +79,7 @@ class FerryConnector(OneRole):
         self._host_config = vllm_config
         self._places: dict[str, int] | None = None  # of the tensors registered, by layer
         self._parts = open_parts(
-            *(KIND, spec, options, self._observer),
-            where=WHERE,
-            schedules=not is_worker,
+            KIND, spec, options, self._observer, schedules=not is_worker, where=WHERE
         )
         self._translator = self._make_translator(spec)
         self._cache_hit_source = self._hit_source(self._parts.store.url)
@@ -94,7 +92,8 @@ class FerryConnector(OneRole):
         )
         if not is_worker:
             self._parts.wait_ready(START_SECONDS)
-            log_start(self._parts, spec)
+            schema = self._parts.schema
+            log_start(spec, self._parts.store, schema.namespace, schema.record_bytes)
 
     def _make_translator(self, spec: EngineSpec) -> EventTranslator | None:
         if not spec.publishes:

@@ -6,7 +6,6 @@ import logging
 import threading
 
 from kvferry.config import format_size
-from kvferry.connectors.registry import ConnectorParts
 from kvferry.contract.spec import EngineSpec
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
@@ -15,10 +14,10 @@ logger = logging.getLogger("vllm.kvferry")
 """Below vLLM's own logger, whose handlers and level then hold."""
 
 
-def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
-    """Log what this engine shares with whom. The store is measured meanwhile, on a thread that
-    nobody waits for, since one that hangs is measured for ever; its speed is a line of its own."""
-    stat = parts.store.stat()
+def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: int) -> None:
+    """Log which records this engine shares. A thread measures the store and logs its speed in a
+    line of its own; nothing waits for the thread, since a store can hang."""
+    stat = store.stat()
     logger.info(
         "kvferry: store %s with %d records, %s of %s; namespace %s; %s per chunk; %d KV groups in "
         "%d block tables, layout %s",
@@ -26,15 +25,13 @@ def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
-        parts.namespace.hex()[:16],
-        format_size(parts.record_bytes),
+        namespace.hex()[:16],
+        format_size(record_bytes),
         len(spec.groups),
         len({part.table for part in spec.table_parts}),
         spec.kv_layout,
     )
-    speed = threading.Thread(
-        target=_log_speed, args=(parts.store,), name="kvferry-speed", daemon=True
-    )
+    speed = threading.Thread(target=_log_speed, args=(store,), name="kvferry-speed", daemon=True)
     try:
         speed.start()
     except RuntimeError as error:  # the process has as many threads as it may have

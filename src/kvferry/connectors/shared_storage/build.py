@@ -19,7 +19,7 @@ from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.connectors.shared_storage.worker import SharedStorageWorker
-from kvferry.contract.spec import EngineSpec, RankWorker, Roles
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
@@ -120,18 +120,12 @@ class Parts:
         return late.opened or late
 
     @property
-    def namespace(self) -> bytes:
-        return self.schema.namespace
-
-    @property
-    def record_bytes(self) -> int:
-        return self.schema.record_bytes
-
-    @property
     def block_multiple(self) -> int:
+        """In tokens; every hit is a multiple of it."""
         return self._context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
+        """See `Roles.wait_ready`."""
         return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
 
     def close(self) -> None:
@@ -210,26 +204,3 @@ class Parts:
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self._context, rows, self.num_slots, setup or DeviceSetup())
-
-
-def create(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> Roles:
-    """Both roles for an engine whose scheduler and only worker share a process.
-
-    Raises:
-        ConfigError: see `Parts`.
-    """
-    parts = Parts(spec, options, observer)
-    store = parts.store
-    if isinstance(store, SupportsProbe):
-        return Roles(parts.scheduler(), parts.worker(), store.close, store.wait_indexed)
-    return Roles(parts.scheduler(), parts.worker(), store.close)
-
-
-def create_worker(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> RankWorker:
-    """The worker role of one rank, in a process of its own.
-
-    Raises:
-        ConfigError: see `Parts`.
-    """
-    parts = Parts(spec, options, observer, schedules=False)
-    return RankWorker(parts.worker(), parts.store.close)
