@@ -11,12 +11,11 @@ import torch
 
 from kvferry.bench.step import FacadeHost
 from kvferry.connectors.registry import create_roles
-from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsIdle
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
-from kvferry.contract.worker import WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
@@ -34,8 +33,10 @@ EMPTY_PLAN = Plan()
 class IdleScheduler(SchedulerRole):
     """Records the hooks in which something may be decided or learnt."""
 
+    is_idle = True
+
     def __init__(self):
-        self.calls, self.is_idle, self.plan = [], True, EMPTY_PLAN
+        self.calls, self.plan = [], EMPTY_PLAN
 
     def empty_plan(self):
         return EMPTY_PLAN
@@ -56,8 +57,10 @@ class IdleScheduler(SchedulerRole):
 
 
 class IdleWorker(WorkerRole):
+    is_idle = True
+
     def __init__(self):
-        self.calls, self.is_idle = [], True
+        self.calls = []
 
     def register_kv_caches(self, kv_caches):
         pass
@@ -83,20 +86,6 @@ class IdleWorker(WorkerRole):
 
     def close(self):
         pass
-
-
-class Plain(IdleWorker):
-    """A role that cannot tell."""
-
-    is_idle = None
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattribute__(self, name):
-        if name == "is_idle":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
 
 
 def scheduler_facade(role=None):
@@ -318,26 +307,10 @@ def test_a_worker_with_something_under_way_takes_part_in_quiet_steps():
     assert role.calls == WHOLE_STEP * 2
 
 
-def test_a_worker_that_cannot_tell_takes_part_in_every_step():
-    assert not isinstance(Plain(), SupportsIdle)
-    facade, role = worker_facade(Plain())
-    for _ in range(2):
-        assert run_step(facade, QUIET)
-    assert role.calls == WHOLE_STEP * 2
-
-
 def test_a_fault_while_asking_is_counted_and_means_awake():
     class Broken(IdleWorker):
-        asked = False
-
-        def __init__(self):
-            self.calls = []
-
         @property
         def is_idle(self):
-            if not Broken.asked:
-                Broken.asked = True
-                return True
             raise RuntimeError("lost")
 
     observer = Counters()
@@ -358,8 +331,6 @@ def test_decoding_asks_nothing_of_the_shared_storage_roles(tmp_path):
     roles = create_roles("shared_storage", spec, {"store": f"file://{tmp_path}/s"}, Counters())
     layers = {f"layers.{index}": torch.zeros(32, 1, 16, 8) for index in range(2)}
     roles.worker.register_kv_caches(layers)
-    assert isinstance(roles.scheduler, SupportsIdle)
-    assert isinstance(roles.worker, SupportsIdle)
     host = FacadeHost(roles, layers)
     decoding = HostRequest("r", list(range(256)), 256, block_ids=(list(range(1, 25)),))
     host.admit(decoding)

@@ -7,10 +7,13 @@ subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
+
+from kvferry.types import ExtraKeys
 
 
 class LookupMiss(StrEnum):
@@ -107,3 +110,31 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EMPTY_OUTPUT = WorkerOutput()
+
+
+# Events of `SchedulerRole.take_events`, for hosts that publish them to cache-aware routers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStored:
+    """A chunk can be read by every engine that shares the store.
+
+    Attributes:
+        key: its identity.
+        parent: that of the chunk before it in the prompt; None for the first.
+        token_ids: its tokens.
+        extra_keys: what else decides its content.
+    """
+
+    key: bytes
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    extra_keys: ExtraKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksRemoved:
+    """Chunks that were announced are gone."""
+
+    keys: tuple[bytes, ...]
+    """In no particular order."""

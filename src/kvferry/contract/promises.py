@@ -19,7 +19,7 @@ load as failed. A role's own deadlines are far shorter, and by its contract noth
 the engine's blocks past them. Without a bound, a report lost in a fault held blocks for ever."""
 
 
-class Load(NamedTuple):
+class PromisedLoad(NamedTuple):
     """Blocks that the host takes for loaded, or will."""
 
     blocks: frozenset[int]
@@ -34,8 +34,8 @@ class Promises:
         self._clock = clock
         self._faults = faults
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        self._planned: dict[str, Load] = {}  # allocated since the last plan
-        self._lost: dict[str, Load] = {}  # of those, unknown to the role
+        self._planned: dict[str, PromisedLoad] = {}  # allocated since the last plan
+        self._lost: dict[str, PromisedLoad] = {}  # of those, unknown to the role
         # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
         self._loading: dict[str, frozenset[int]] = {}
         self._barred: set[str] = set()  # a load of theirs failed: no more hits
@@ -70,7 +70,7 @@ class Promises:
         if num_external_tokens <= 0:
             return
         blocks = self._external_blocks(block_ids, local, num_external_tokens)
-        self._planned[request_id] = Load(blocks, is_async)
+        self._planned[request_id] = PromisedLoad(blocks, is_async)
         if is_async:
             self._loading[request_id] = blocks
             self._owed[request_id] = self._clock()
@@ -149,14 +149,14 @@ class Promises:
         for request_id in overdue:
             del self._owed[request_id]
             self._faults.violation(
-                "overdue", "no end of a load or free of %r in %.0f s", request_id, OVERDUE_SECONDS
+                "overdue", f"no end of a load or free of {request_id!r} in {OVERDUE_SECONDS:.0f} s"
             )
             if request_id in self._loading:
-                self._lost[request_id] = Load(self._loading[request_id], is_async=True)
+                self._lost[request_id] = PromisedLoad(self._loading[request_id], is_async=True)
         return frozenset(overdue).difference(self._loading)
 
     def _repaired(
-        self, plan: Plan, overdue: frozenset[str], planned: Mapping[str, Load]
+        self, plan: Plan, overdue: frozenset[str], planned: Mapping[str, PromisedLoad]
     ) -> RepairedPlan:
         lost, self._lost = self._lost, {}
         freed, self._freed = frozenset(self._freed), set()
@@ -172,9 +172,9 @@ class Promises:
         )
 
 
-def _blocks_of(loads: Mapping[str, Load]) -> frozenset[int]:
+def _blocks_of(loads: Mapping[str, PromisedLoad]) -> frozenset[int]:
     return frozenset(block for load in loads.values() for block in load.blocks)
 
 
-def _async_of(loads: Mapping[str, Load]) -> frozenset[str]:
+def _async_of(loads: Mapping[str, PromisedLoad]) -> frozenset[str]:
     return frozenset(request_id for request_id, load in loads.items() if load.is_async)

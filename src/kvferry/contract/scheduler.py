@@ -72,6 +72,13 @@ class SchedulerRole(ABC):
         """
         return Plan()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step that begins, resumes, preempts and ends no request and adds no block would
+        get the empty plan, and an output that reports nothing would change nothing, until another
+        hook of the role is called. Its host can then leave the role out of such steps."""
+        return False
+
     @abstractmethod
     def update_output(self, output: WorkerOutput) -> None:
         """Learn what the workers reported, aggregated over all ranks. Mutates."""

@@ -31,8 +31,7 @@ class EngineSpec:
             store must be one that several can open. Several ranks always may.
         loads: False for an engine that only stores (a producer).
         saves: False for an engine that only reads (a consumer).
-        publishes: True if the host publishes the events of `SchedulerRole.take_events`
-            (`kvferry.contract.events`).
+        publishes: True if the host publishes the events of `SchedulerRole.take_events`.
         tables: the host's division of the layers over block tables; `layer_names` is then unused. A
             scheduler role reads table, group, block size and window only, and needs a part for
             every table and group that some rank uses. The host may have further tables. None: one

@@ -20,12 +20,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import (
@@ -111,8 +110,8 @@ class SchedulerHalf:
         )
 
     def plan(self, output: V1SchedulerOutput) -> tuple[PlanMetadata, bool]:
-        """The step's metadata, and whether the role is idle (`SupportsIdle`): the host can then
-        leave it out of all steps until one brings a change."""
+        """The step's metadata, and whether the role `is_idle`: the host can then leave it out of
+        all steps until one brings a change."""
         step = self.requests.step(output)
         plan = self.role.build_plan(step)
         # An unreadable step also gives the empty plan, but the next step may be readable.

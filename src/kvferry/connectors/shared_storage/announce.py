@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvferry.contract.events import ChunksRemoved, ChunkStored
+from kvferry.contract.messages import ChunksRemoved, ChunkStored
 from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:

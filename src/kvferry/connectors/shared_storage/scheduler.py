@@ -246,7 +246,6 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def is_idle(self) -> bool:
-        """See `kvferry.contract.abilities.SupportsIdle`."""
         if self._next.loads or self._next.namespace is not None:
             return False
         if self._pool.has_orders or self._pool.is_filling or self._pool.is_writing:

@@ -147,7 +147,6 @@ class SharedStorageWorker(WorkerRole):
             self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
-        """See `kvferry.contract.abilities.SupportsWait`."""
         self._io.wait(seconds)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
@@ -156,7 +155,6 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def is_idle(self) -> bool:
-        """See `kvferry.contract.abilities.SupportsIdle`."""
         return not (self._io.under_way or self._report.any())
 
     def end_step(self) -> None:
