@@ -155,7 +155,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
         pass
     (report,) = step.output.meta.reports
     assert set(report.failed_keys) == set(keys_of(host))
-    assert report.failed_requests == ("reader",)
+    assert report.failed_requests == {"reader"}
     assert report.failures == 1
     assert report.missed == (Missed(chunk.slot, PUT_OFF),)
     assert not report.held

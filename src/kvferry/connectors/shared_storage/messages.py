@@ -115,24 +115,31 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended on one rank since its last report."""
+class RankReport(msgspec.Struct, kw_only=True):
+    """What ended on one rank since its last report. The worker adds to it until it hands it over;
+    nothing changes it from then on."""
 
     rank: int
     pool: int = 0
     """Which host pool the slots are of. Hosts that have two connectors may bring one the reports of
     the other."""
-    held: tuple[Held, ...] = ()
-    missed: tuple[Missed, ...] = ()
-    saved: tuple[Saved, ...] = ()
+    held: list[Held] = []
+    missed: list[Missed] = []
+    saved: list[Saved] = []
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
     """Steps so far in which a load failed on this rank."""
-    failed_requests: tuple[str, ...] = ()
+    failed_requests: set[str] = set()
     """Requests whose load failed after it was promised ..."""
-    failed_keys: tuple[bytes, ...] = ()
+    failed_keys: list[bytes] = []
     """... and the chunks that failed."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        ended = self.held or self.missed or self.saved
+        return not (ended or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):
