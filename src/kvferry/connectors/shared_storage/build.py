@@ -12,8 +12,7 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
 from kvferry.config import build_config, parse_size, parse_store_url
-from kvferry.connectors.shared_storage.config import SharedStorageConfig, refuse_replaced
-from kvferry.connectors.shared_storage.context import Context
+from kvferry.connectors.shared_storage.config import Context, SharedStorageConfig, refuse_replaced
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler

@@ -1,11 +1,19 @@
-"""Options of the shared-storage connector."""
+"""Options of the shared-storage connector, and what its parts share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.blocks.tables import Tables
+    from kvferry.contract.spec import EngineSpec
+    from kvferry.observe import Observer
+    from kvferry.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +75,29 @@ def refuse_replaced(options: Mapping[str, object], where: str) -> None:
     for name, instead in REPLACED.items():
         if name in options:
             raise ConfigError(f"{where}: option {name!r} is gone: {instead}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What all parts of a role share.
+
+    Attributes:
+        spec: the engine.
+        config: options.
+        store: where records are; the builder of the connector closes it.
+        observer: receives counts and events.
+        tables: block tables of the host.
+        clock: monotonic seconds.
+    """
+
+    spec: EngineSpec
+    config: SharedStorageConfig
+    store: Store
+    observer: Observer
+    tables: Tables
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def tier(self) -> str:
+        """Name of the store in counters and events: the scheme of its URL."""
+        return self.store.url.partition(":")[0]

@@ -20,7 +20,7 @@ from kvferry.errors import ContractError
 from kvferry.store.base import SupportsProbe
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.connectors.shared_storage.policy import LoadPolicy
     from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys

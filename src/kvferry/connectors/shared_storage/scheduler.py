@@ -45,7 +45,7 @@ from kvferry.record.check import MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.connectors.shared_storage.recent import RecentRecords
     from kvferry.connectors.shared_storage.requests import RequestState
@@ -275,7 +275,7 @@ class SharedStorageScheduler(SchedulerRole):
         for held in report.held:
             slot = self._pool.filled(held.slot, held.seconds)
             if slot is not None and not slot.is_save and not slot.failed:
-                self._accounts.fetched(slot)
+                self._accounts.ended("fetch", slot, None, slot.seconds)
         for missed in report.missed:
             self._learn_missed(missed)
         for saved in report.saved:
@@ -283,7 +283,8 @@ class SharedStorageScheduler(SchedulerRole):
             if slot is None:
                 continue
             is_stored = self._saves.learn_saved(report.rank, slot, saved)
-            self._accounts.saved(slot, saved, is_stored=is_stored)
+            name = "save" if is_stored else "save_failed"
+            self._accounts.ended(name, slot, saved.result, saved.seconds)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
         if report.failed_keys:
@@ -305,7 +306,7 @@ class SharedStorageScheduler(SchedulerRole):
         if slot.is_save:
             self._saves.learn_missed(slot, missed)
         else:
-            self._accounts.fetched(slot, missed.reason)
+            self._accounts.ended("fetch_missed", slot, missed.reason, slot.seconds)
             if missed.reason != MissReason.CANCELLED:
                 self._unreadable.add((slot.key,))
 

@@ -41,7 +41,7 @@ from kvferry.types import NULL_BLOCK
 if TYPE_CHECKING:
     import torch
 
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
 
 logger = logging.getLogger(__name__)
 
