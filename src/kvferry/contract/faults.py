@@ -36,11 +36,11 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
     promised_request_ids: frozenset[str] = frozenset()
 
 
-class Faults:
+class FaultLog:
     """Counts every fault of one role, and logs its 1st, 10th, 100th, ... occurrence."""
 
-    def __init__(self, role: object, observer: Observer) -> None:
-        self._role = type(role).__name__
+    def __init__(self, role: str, observer: Observer) -> None:
+        self._role = role
         self._observer = observer
         self._seen: dict[str, int] = {}
 

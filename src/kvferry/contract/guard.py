@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.contract.faults import Faults, RepairedPlan
+from kvferry.contract.faults import FaultLog, RepairedPlan
 from kvferry.contract.messages import (
     ASK_AGAIN,
     EMPTY_OUTPUT,
@@ -79,7 +79,7 @@ class GuardedScheduler(SchedulerRole):
             clock: seconds, for the bounds on waiting.
         """
         self._role = role
-        self._faults = Faults(role, observer or Observer())
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
         self._block_size = block_size
         self._clock = clock
         self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
@@ -310,7 +310,7 @@ class GuardedWorker(WorkerRole):
     def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
         """Wrap `role`; `observer` receives the `hook_failed...` counts."""
         self._role = role
-        self._faults = Faults(role, observer or Observer())
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
         self._saves_stopped = False  # in this step

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvferry.contract.faults import Faults, RepairedPlan
+from kvferry.contract.faults import FaultLog, RepairedPlan
 from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.types import NULL_BLOCK, BlockTable
 
@@ -29,7 +29,9 @@ class PromisedLoad(NamedTuple):
 class Promises:
     """Bookkeeping only: every method is O(1) or in the number of loads under way."""
 
-    def __init__(self, block_size: int | None, clock: Callable[[], float], faults: Faults) -> None:
+    def __init__(
+        self, block_size: int | None, clock: Callable[[], float], faults: FaultLog
+    ) -> None:
         self._block_size = block_size
         self._clock = clock
         self._faults = faults
