@@ -113,24 +113,15 @@ class EngineSpec:
                 )
 
 
-def _nothing() -> None:
-    """The end of roles that share nothing."""
-
-
-def _ready(timeout: float) -> bool:
-    """Roles with nothing to wait for."""
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Both halves of a connector for an engine whose scheduler and only worker share a process."""
 
     scheduler: SchedulerRole
     worker: WorkerRole
-    close_last: Callable[[], None] = _nothing
+    close_last: Callable[[], None] = lambda: None
     """Called once after both roles are closed: releases what they share."""
-    wait_ready: Callable[[float], bool] = _ready
+    wait_ready: Callable[[float], bool] = lambda _timeout: True
     """Blocks until look-ups can find everything stored, for at most so many seconds; True if they
     can. For the start of an engine: earlier look-ups work, and may miss."""
 
@@ -140,5 +131,5 @@ class RankWorker:
     """The worker role of one rank, for a process that has no scheduler role."""
 
     worker: WorkerRole
-    close_last: Callable[[], None] = _nothing
+    close_last: Callable[[], None] = lambda: None
     """Called once after the role is closed."""

@@ -323,6 +323,6 @@ def make_shared_storage_host(
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
-        check=scheduler.check_integrity,
+        check=scheduler.pool.check_integrity,
     )
     return host, parts

@@ -109,7 +109,7 @@ class OldHost:
     def settle(self) -> None:
         """Step until all saves have ended."""
         until = time.monotonic() + 20
-        while self.scheduler._parts.pool.num_taken:
+        while self.scheduler._scheduler_role.pool.num_taken:
             assert time.monotonic() < until
             self.step([], {})
 
@@ -187,9 +187,6 @@ def test_names_and_arithmetic_of_the_original():
     [
         ({"chunk_token": 8}, "chunk_tokens"),
         ({"store": "nowhere"}, "file://"),
-        ({"staging_bytes": "1GiB"}, "memory_bytes"),
-        ({"keep_bytes": "1GiB"}, "memory_bytes"),
-        ({"promise": "index"}, "'promise' is gone"),
         ({"store": "memory://x", "memory_bytes": 1}, "memory_bytes"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,25 +56,6 @@ class SharedStorageConfig:
         for name in ("load_timeout_seconds", "start_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
-
-
-REPLACED = {
-    "staging_bytes": "memory_bytes replaces it",
-    "keep_bytes": "memory_bytes replaces it",
-    "promise": "a hit is always held and verified before it is promised; leave it out",
-}
-"""Options of the first version, and what to do instead."""
-
-
-def refuse_replaced(options: Mapping[str, object], where: str) -> None:
-    """Refuse options of the first version.
-
-    Raises:
-        ConfigError: names the option that replaces it.
-    """
-    for name, instead in REPLACED.items():
-        if name in options:
-            raise ConfigError(f"{where}: option {name!r} is gone: {instead}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
