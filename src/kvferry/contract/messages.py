@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Worker to its own scheduler role: what a connector wants to tell beyond the common fields."""
+    """Worker to its own scheduler role: reports of a connector beyond the common fields."""
 
     def aggregate(self, other: WorkerMeta) -> WorkerMeta:
         """Fold the meta of another rank (or step) into a new value. Mutates neither."""
@@ -97,7 +97,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     meta: Any = None
 
     def is_empty(self) -> bool:
-        """True if nothing in it needs to be told to the scheduler."""
+        """True if it reports nothing."""
         return not (
             self.finished_sending
             or self.finished_recving

@@ -1,7 +1,7 @@
-"""What a host was promised by a scheduler role, and what workers still owe it.
+"""What a scheduler role promised to a host, and the reports that workers still owe.
 
-The guard's memory between lookup and report. Whatever in it did not come to pass as the role meant
-it, leaves it inside a `RepairedPlan`. Runs in: scheduler.
+The guard's memory between lookup and report. A promise that the role does not keep becomes a failed
+load or a freed request in a `RepairedPlan`. Runs in: scheduler.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.types import NULL_BLOCK, BlockTable
 
 OVERDUE_SECONDS = 300.0
-"""An async load or a delayed free that is not reported for this long is reported by the guard, the
-load as failed. A role's own deadlines are far shorter, and by its contract nothing of it touches
-the engine's blocks past them. Without a bound, a report lost in a fault held blocks for ever."""
+"""The guard reports an async load or a delayed free that was not reported for so long, the load as
+failed. A role's own deadlines are far shorter, and by its contract it does not touch the engine's
+blocks past them. Without a bound, a report lost in a fault would hold blocks for ever."""
 
 
 class PromisedLoad(NamedTuple):
@@ -59,7 +59,7 @@ class Promises:
 
     def is_barred(self, request_id: str) -> bool:
         """Whether a load of this request failed: a host that computes such a request from its start
-        asks anew, and with the same answer goes round for ever."""
+        asks again, and with the same answer repeats this for ever."""
         return request_id in self._barred
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
@@ -145,7 +145,7 @@ class Promises:
         return plan
 
     def _overdue(self) -> frozenset[str]:
-        """Ended requests whose blocks nobody released in time; loads join those that are lost."""
+        """Ended requests whose blocks were not released in time; loads join those that are lost."""
         limit = self._clock() - OVERDUE_SECONDS
         overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
         for request_id in overdue:

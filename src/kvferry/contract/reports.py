@@ -34,7 +34,7 @@ class ReportRules:
     def __init__(self, observer: Observer, *, strict: bool = False) -> None:
         self._faults = FaultLog("connector", observer)
         self._strict = strict
-        self._announced = True  # False: this worker cannot say which async loads a plan starts
+        self._announced = True  # False: this worker cannot know which async loads a plan starts
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._failed: set[str] = set()  # of those, reported failed before they ended
         self._early: set[str] = set()  # finished_sending that came before the end of the request
@@ -46,8 +46,8 @@ class ReportRules:
         return bool(self._early)
 
     def begin(self, recving: Collection[str] | None) -> None:
-        """Note the async loads that a plan starts; None: the worker cannot tell. What then remains
-        of the rules for loads is that a request is reported once after its end."""
+        """Note the async loads that a plan starts; None: the worker cannot know. The only rule
+        for loads is then that a request is reported once after its end."""
         if recving is None:
             self._announced = False
         else:

@@ -29,7 +29,7 @@ class Accounts:
     def __init__(self, context: Context) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
-        self._tier = context.tier
+        self._tier = context.store.url.partition(":")[0]  # the scheme
 
     def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
         """A request was admitted.

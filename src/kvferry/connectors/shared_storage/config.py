@@ -77,8 +77,3 @@ class Context:
     observer: Observer
     tables: Tables
     clock: Callable[[], float] = time.monotonic
-
-    @property
-    def tier(self) -> str:
-        """Name of the store in counters and events: the scheme of its URL."""
-        return self.store.url.partition(":")[0]

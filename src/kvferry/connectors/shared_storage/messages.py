@@ -66,9 +66,9 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     saves: tuple[Save, ...] = ()
     writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
-    """Per rank, in how many steps a load failed there, as far as the scheduler role has heard;
-    empty if nowhere. A plan made before it heard of the last one may save what was computed on
-    blocks that were never filled."""
+    """Per rank, the number of steps in which a load failed, as reported to the scheduler role so
+    far; empty if none. A plan made before the last report may save what was computed on blocks that
+    were never filled."""
     timed: int = 0
     """Number of a step whose time shows the speed of prefill; 0 for others. Reported back, because
     hosts whose steps overlap bring the output of another step first."""

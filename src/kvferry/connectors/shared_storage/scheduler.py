@@ -105,23 +105,23 @@ class SharedStorageScheduler(SchedulerRole):
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
         self._next = _NextPlan()
-        self._hears_workers = spec.carries_worker_meta
+        self._gets_reports = spec.carries_worker_meta
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
         """The host turned out to carry no reports from workers to the scheduler: nothing is loaded
         or saved from now on, because nothing says what the slots hold."""
-        if self._hears_workers:
+        if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
                 "saved; use KVFerryConnector on vLLM 0.11.1 or later"
             )
-        self._hears_workers = False
+        self._gets_reports = False
 
     @property
     def _may_load(self) -> bool:
-        return self._hears_workers and self._context.spec.loads
+        return self._gets_reports and self._context.spec.loads
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
@@ -236,7 +236,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._end_recent()
 
     def _plan_saves(self, step: StepView) -> tuple[Save, ...]:
-        if not (self._hears_workers and self._context.spec.saves):
+        if not (self._gets_reports and self._context.spec.saves):
             return ()
         saves = self._saves.plan(step)
         if saves and self._announcer is not None:
