@@ -326,7 +326,7 @@ def test_decoding_asks_nothing_of_the_shared_storage_roles(tmp_path):
     )  # fmt: skip
     spec = EngineSpec(
         identity=ModelIdentity(weights=bytes(32), config={"model_type": "test"}),
-        groups=(group,), shard=tensor_parallel_shard((group,), 0, 1), layer_names=None,
+        groups=(group,), shard=tensor_parallel_shard((group,), 0, 1),
     )  # fmt: skip
     roles = create_roles("shared_storage", spec, {"store": f"file://{tmp_path}/s"}, Counters())
     layers = {f"layers.{index}": torch.zeros(32, 1, 16, 8) for index in range(2)}

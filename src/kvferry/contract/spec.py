@@ -22,8 +22,6 @@ class EngineSpec:
             every host of a model must name the same ones.
         shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
             `world_size` only).
-        layer_names: names of the layers of each group that this rank holds, in order; None for a
-            single group that consists of every layer the host registers.
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
         carries_worker_meta: True if the host brings `WorkerOutput.meta` to the scheduler role, so
             that hits can be verified before they are promised.
@@ -32,10 +30,11 @@ class EngineSpec:
         loads: False for an engine that only stores (a producer).
         saves: False for an engine that only reads (a consumer).
         publishes: True if the host publishes the events of `SchedulerRole.take_events`.
-        tables: the host's division of the layers over block tables; `layer_names` is then unused. A
-            scheduler role reads table, group, block size and window only, and needs a part for
-            every table and group that some rank uses. The host may have further tables. None: one
-            table per group, in order, of the group's block size and window.
+        tables: the host's division of the layers over block tables. A scheduler role reads table,
+            group, block size and window only, and needs a part for every table and group that some
+            rank uses. The host may have further tables. None: one table per group, in order, of the
+            group's block size and window; a single group then consists of every layer that the host
+            registers.
 
     Raises:
         ConfigError: tables that do not hold every layer of this rank once, or that contradict each
@@ -45,7 +44,6 @@ class EngineSpec:
     identity: ModelIdentity
     groups: tuple[KVGroup, ...]
     shard: RankShard
-    layer_names: tuple[tuple[str, ...], ...] | None = None
     kv_layout: str = "BHNC"
     carries_worker_meta: bool = True
     multi_process: bool = False
@@ -65,13 +63,12 @@ class EngineSpec:
         """`tables`; if that is None, one part per group."""
         if self.tables is not None:
             return self.tables
-        names = self.layer_names or (None,) * len(self.groups)
         return tuple(
             TablePart(
                 table=index,
                 group=index,
                 layers=tuple(range(shard.layers[1] - shard.layers[0])),
-                layer_names=names[index],
+                layer_names=None,
                 block_size=group.block_size,
                 window=group.window,
             )

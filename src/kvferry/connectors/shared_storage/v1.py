@@ -204,7 +204,6 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
         ),
         groups=(group,),
         shard=tensor_parallel_shard((group,), rank, world),
-        layer_names=None,
         kv_layout=layout,
     )
 
