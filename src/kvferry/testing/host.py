@@ -299,16 +299,13 @@ def make_shared_storage_host(
     from kvferry.keys import ModelIdentity
 
     groups = groups or make_groups()
-    one_table = tables is None and len(groups) == 1
     specs = [
         EngineSpec(
             identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
             carries_worker_meta=carries_worker_meta,
-            tables=None
-            if one_table
-            else parts_of_tables(groups, tables or table_per_group(groups)),
+            tables=parts_of_tables(groups, tables or table_per_group(groups)),
         )
         for rank in range(world_size)
     ]
