@@ -131,7 +131,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable:
             return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
         if self._recent is not None:
-            self._recent.let_host_sleep()
+            self._recent.is_engine_in_use = True
         state = self._requests.track(request)
         if not self._may_load:
             state.num_local, state.miss = num_local_tokens, LookupMiss.NOT_LOADING
