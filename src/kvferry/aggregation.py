@@ -4,9 +4,9 @@
 hosts whose model runners return objects with a `kv_connector_output`.
 
 A rank is its position in the list of outputs. Ranks end their part of a request in different steps;
-the scheduler must hear of it once, when the last of them did. Unlike in vLLM, ranks are told apart
-(one that repeats itself does not stand in for another), a missing output takes no other rank's news
-with it, and what ranks handed in is left as it was.
+the scheduler gets one report, when the last of them has ended. Unlike in vLLM, the fold knows which
+rank reported (a rank that repeats itself does not count twice), a missing output loses no report of
+another rank, and the outputs of the ranks are not changed.
 
 Runs in: the process that collects the outputs; one thread. Pure bookkeeping, no I/O.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, Self, TypeVar
 
-from kvferry.contract.faults import Faults
+from kvferry.contract.faults import FaultLog
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
@@ -93,7 +93,7 @@ class WorkerOutputFold:
         self._sending = _RankReports()
         self._recving = _RankReports()
         self._failed: set[str] = set()
-        self._faults = Faults(self, observer or Observer())
+        self._faults = FaultLog(type(self).__name__, observer or Observer())
         self._expected_reports = 0
         self.expected_reports = expected_reports
 
@@ -119,13 +119,13 @@ class WorkerOutputFold:
         self._expected_reports = count
 
     def fold(self, outputs: Sequence[WorkerOutput | None]) -> WorkerOutput:
-        """One step's outputs as one; `EMPTY_OUTPUT` itself if there is nothing to tell.
+        """One step's outputs as one; `EMPTY_OUTPUT` itself if there is nothing to report.
 
         Args:
             outputs: one per rank, in rank order, the same ranks in every step; None for a rank
                 that has no output in this step.
         """
-        told = [output for output in outputs if output is not None and not output.is_empty()]
+        present = [output for output in outputs if output is not None and not output.is_empty()]
         for rank, output in enumerate(outputs):
             if output is not None:
                 self._sending.add(rank, output.finished_sending)
@@ -138,10 +138,10 @@ class WorkerOutputFold:
             finished_sending=self._sending.release(self._expected_reports),
             finished_recving=recving,
             failed_recving=failed,
-            invalid_block_ids=frozenset().union(*(output.invalid_block_ids for output in told)),
-            stats=self._payload("stats", told, _add_stats),
-            events=self._payload("events", told, _join_events_of_ranks),
-            meta=self._payload("meta", told, _fold_meta),
+            invalid_block_ids=frozenset().union(*(output.invalid_block_ids for output in present)),
+            stats=self._payload("stats", present, _add_stats),
+            events=self._payload("events", present, _join_events_of_ranks),
+            meta=self._payload("meta", present, _fold_meta),
         )
         return EMPTY_OUTPUT if folded.is_empty() else folded
 
@@ -260,7 +260,7 @@ class KVOutputAggregator:
         return f"<{type(self).__name__} {self._fold!r}>"
 
     def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
-        """The output of `output_rank`, in a copy that carries the folded news of all ranks.
+        """The output of `output_rank`, in a copy that carries the folded reports of all ranks.
 
         Args:
             outputs: one per rank, in rank order; None for a rank that returned nothing.
@@ -268,7 +268,7 @@ class KVOutputAggregator:
 
         Returns:
             A shallow copy with its own `kv_connector_output`; None if `output_rank` returned
-            nothing: the news of the others then comes with the next output that it returns.
+            nothing: the reports of the others then come with the next output that it returns.
 
         Raises:
             ContractError: `output_rank` is not one of the ranks.

@@ -5,20 +5,23 @@ Every refusal is a `ConfigError` of one line: where, what was given, what is all
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 from kvferry.errors import ConfigError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _UNITS = {
     "": 1,
@@ -93,20 +96,17 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` that `name` was probably meant to be, or None."""
-    by_lower = {entry.lower(): entry for entry in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
-
-
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """One sentence for a name that is none of `known`: names the nearest, or all of them."""
-    known = sorted(known)
-    if not known:
+    """One sentence for a name that is not in `known`: the nearest one that is, or all of them."""
+    by_lower = {entry.lower(): entry for entry in sorted(known)}
+    if not by_lower:
         return f"unknown {what} {name!r}; there are none"
-    guess = nearest(str(name), known)
-    hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    hint = (
+        f"did you mean {by_lower[found[0]]!r}?"
+        if found
+        else (f"known: {', '.join(by_lower.values())}")
+    )
     return f"unknown {what} {name!r}; {hint}"
 
 
@@ -114,7 +114,7 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
-    str, a Literal of strings or ints, or one of these with None (the text "none"). A field whose
+    str, a Literal of strings or ints, or one of these or None (the text "none"). A field whose
     metadata is `{"unit": "bytes"}` takes what `parse_size` takes. Values that already have
     the type pass; a float where an int belongs is refused unless it is whole.
 
@@ -126,8 +126,6 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     Raises:
         ConfigError: an unknown, missing or unusable option.
     """
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{cls.__name__} is not a dataclass")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -153,43 +151,20 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:
     """`value` as the type `hint`; ValueError saying what is allowed."""
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _convert_union(typing.get_args(hint), value, is_size=is_size)
-    if origin is Literal:
-        return _convert_literal(typing.get_args(hint), value)
+    if type(None) in typing.get_args(hint):
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+    if typing.get_origin(hint) is Literal:
+        members = typing.get_args(hint)
+        text = value.strip().lower() if isinstance(value, str) else None
+        for choice in members:
+            if (type(choice) is type(value) and choice == value) or str(choice).lower() == text:
+                return choice
+        raise ValueError(f"{value!r} is none of {', '.join(map(str, members))}")
     if is_size:
         return parse_size(value if isinstance(value, str) else _to_int(value))
-    for plain, convert in _CONVERTERS:
-        if hint is plain:
-            return convert(value)
-    if isinstance(hint, type) and isinstance(value, hint):
-        return value
-    raise ValueError(f"{value!r} is not a {getattr(hint, '__name__', hint)}")
-
-
-def _convert_union(members: tuple[object, ...], value: object, *, is_size: bool) -> object:
-    if type(None) in members and (
-        value is None or (isinstance(value, str) and value.strip().lower() == "none")
-    ):
-        return None
-    candidates = [member for member in members if member is not type(None)]
-    refusals = []
-    for member in candidates:
-        try:
-            return _convert(member, value, is_size=is_size)
-        except ValueError as error:
-            refusals.append(str(error))
-    raise ValueError("; ".join(refusals))
-
-
-def _convert_literal(allowed: tuple[object, ...], value: object) -> object:
-    for choice in allowed:
-        if (type(choice) is type(value) and choice == value) or (
-            isinstance(value, str) and str(choice).lower() == value.strip().lower()
-        ):
-            return choice
-    raise ValueError(f"{value!r} is none of {', '.join(map(str, allowed))}")
+    return _CONVERTERS[hint](value)
 
 
 def _to_bool(value: object) -> bool:
@@ -214,15 +189,12 @@ def _to_int(value: object) -> int:
 
 
 def _to_float(value: object) -> float:
-    number = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not a finite number")
-    return number
+            if math.isfinite(number):
+                return number
+    raise ValueError(f"{value!r} is not a finite number")
 
 
 def _to_str(value: object) -> str:
@@ -231,12 +203,12 @@ def _to_str(value: object) -> str:
     raise ValueError(f"{value!r} is not text")
 
 
-_CONVERTERS: tuple[tuple[type, Callable[[object], object]], ...] = (
-    (bool, _to_bool),
-    (int, _to_int),
-    (float, _to_float),
-    (str, _to_str),
-)
+_CONVERTERS: Mapping[object, Callable[[object], object]] = {
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+    str: _to_str,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

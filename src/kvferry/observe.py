@@ -1,4 +1,4 @@
-"""What happened, for whoever counts: an observer of no-op methods, and one that adds up.
+"""Counts and events: an observer of no-op methods, and one that adds up.
 
 The core calls the observer and never reads it; exporters and `stat` live outside. Methods must be
 cheap and must not raise; they are called from scheduler, worker and I/O threads alike.

@@ -9,7 +9,6 @@ from typing import NewType, Protocol, runtime_checkable
 FORMAT_VERSION = 1
 """Version of the record format: part of every record and of every namespace."""
 
-RequestId = NewType("RequestId", str)
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""
 
@@ -39,7 +38,7 @@ class ExtraKeys:
         items: multimodal inputs, in order of `offset`.
         embeds_digest: digest of prompt embeddings where they replace token ids.
         cacheable: False for a request that must never be read or written (for example prompt
-            embeddings that nobody hashed).
+            embeddings without a digest).
     """
 
     cache_salt: str | None = None

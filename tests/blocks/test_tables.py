@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.blocks.paged import layer_spans
 from kvferry.blocks.tables import Tables
 from kvferry.contract.spec import EngineSpec
+from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
 from kvferry.testing.host_tables import HostTable, parts_of_tables
 from kvferry.topology import tensor_parallel_shard
@@ -123,3 +125,15 @@ def test_a_group_is_needed_from_the_first_token_that_any_of_its_tables_keeps():
         assert Tables(spec).group_start(0, 0, 16) == Tables(spec).first_needed(0, 16) == 8
         assert Tables(spec).groups_of(10, 0, 16) == {0}
         assert Tables(spec).groups_of(8, 0, 16) == frozenset()
+
+
+def test_a_table_that_the_spec_does_not_mention_is_no_load():
+    """Where a host says nothing of tables, one more means that it lays out its layers otherwise."""
+    group = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="float32", block_size=4)
+    spec = EngineSpec(
+        identity=ModelIdentity(weights=bytes(32), config={}),
+        groups=(group,),
+        shard=tensor_parallel_shard((group,), 0, 1),
+    )
+    with pytest.raises(ContractError, match="2 block tables; 1 take part"):
+        Tables(spec).load_slices(([1, 2], [9]), 0, 8)

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.contract.abilities import SupportsHandshake, SupportsLayerwise
+from kvferry.contract.faults import RepairedPlan
 from kvferry.contract.guard import (
     ASK_AGAIN_SECONDS,
-    OVERDUE_SECONDS,
     GuardedScheduler,
     GuardedWorker,
-    RepairedPlan,
 )
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -27,7 +25,9 @@ from kvferry.contract.messages import (
     Plan,
     WorkerOutput,
 )
+from kvferry.contract.promises import OVERDUE_SECONDS
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import SupportsLayerwise
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
 from tests.runner.dict_roles import (
@@ -400,7 +400,6 @@ def test_a_lost_load_that_the_role_does_nevertheless_fails_when_it_ends():
 def test_abilities_are_seen_through_the_guard():
     assert isinstance(GuardedWorker(RecordingLayerwiseWorker()), SupportsLayerwise)
     assert not isinstance(GuardedWorker(RecordingWorker()), SupportsLayerwise)
-    assert not isinstance(GuardedWorker(RecordingWorker()), SupportsHandshake)
 
 
 def test_registration_is_not_guarded():

@@ -40,16 +40,10 @@ def spec(groups: tuple[KVGroup, ...], tables: tuple[TablePart, ...] | None, **fi
 
 def test_without_tables_each_group_has_one_of_its_own():
     groups = (group(num_layers=2), group(num_layers=1, window=8))
-    names = (("a", "b"), ("c",))
-    assert spec(groups, None, layer_names=names).table_parts == (
-        part(0, 0, (0, 1), layer_names=("a", "b")),
-        part(1, 1, (0,), layer_names=("c",), window=8),
+    assert spec(groups, None).table_parts == (
+        part(0, 0, (0, 1), layer_names=None),
+        part(1, 1, (0,), layer_names=None, window=8),
     )
-
-
-def test_without_names_the_only_group_is_all_that_the_host_registers():
-    (only,) = spec((group(num_layers=2),), None).table_parts
-    assert only.layer_names is None
 
 
 def test_layers_may_be_spread_and_tables_shared():

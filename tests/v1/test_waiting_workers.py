@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.contract.abilities import IDLE_WAIT_SECONDS
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan
-from kvferry.contract.worker import WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.observe import Counters
 from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.v1.facade import RolesAsV1

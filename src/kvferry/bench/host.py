@@ -124,7 +124,6 @@ def engine_spec(group: KVGroup) -> EngineSpec:
         identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
         groups=(group,),
         shard=tensor_parallel_shard((group,), 0, 1),
-        layer_names=None,
     )
 
 

@@ -185,7 +185,7 @@ def hold(scheduler: SchedulerRole, token_ids: list[int]) -> None:
     plan = scheduler.build_plan(HostStep())
     if not isinstance(plan, SharedStoragePlan) or len(plan.fetches) != PROMPT_CHUNKS:
         raise AssertionError(f"a prompt of {PROMPT_CHUNKS} stored chunks is not fetched")
-    held = tuple(Held(fetch.chunk.slot) for fetch in plan.fetches)
+    held = [Held(fetch.chunk.slot) for fetch in plan.fetches]
     report = SharedStorageMeta(reports=(RankReport(rank=0, pool=plan.pool, held=held),))
     scheduler.update_output(WorkerOutput(meta=report))
     scheduler.request_finished(prompt, ([],))

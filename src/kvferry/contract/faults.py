@@ -1,4 +1,4 @@
-"""What both guards share: counting and logging of faults, and the plan that carries a repair."""
+"""What both guards use: counting and logging of faults, and the plan that carries a repair."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ logger = logging.getLogger(__name__)
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
-    """A plan, and beside it what the host was told that the role does not know of.
+    """A plan, and beside it the promises to the host that the role may not know of.
 
     Attributes:
         plan: what the role built, or its empty plan.
-        lost_block_ids: blocks that the host takes for loaded and that nobody may fill.
+        lost_block_ids: blocks that the host takes for loaded and that may stay unfilled.
         lost_request_ids: requests that wait for an async load which may never have been planned,
-            or whose end nobody reported in time.
-        freed_request_ids: ended requests whose blocks were freed, whatever the role meant to say: a
+            or whose end was not reported in time.
+        freed_request_ids: ended requests whose blocks were freed, whatever the role answered: a
             delayed free reported for one of them kills the host.
         promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
-            once a plan could not be built: what the role meant to load then may still be in its
-            mind, and the blocks have other owners now.
+            from the first plan that could not be built: the role may still plan its loads later,
+            when their blocks have other owners.
         promised_request_ids: the async loads among them.
-        overdue_sending: ended requests whose delayed free nobody reported in time.
+        overdue_sending: ended requests whose delayed free was not reported in time.
     """
 
     plan: Plan
@@ -36,11 +36,11 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
     promised_request_ids: frozenset[str] = frozenset()
 
 
-class Faults:
+class FaultLog:
     """Counts every fault of one role, and logs its 1st, 10th, 100th, ... occurrence."""
 
-    def __init__(self, role: object, observer: Observer) -> None:
-        self._role = type(role).__name__
+    def __init__(self, role: str, observer: Observer) -> None:
+        self._role = role
         self._observer = observer
         self._seen: dict[str, int] = {}
 
@@ -54,17 +54,13 @@ class Faults:
                 "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
             )
 
-    def violation(self, rule: str, message: str, *values: object) -> None:
+    def violation(self, rule: str, message: str) -> None:
         """The role answered something that the contract forbids."""
         self._observer.count("contract_violation")
         number = self._note(rule)
         if number:
             logger.warning(
-                "%s breaks its contract (%s, %d so far): %s",
-                self._role,
-                rule,
-                number,
-                message % values,
+                "%s breaks its contract (%s, %d so far): %s", self._role, rule, number, message
             )
 
     def _note(self, name: str) -> int:

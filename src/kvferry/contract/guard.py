@@ -1,8 +1,8 @@
 """The guard at the host boundary: a fault of a role becomes a miss, never a fault of the engine.
 
-`GuardedScheduler` and `GuardedWorker` wrap the two roles and are roles themselves. An `Exception`
-of a hook is counted (`hook_failed`, `hook_failed_<hook>`), logged now and then, and answered by
-what is safe for that hook. `KeyboardInterrupt` and `SystemExit` pass.
+`GuardedScheduler` and `GuardedWorker` wrap the two roles and are roles themselves. When a hook
+raises an `Exception`, the guard counts it (`hook_failed`, `hook_failed_<hook>`), logs it now and
+then, and gives the answer that is safe for that hook. `KeyboardInterrupt` and `SystemExit` pass.
 
 What is safe? Tokens that were promised to the host and will not be brought must reach it as a
 failed load. A scheduler role that faults between promise and plan is repaired by its guard with a
@@ -14,15 +14,440 @@ loudly at start-up, when nothing has been promised yet.
 
 from __future__ import annotations
 
-from kvferry.contract.faults import RepairedPlan
-from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.promises import OVERDUE_SECONDS
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ASK_AGAIN_SECONDS",
-    "OVERDUE_SECONDS",
-    "GuardedScheduler",
-    "GuardedWorker",
-    "RepairedPlan",
-]
+import msgspec
+
+from kvferry.contract.faults import FaultLog, RepairedPlan
+from kvferry.contract.messages import (
+    ASK_AGAIN,
+    EMPTY_OUTPUT,
+    FREE_NOW,
+    MISS,
+    FinishResult,
+    LookupResult,
+    Plan,
+    WorkerOutput,
+)
+from kvferry.contract.promises import Promises
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import SupportsLayerwise, WorkerRole
+from kvferry.observe import Observer
+from kvferry.types import BlockTable, RequestView, StepView
+
+if TYPE_CHECKING:
+    import torch
+
+ASK_AGAIN_SECONDS = 60.0
+"""After this long, "ask again" becomes a miss. Far beyond any deadline of our own roles; it is for
+roles that have none, because no host bounds the retries."""
+
+
+class GuardedScheduler(SchedulerRole):
+    """A scheduler role whose faults are misses and whose promises a host can keep.
+
+    Adds to the wrapped role:
+    - lookups are corrected to the rules of `SchedulerRole.lookup`;
+    - "ask again" ends after `ASK_AGAIN_SECONDS`;
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
+      so is what no worker reports within `OVERDUE_SECONDS`;
+    - a request whose load failed is not offered a hit again: a host that recomputes such a request
+      from its start asks again, and would repeat this for ever.
+
+    Runs in: scheduler. Costs less than a microsecond per hook if nothing is wrong.
+    """
+
+    def __init__(
+        self,
+        role: SchedulerRole,
+        observer: Observer | None = None,
+        *,
+        block_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrap `role`.
+
+        Args:
+            role: the scheduler role.
+            observer: receives `hook_failed...` and `contract_violation` counts.
+            block_size: tokens to which hits are rounded down: the block size, with several groups
+                their least common multiple. None: not checked, and a load that is lost fails all
+                blocks of its request.
+            clock: seconds, for the bounds on waiting.
+        """
+        self._role = role
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._block_size = block_size
+        self._clock = clock
+        self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
+        self._promises = Promises(block_size, clock, self._faults)
+        try:
+            self._empty_plan = role.empty_plan()
+        except Exception:
+            self._faults.fault("empty_plan", "a plan that cannot be built becomes a bare Plan()")
+            self._empty_plan = Plan()
+
+    def on_new_request(self, request: RequestView) -> None:
+        try:
+            self._role.on_new_request(request)
+        except Exception:
+            self._faults.fault("on_new_request", "the request goes on")
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if self._promises.is_barred(request.request_id):
+            return MISS
+        try:
+            answer = LookupResult(*self._role.lookup(request, num_local_tokens))
+            count, is_async, reason = answer
+            if not isinstance(reason, str | None):
+                raise TypeError(f"a reason is text or None, not {reason!r}")
+            if count is None:
+                return self._ask_again(request.request_id)
+            if count == 0 and not is_async:
+                return answer
+            legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))
+            answer = legal._replace(reason=reason)
+        except Exception:
+            self._faults.fault("lookup", "answered as a miss")
+            return MISS
+        if answer.num_tokens:
+            self._promises.offer(request.request_id, num_local_tokens, answer.is_async)
+        return answer
+
+    def _ask_again(self, request_id: str) -> LookupResult:
+        now = self._clock()
+        waited = now - self._asked.setdefault(request_id, now)
+        if waited < ASK_AGAIN_SECONDS:
+            return ASK_AGAIN
+        self._faults.violation(
+            "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"
+        )
+        return MISS
+
+    def _corrected(
+        self, request: RequestView, num_local_tokens: int, count: int, is_async: bool
+    ) -> LookupResult:
+        """The largest answer within the rules that promises no more than `count`."""
+        num_tokens = len(request.all_token_ids)
+        # Sync: the engine must have a token to compute. Async: it steps back by itself.
+        limit = (num_tokens if is_async else num_tokens - 1) - num_local_tokens
+        legal = max(0, min(count, limit))
+        if self._block_size is not None:
+            total = num_local_tokens + legal
+            legal = max(0, total - total % self._block_size - num_local_tokens)
+        if legal != count or (legal == 0 and is_async):
+            self._faults.violation(
+                "lookup",
+                f"({count}, {is_async}) for a request of {num_tokens} tokens, {num_local_tokens} "
+                f"local, block size {self._block_size}: {legal} answered",
+            )
+        return LookupResult(legal, is_async) if legal else MISS
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        request_id = request.request_id
+        self._asked.pop(request_id, None)
+        self._promises.allocate(request_id, block_ids, num_external_tokens)
+        try:
+            self._role.update_after_alloc(request, block_ids, num_external_tokens)
+        except Exception:
+            self._faults.fault("update_after_alloc", "the promised load is reported as failed")
+            self._promises.lose(request_id)
+
+    def build_plan(self, step: StepView) -> Plan:
+        try:
+            plan = self._role.build_plan(step)
+            if not isinstance(plan, Plan):
+                raise TypeError(f"build_plan returned {type(plan).__name__}, not a Plan")
+        except Exception:
+            self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
+            plan = self._empty_plan
+            self._promises.lose_plan()
+        return self._promises.settle(plan)
+
+    def empty_plan(self) -> Plan:
+        return self._empty_plan
+
+    def update_output(self, output: WorkerOutput) -> None:
+        self._promises.learn(output)
+        try:
+            self._role.update_output(output)
+        except Exception:
+            self._faults.fault("update_output", "the role did not learn what the workers did")
+
+    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        request_id = request.request_id
+        self._asked.pop(request_id, None)
+        is_loading = self._promises.end(request_id)
+        try:
+            result = self._role.request_finished(request, block_ids)
+            delay_free, params = result
+        except Exception:
+            self._faults.fault("request_finished", "its blocks are freed now")
+            self._promises.free_now(request_id)
+            return FREE_NOW
+        if delay_free and is_loading:
+            self._faults.violation(
+                "request_finished",
+                f"delay_free for {request_id!r}, which still loads: the end of the load frees its "
+                "blocks",
+            )
+            return FinishResult(False, params)
+        if delay_free:
+            self._promises.delay_free(request_id)
+        return result
+
+    def take_events(self) -> Iterable[Any]:
+        try:
+            # A generator would raise later, outside of the guard.
+            return tuple(self._role.take_events())
+        except Exception:
+            self._faults.fault("take_events", "its events are lost")
+            return ()
+
+    def take_stats(self) -> Mapping[str, float] | None:
+        try:
+            return self._role.take_stats()
+        except Exception:
+            self._faults.fault("take_stats", "its counters are lost")
+            return None
+
+    def has_pending_work(self) -> bool:
+        try:
+            return self._role.has_pending_work()
+        except Exception:
+            self._faults.fault("has_pending_work", "the engine does not step for it")
+            return False
+
+    def reset(self) -> bool:
+        try:
+            return self._role.reset()
+        except Exception:
+            self._faults.fault("reset", "reported as failed: stored KV may be stale")
+            return False
+
+    def close(self) -> None:
+        try:
+            self._role.close()
+        except Exception:
+            self._faults.fault("close", "something may be left open")
+
+
+class _OwedReports:
+    """The guard's additions to the role's reports.
+
+    Attributes:
+        invalid: blocks that a failed load left unfilled.
+        lost_recving: async loads that never started: reported as failed at once.
+        failed_recving: async loads that the role ends itself: reported as failed when it does.
+        freed: requests whose blocks were freed: the role's report of them is dropped.
+        overdue: delayed frees that the role has not reported in time: reported in its place.
+    """
+
+    def __init__(self) -> None:
+        self.invalid: set[int] = set()
+        self.lost_recving: set[str] = set()
+        self.failed_recving: set[str] = set()
+        self.freed: set[str] = set()
+        self.overdue: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.invalid or self.lost_recving or self.failed_recving or self.freed or self.overdue
+        )
+
+    def add_to(self, output: WorkerOutput) -> WorkerOutput:
+        """The role's report with the additions that are due, which are then no longer owed."""
+        recving = output.finished_recving | self.lost_recving
+        failed = output.failed_recving | self.lost_recving | (self.failed_recving & recving)
+        added = msgspec.structs.replace(
+            output,
+            finished_sending=(output.finished_sending | self.overdue) - self.freed,
+            finished_recving=recving,
+            failed_recving=failed,
+            invalid_block_ids=output.invalid_block_ids | self.invalid,
+        )
+        self.freed -= output.finished_sending
+        self.overdue = frozenset()
+        self.failed_recving -= failed
+        self.lost_recving.clear()
+        self.invalid.clear()
+        return added
+
+
+class GuardedWorker(WorkerRole):
+    """A worker role whose faults are failed loads and absent saves.
+
+    - `begin_step`, `start_load`: every block that the plan was to fill is reported as invalid, its
+      async loads as failed; nothing more is loaded or saved in this step.
+    - `wait_for_layer_load`: the blocks likewise, and nothing is saved, since what was computed from
+      them is wrong. Async loads are under way: the role reports their end itself.
+    - `save_layer`, `save`: nothing (more) is saved in this step; loads are not affected.
+    - `collect`: the blocks of the step's loads are reported as invalid, because failures are
+      reported there and nowhere else. Ends that the role had not forgotten come with a later step.
+
+    Layer hooks are there if, and only if, the wrapped role has them.
+
+    Runs in: worker.
+    """
+
+    # Set per instance if the role has them, so that `SupportsLayerwise` holds for the guard too.
+    wait_for_layer_load: Callable[[str], None]
+    save_layer: Callable[[str, torch.Tensor, Any], None]
+
+    def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
+        """Wrap `role`; `observer` receives the `hook_failed...` counts."""
+        self._role = role
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._plan = Plan()
+        self._loads_stopped = False  # in this step
+        self._saves_stopped = False  # in this step
+        self._owed = _OwedReports()
+        if isinstance(role, SupportsLayerwise):
+            self.wait_for_layer_load = partial(self._wait_for_layer_load, role)
+            self.save_layer = partial(self._save_layer, role)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Not guarded: a layout that cannot be served is refused at start-up."""
+        self._role.register_kv_caches(kv_caches)
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        lost: frozenset[int] = frozenset()
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_block_ids
+            plan = plan.plan
+        try:
+            return self._role.planned_blocks(plan) | lost
+        except Exception:
+            self._faults.fault("planned_blocks", "failed loads of this plan may go unreported")
+            return lost
+
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_request_ids
+            if plan.promised_block_ids is not None:
+                # Done or refused as a whole: either way these are reported, and no others.
+                return lost | plan.promised_request_ids
+            recving = self.planned_recving(plan.plan)
+            return None if recving is None else recving | lost
+        try:
+            return self._role.planned_recving(plan)
+        except Exception:
+            self._faults.fault("planned_recving", "async loads of this plan may go unreported")
+            return frozenset()
+
+    def begin_step(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loads_stopped = self._saves_stopped = False
+        if isinstance(plan, RepairedPlan):
+            self._report_lost(plan)
+            if not self._is_promised(plan):
+                return
+            plan = plan.plan
+        try:
+            self._role.begin_step(plan)
+        except Exception:
+            self._faults.fault("begin_step", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _report_lost(self, plan: RepairedPlan) -> None:
+        owed = self._owed
+        owed.freed |= plan.freed_request_ids
+        owed.overdue = plan.overdue_sending
+        owed.invalid |= plan.lost_block_ids
+        # What the role starts nevertheless it will end itself; until then it may write.
+        started = self.planned_recving(plan.plan) or frozenset()
+        owed.lost_recving |= plan.lost_request_ids - started
+        owed.failed_recving |= plan.lost_request_ids & started
+        # The engine computes on blocks that were never filled.
+        self._saves_stopped = bool(plan.lost_block_ids)
+
+    def _is_promised(self, plan: RepairedPlan) -> bool:
+        """Whether the plan loads only what the host was promised. If not, the step is given up:
+        the role would write to blocks of other requests."""
+        promised = plan.promised_block_ids
+        if promised is None or self.planned_blocks(plan.plan) <= promised:
+            return True
+        self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
+        self._loads_stopped = self._saves_stopped = True
+        self._owed.invalid |= promised
+        self._owed.lost_recving |= plan.promised_request_ids | plan.lost_request_ids
+        return False
+
+    def start_load(self) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            self._role.start_load()
+        except Exception:
+            self._faults.fault("start_load", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _give_up_step(self) -> None:
+        self._loads_stopped = self._saves_stopped = True
+        self._owed.invalid |= self.planned_blocks(self._plan)
+        self._owed.lost_recving |= self.planned_recving(self._plan) or frozenset()
+
+    def _wait_for_layer_load(self, role: SupportsLayerwise, layer_name: str) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            role.wait_for_layer_load(layer_name)
+        except Exception:
+            self._faults.fault("wait_for_layer_load", "the loads of this step are failed")
+            self._loads_stopped = self._saves_stopped = True
+            self._owed.invalid |= self.planned_blocks(self._plan)
+
+    def _save_layer(
+        self,
+        role: SupportsLayerwise,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: object,
+    ) -> None:
+        if self._saves_stopped:
+            return
+        try:
+            role.save_layer(layer_name, kv_layer, attn_metadata)
+        except Exception:
+            self._faults.fault("save_layer", "this step saves nothing")
+            self._saves_stopped = True
+
+    def save(self) -> None:
+        if self._saves_stopped:
+            return
+        try:
+            self._role.save()
+        except Exception:
+            self._faults.fault("save", "this step saves nothing")
+
+    def wait(self, seconds: float) -> None:
+        try:
+            self._role.wait(seconds)
+        except Exception:
+            self._faults.fault("wait", "the step goes on without waiting")
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        try:
+            output = self._role.collect(finished_request_ids)
+            return self._owed.add_to(output) if self._owed else output
+        except Exception:
+            self._faults.fault("collect", "the loads of this step are failed")
+            self._owed.invalid |= self.planned_blocks(self._plan)
+            return self._owed.add_to(EMPTY_OUTPUT)
+
+    def end_step(self) -> None:
+        try:
+            self._role.end_step()
+        except Exception:
+            self._faults.fault("end_step", "the step is over nevertheless")
+
+    def close(self) -> None:
+        try:
+            self._role.close()
+        except Exception:
+            self._faults.fault("close", "something may be left open")

@@ -7,10 +7,13 @@ subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
+
+from kvferry.types import ExtraKeys
 
 
 class LookupMiss(StrEnum):
@@ -65,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Worker to its own scheduler role: what a connector wants to tell beyond the common fields."""
+    """Worker to its own scheduler role: reports of a connector beyond the common fields."""
 
     def aggregate(self, other: WorkerMeta) -> WorkerMeta:
         """Fold the meta of another rank (or step) into a new value. Mutates neither."""
@@ -94,7 +97,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     meta: Any = None
 
     def is_empty(self) -> bool:
-        """True if nothing in it needs to be told to the scheduler."""
+        """True if it reports nothing."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -107,3 +110,31 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EMPTY_OUTPUT = WorkerOutput()
+
+
+# Events of `SchedulerRole.take_events`, for hosts that publish them to cache-aware routers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStored:
+    """A chunk can be read by every engine that shares the store.
+
+    Attributes:
+        key: its identity.
+        parent: that of the chunk before it in the prompt; None for the first.
+        token_ids: its tokens.
+        extra_keys: what else decides its content.
+    """
+
+    key: bytes
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    extra_keys: ExtraKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksRemoved:
+    """Chunks that were announced are gone."""
+
+    keys: tuple[bytes, ...]
+    """In no particular order."""

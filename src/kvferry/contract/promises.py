@@ -1,7 +1,7 @@
-"""What a host was promised by a scheduler role, and what workers still owe it.
+"""What a scheduler role promised to a host, and the reports that workers still owe.
 
-The guard's memory between lookup and report. Whatever in it did not come to pass as the role meant
-it, leaves it inside a `RepairedPlan`. Runs in: scheduler.
+The guard's memory between lookup and report. A promise that the role does not keep becomes a failed
+load or a freed request in a `RepairedPlan`. Runs in: scheduler.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvferry.contract.faults import Faults, RepairedPlan
+from kvferry.contract.faults import FaultLog, RepairedPlan
 from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.types import NULL_BLOCK, BlockTable
 
 OVERDUE_SECONDS = 300.0
-"""An async load or a delayed free that is not reported for this long is reported by the guard, the
-load as failed. A role's own deadlines are far shorter, and by its contract nothing of it touches
-the engine's blocks past them. Without a bound, a report lost in a fault held blocks for ever."""
+"""The guard reports an async load or a delayed free that was not reported for so long, the load as
+failed. A role's own deadlines are far shorter, and by its contract it does not touch the engine's
+blocks past them. Without a bound, a report lost in a fault would hold blocks for ever."""
 
 
-class Load(NamedTuple):
+class PromisedLoad(NamedTuple):
     """Blocks that the host takes for loaded, or will."""
 
     blocks: frozenset[int]
@@ -29,13 +29,15 @@ class Load(NamedTuple):
 class Promises:
     """Bookkeeping only: every method is O(1) or in the number of loads under way."""
 
-    def __init__(self, block_size: int | None, clock: Callable[[], float], faults: Faults) -> None:
+    def __init__(
+        self, block_size: int | None, clock: Callable[[], float], faults: FaultLog
+    ) -> None:
         self._block_size = block_size
         self._clock = clock
         self._faults = faults
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        self._planned: dict[str, Load] = {}  # allocated since the last plan
-        self._lost: dict[str, Load] = {}  # of those, unknown to the role
+        self._planned: dict[str, PromisedLoad] = {}  # allocated since the last plan
+        self._lost: dict[str, PromisedLoad] = {}  # of those, unknown to the role
         # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
         self._loading: dict[str, frozenset[int]] = {}
         self._barred: set[str] = set()  # a load of theirs failed: no more hits
@@ -45,7 +47,7 @@ class Promises:
 
     def is_barred(self, request_id: str) -> bool:
         """Whether a load of this request failed: a host that computes such a request from its start
-        asks anew, and with the same answer goes round for ever."""
+        asks again, and with the same answer repeats this for ever."""
         return request_id in self._barred
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
@@ -58,7 +60,7 @@ class Promises:
         if num_external_tokens <= 0:
             return
         blocks = self._external_blocks(block_ids, local, num_external_tokens)
-        self._planned[request_id] = Load(blocks, is_async)
+        self._planned[request_id] = PromisedLoad(blocks, is_async)
         if is_async:
             self._loading[request_id] = blocks
             self._owed[request_id] = self._clock()
@@ -131,20 +133,20 @@ class Promises:
         return plan
 
     def _overdue(self) -> frozenset[str]:
-        """Ended requests whose blocks nobody released in time; loads join those that are lost."""
+        """Ended requests whose blocks were not released in time; loads join those that are lost."""
         limit = self._clock() - OVERDUE_SECONDS
         overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
         for request_id in overdue:
             del self._owed[request_id]
             self._faults.violation(
-                "overdue", "no end of a load or free of %r in %.0f s", request_id, OVERDUE_SECONDS
+                "overdue", f"no end of a load or free of {request_id!r} in {OVERDUE_SECONDS:.0f} s"
             )
             if request_id in self._loading:
-                self._lost[request_id] = Load(self._loading[request_id], is_async=True)
+                self._lost[request_id] = PromisedLoad(self._loading[request_id], is_async=True)
         return frozenset(overdue).difference(self._loading)
 
     def _repaired(
-        self, plan: Plan, overdue: frozenset[str], planned: Mapping[str, Load]
+        self, plan: Plan, overdue: frozenset[str], planned: Mapping[str, PromisedLoad]
     ) -> RepairedPlan:
         lost, self._lost = self._lost, {}
         freed, self._freed = frozenset(self._freed), set()
@@ -160,9 +162,9 @@ class Promises:
         )
 
 
-def _blocks_of(loads: Mapping[str, Load]) -> frozenset[int]:
+def _blocks_of(loads: Mapping[str, PromisedLoad]) -> frozenset[int]:
     return frozenset(block for load in loads.values() for block in load.blocks)
 
 
-def _async_of(loads: Mapping[str, Load]) -> frozenset[str]:
+def _async_of(loads: Mapping[str, PromisedLoad]) -> frozenset[str]:
     return frozenset(request_id for request_id, load in loads.items() if load.is_async)

@@ -1,7 +1,7 @@
 """Which of a worker's reports may reach a host: a host trusts them, and dies of a wrong one.
 
 The rules are those of `WorkerOutput`. What breaks one is taken out, counted as
-`contract_violation` and logged once per rule; `strict` raises instead. A report of a *failure* is
+`contract_violation` and logged now and then; `strict` raises as well. A report of a *failure* is
 never weakened on the way: what cannot be passed on as it stands becomes a larger failure, because a
 failed load that the host takes for a good one is silently wrong output.
 
@@ -10,22 +10,20 @@ Runs in: worker.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
 
+from kvferry.contract.faults import FaultLog
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
-logger = logging.getLogger(__name__)
-
 REMEMBERED_REQUESTS = 65_536
-"""Ended requests remembered at a time. Most are never reported, and nobody says that an id will not
-come again, so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
+"""Ended requests remembered at a time. Most are never reported, and an id may come again any time,
+so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
 
 _SETS = (frozenset, set)
 
@@ -34,20 +32,17 @@ class ReportRules:
     """Passes a worker's outputs on, less what the contract forbids. One per worker; not shared."""
 
     def __init__(self, observer: Observer, *, strict: bool = False) -> None:
-        self._observer = observer
+        self._faults = FaultLog("connector", observer)
         self._strict = strict
-        self._logged: set[str] = set()
-        self._announced = True  # False: this worker cannot say which async loads a plan starts
+        self._announced = True  # False: this worker cannot know which async loads a plan starts
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._failed: set[str] = set()  # of those, reported failed before they ended
         self._early: set[str] = set()  # finished_sending that came before the end of the request
-        self._ended: dict[
-            str, bool
-        ] = {}  # requests that ended; True: the last report was passed on
+        self._ended: dict[str, bool] = {}  # True: the last report was passed on
 
     def begin(self, recving: Collection[str] | None) -> None:
-        """Note the async loads that a plan starts; None: the worker cannot tell. What then remains
-        of the rules for loads is that a request is reported once after its end."""
+        """Note the async loads that a plan starts; None: the worker cannot know. The only rule
+        for loads is then that a request is reported once after its end."""
         if recving is None:
             self._announced = False
         else:
@@ -75,7 +70,7 @@ class ReportRules:
             return EMPTY_OUTPUT
         if not isinstance(output, WorkerOutput) or not _holds_sets(output):
             self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
-            # Nobody knows what it meant to report, so nothing that this step loaded is trusted.
+            # Any load of this step may have failed: none of them is trusted.
             output = WorkerOutput(invalid_block_ids=frozenset(planned_blocks()))
         changes: dict[str, Any] = {}
         recving = self._recving(output.finished_recving)
@@ -183,17 +178,14 @@ class ReportRules:
             "invalid_block_ids",
             f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
         )
-        # Some block failed and we cannot tell which: every block of the plan is suspect.
+        # Some block failed, and it is not known which: every block of the plan is suspect.
         sound = {block for block in reported if isinstance(block, int) and block >= 0}
         return frozenset(sound).union(planned_blocks())
 
     def _violation(self, rule: str, message: str) -> None:
-        self._observer.count("contract_violation")
+        self._faults.violation(rule, message)
         if self._strict:
             raise ContractError(message)
-        if rule not in self._logged:
-            self._logged.add(rule)
-            logger.warning("connector breaks its contract (%s): %s", rule, message)
 
 
 def _holds_sets(output: WorkerOutput) -> bool:

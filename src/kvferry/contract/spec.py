@@ -22,8 +22,6 @@ class EngineSpec:
             every host of a model must name the same ones.
         shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
             `world_size` only).
-        layer_names: names of the layers of each group that this rank holds, in order; None for a
-            single group that consists of every layer the host registers.
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
         carries_worker_meta: True if the host brings `WorkerOutput.meta` to the scheduler role, so
             that hits can be verified before they are promised.
@@ -31,12 +29,12 @@ class EngineSpec:
             store must be one that several can open. Several ranks always may.
         loads: False for an engine that only stores (a producer).
         saves: False for an engine that only reads (a consumer).
-        publishes: True if the host publishes the events of `SchedulerRole.take_events`
-            (`kvferry.contract.events`).
-        tables: the host's division of the layers over block tables; `layer_names` is then unused. A
-            scheduler role reads table, group, block size and window only, and needs a part for
-            every table and group that some rank uses. The host may have further tables. None: one
-            table per group, in order, of the group's block size and window.
+        publishes: True if the host publishes the events of `SchedulerRole.take_events`.
+        tables: the host's division of the layers over block tables. A scheduler role reads table,
+            group, block size and window only, and needs a part for every table and group that some
+            rank uses. The host may have further tables. None: one table per group, in order, of the
+            group's block size and window; a single group then consists of every layer that the host
+            registers.
 
     Raises:
         ConfigError: tables that do not hold every layer of this rank once, or that contradict each
@@ -46,7 +44,6 @@ class EngineSpec:
     identity: ModelIdentity
     groups: tuple[KVGroup, ...]
     shard: RankShard
-    layer_names: tuple[tuple[str, ...], ...] | None = None
     kv_layout: str = "BHNC"
     carries_worker_meta: bool = True
     multi_process: bool = False
@@ -66,13 +63,12 @@ class EngineSpec:
         """`tables`; if that is None, one part per group."""
         if self.tables is not None:
             return self.tables
-        names = self.layer_names or (None,) * len(self.groups)
         return tuple(
             TablePart(
                 table=index,
                 group=index,
                 layers=tuple(range(shard.layers[1] - shard.layers[0])),
-                layer_names=names[index],
+                layer_names=None,
                 block_size=group.block_size,
                 window=group.window,
             )
@@ -114,24 +110,15 @@ class EngineSpec:
                 )
 
 
-def _nothing() -> None:
-    """The end of roles that share nothing."""
-
-
-def _ready(timeout: float) -> bool:
-    """Roles with nothing to wait for."""
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Both halves of a connector for an engine whose scheduler and only worker share a process."""
 
     scheduler: SchedulerRole
     worker: WorkerRole
-    close_last: Callable[[], None] = _nothing
+    close_last: Callable[[], None] = lambda: None
     """Called once after both roles are closed: releases what they share."""
-    wait_ready: Callable[[float], bool] = _ready
+    wait_ready: Callable[[float], bool] = lambda _timeout: True
     """Blocks until look-ups can find everything stored, for at most so many seconds; True if they
     can. For the start of an engine: earlier look-ups work, and may miss."""
 
@@ -141,5 +128,5 @@ class RankWorker:
     """The worker role of one rank, for a process that has no scheduler role."""
 
     worker: WorkerRole
-    close_last: Callable[[], None] = _nothing
+    close_last: Callable[[], None] = lambda: None
     """Called once after the role is closed."""

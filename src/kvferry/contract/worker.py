@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvferry.contract.messages import Plan, WorkerOutput
 
 if TYPE_CHECKING:
     import torch
+
+
+IDLE_WAIT_SECONDS = 0.01
+"""How long a worker may `wait` in a step without tokens. Hosts pause for about a millisecond after
+such a step and ask again, and each time take the interpreter's lock from the threads that read.
+A request that arrives meanwhile waits no longer than this: a decode step."""
 
 
 class WorkerRole(ABC):
@@ -75,6 +81,11 @@ class WorkerRole(ABC):
         Nor may a role save what was computed in this step on top of a load that failed.
         """
 
+    def wait(self, seconds: float) -> None:  # noqa: B027 - optional
+        """Return when `collect` has something to report that a request waits for, when nothing of
+        the kind is under way, or after `seconds`. Called in steps without tokens, before
+        `collect`."""
+
     @abstractmethod
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Report and forget what ended since the last call. Each id is reported once.
@@ -92,3 +103,14 @@ class WorkerRole(ABC):
     def close(self) -> None:
         """Stop. Idempotent; bounded in time even if an operation hangs; leaves no thread that can
         touch engine memory."""
+
+
+@runtime_checkable
+class SupportsLayerwise(Protocol):
+    """A worker role that works around each attention layer. Needs eager or piecewise graphs."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the load of this layer is complete. Runs in: worker, before attention."""
+
+    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        """Take this layer's new KV. Runs in: worker, after attention."""

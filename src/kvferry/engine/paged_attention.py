@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.contract.abilities import SupportsLayerwise
+from kvferry.contract.worker import SupportsLayerwise
 from kvferry.engine.kv_pool import KVCodec
 from kvferry.engine.request import BatchEntry
 from kvferry.errors import ConfigError

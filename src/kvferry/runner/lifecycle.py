@@ -14,14 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from types import TracebackType
 
-from kvferry.contract.abilities import (
-    IDLE_WAIT_SECONDS,
-    SupportsLayerwise,
-    SupportsWait,
-)
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.reports import ReportRules
-from kvferry.contract.worker import WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
@@ -84,7 +79,6 @@ class StepLifecycle:
         """
         self._layerwise = worker if isinstance(worker, SupportsLayerwise) else None
         self._worker = worker
-        self._waiter = worker if isinstance(worker, SupportsWait) else None
         self._rules = ReportRules(observer or Observer(), strict=strict)
         self._plan: Plan | None = None  # of the step under way
 
@@ -107,8 +101,7 @@ class StepLifecycle:
         """A step without tokens. Loads start, saves are flushed and ends are reported as in any
         other step: an engine that only waits for the cache has nothing but these."""
         with WorkerStep(self, plan, finished_request_ids) as step:
-            if self._waiter is not None:
-                self._waiter.wait(IDLE_WAIT_SECONDS)
+            self._worker.wait(IDLE_WAIT_SECONDS)
         return step.output
 
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.

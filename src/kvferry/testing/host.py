@@ -26,7 +26,6 @@ from kvferry.testing.host_tables import (
     HostRank,
     HostRequest,
     HostTable,
-    layer_names,
     parts_of_tables,
     table_per_group,
 )
@@ -305,9 +304,8 @@ def make_shared_storage_host(
             identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
-            layer_names=layer_names(groups),
             carries_worker_meta=carries_worker_meta,
-            tables=None if tables is None else parts_of_tables(groups, tables),
+            tables=parts_of_tables(groups, tables or table_per_group(groups)),
         )
         for rank in range(world_size)
     ]
@@ -323,6 +321,6 @@ def make_shared_storage_host(
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
-        check=scheduler.check_integrity,
+        check=scheduler.pool.check_integrity,
     )
     return host, parts

@@ -403,10 +403,6 @@ class V1WorkerRole(WorkerRole):
         self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}
         self._connector.register_kv_caches(dict(self._memory.tensors))
 
-    def handshake_metadata(self) -> object:
-        """Picklable value for the scheduler half, or None."""
-        return self._connector.get_handshake_metadata()
-
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         return plan.blocks if isinstance(plan, V1Plan) else frozenset()
 

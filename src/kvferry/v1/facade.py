@@ -19,12 +19,11 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.contract.abilities import IDLE_WAIT_SECONDS, SupportsLayerwise
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1

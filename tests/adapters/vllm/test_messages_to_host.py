@@ -19,8 +19,7 @@ from kvferry.adapters.vllm.metrics import (
     make_prom_class,
     make_stats_class,
 )
-from kvferry.contract.events import ChunksRemoved, ChunkStored
-from kvferry.contract.messages import WorkerMeta
+from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 from kvferry.v1.types import CarriedMeta

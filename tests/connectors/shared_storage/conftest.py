@@ -19,11 +19,8 @@ class Host(SimulatedHost):
     """A simulated host that keeps its parts at hand."""
 
     parts: Any
+    pool: Any
     observer: Counters
-
-    @property
-    def pool(self) -> Any:
-        return self.parts[0].pool
 
     def forget_memory(self) -> None:
         """Hold nothing in memory any more, so that the next hit reads the store."""
@@ -78,7 +75,7 @@ def make_host() -> Iterator[Any]:
             clock=clock,
         )
         host.__class__ = Host
-        host.parts, host.observer = parts, observer
+        host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer
         hosts.append(host)
         return host
 

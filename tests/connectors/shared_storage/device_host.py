@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -82,9 +83,10 @@ class DeviceHost:
             identity=ModelIdentity(weights=b"w" * 32, config={"model_type": "device"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, 0, 1),
-            layer_names=names,
             kv_layout=layout,
         )
+        parts = [replace(part, layer_names=names[part.group]) for part in spec.table_parts]
+        spec = replace(spec, tables=tuple(parts))
         self.observer = Counters()
         memory_bytes = 8 * record_bytes(groups, CHUNK)
         options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}

@@ -44,7 +44,7 @@ def said_of(root: Path, namespace: bytes) -> Namespace | None:
 def test_a_store_knows_the_model_once_an_engine_opened_it(tmp_path):
     parts = opened(tmp_path / "store")
     parts.close()
-    said = said_of(tmp_path / "store", parts.namespace)
+    said = said_of(tmp_path / "store", parts.schema.namespace)
     assert said is not None
     assert said.model == "org/model"
     assert said.description["weights"] == bytes(32).hex()
@@ -53,10 +53,10 @@ def test_a_store_knows_the_model_once_an_engine_opened_it(tmp_path):
 def test_a_description_that_was_cut_is_written_again(tmp_path):
     parts = opened(tmp_path / "store")
     parts.close()
-    file = tmp_path / "store" / "namespaces" / f"{parts.namespace.hex()}.json"
+    file = tmp_path / "store" / "namespaces" / f"{parts.schema.namespace.hex()}.json"
     file.write_bytes(file.read_bytes()[:20])
     opened(tmp_path / "store").close()
-    assert said_of(tmp_path / "store", parts.namespace) is not None
+    assert said_of(tmp_path / "store", parts.schema.namespace) is not None
 
 
 def test_who_stores_nothing_says_nothing(tmp_path):
@@ -82,7 +82,7 @@ def test_what_stands_in_the_way_of_a_description_stops_no_engine(tmp_path, in_th
     else:
         name = opened(tmp_path / "other")
         name.close()
-        (place / f"{name.namespace.hex()}.json").mkdir(parents=True)
+        (place / f"{name.schema.namespace.hex()}.json").mkdir(parents=True)
     opened(tmp_path / "store").close()
     assert not list(tmp_path.glob("elsewhere/*"))
 

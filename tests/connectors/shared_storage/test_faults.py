@@ -15,7 +15,8 @@ import pytest
 from kvferry.blocks.copies import BlockCopies
 from kvferry.connectors.shared_storage.requests import UNREADABLE_SECONDS
 from kvferry.connectors.shared_storage.save_plan import SAVES_SECONDS
-from kvferry.contract.guard import GuardedScheduler, RepairedPlan
+from kvferry.contract.faults import RepairedPlan
+from kvferry.contract.guard import GuardedScheduler
 from kvferry.errors import TransferError
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore

@@ -177,18 +177,6 @@ def test_a_host_without_all_tables_is_told_so(waiting):
         load(host, request, request.block_ids[:1], 80)
 
 
-def test_tables_that_nobody_spoke_of_are_no_loads():
-    """Where a host says nothing of tables, one more means that it lays out its layers otherwise."""
-    store, _keys = stored([group(2)], list(range(41)))
-    with opened([group(2)], store) as host:
-        request = host.add("reader", list(range(41)))
-        while host.scheduler.lookup(request, 0).num_tokens is None:
-            host.step([])
-        host._grow(request, 41)
-        with pytest.raises(ContractError, match="2 block tables; 1 take part"):
-            host.scheduler.update_after_alloc(request, (*request.block_ids, [9]), 40)
-
-
 def test_the_same_load_succeeds_if_the_host_keeps_its_word(waiting):
     host, request = waiting
     assert not load(host, request, request.block_ids, 80)

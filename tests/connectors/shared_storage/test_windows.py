@@ -110,7 +110,7 @@ def test_any_host_reads_what_any_other_stored(case: Case):
         # What it stored itself is as good as what it read.
         again = reader.run("again", [*prompt, 7, 8, 9], budget=case.read_budget)
         assert again.num_external_tokens >= max(0, stop - block + 1) // block * block
-        reader.parts[0].pool.clear()
+        reader.pool.clear()
         from_store = reader.run("from the store", [*prompt, 7, 8, 9], budget=case.read_budget)
         assert from_store.num_external_tokens >= again.num_external_tokens
 
@@ -448,7 +448,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert host.run("held", prompt).num_external_tokens == 40
-    parts[0].pool.clear()
+    host.scheduler.pool.clear()
     assert host.run("reader", prompt).num_external_tokens == 40
     assert host.observer["hit_tokens_file"] == 40
     host.close()

@@ -45,7 +45,7 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
     try:
         host.parts = parts
         host.observer = parts[0].observer
-        host.pool = parts[0].pool
+        host.pool = host.scheduler.pool
         yield host
     finally:
         host.close()

@@ -21,7 +21,7 @@ from kvferry.adapters.vllm.identity import (
 from kvferry.adapters.vllm.metrics import IntervalCounters
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
 from kvferry.config import format_size
-from kvferry.connectors.registry import ConnectorParts, default_options, open_parts
+from kvferry.connectors.registry import default_options, open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
@@ -104,7 +104,8 @@ class FerryConnector(OneRole):
         )
         if not is_worker:
             self._parts.wait_ready(START_SECONDS)
-            log_start(self._parts, spec)
+            schema = self._parts.schema
+            log_start(spec, self._parts.store, schema.namespace, schema.record_bytes)
 
     def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
         config, host = self._host_config, self.host
@@ -267,7 +268,7 @@ def _default_store() -> str:
 # --- the log of the start -------------------------------------------------------------------------
 
 
-def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
+def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: int) -> None:
     """Log the store, the namespace and the layout. A daemon thread measures the store's speed and
     logs it in a line of its own, since a store that hangs would hold up the start."""
     if not (spec.loads or spec.saves):
@@ -275,7 +276,7 @@ def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
             "kvferry: vLLM computes latent attention (MLA) on a CPU otherwise after a prefix hit "
             "than without, so this model is served without the cache"
         )
-    stat = parts.store.stat()
+    stat = store.stat()
     logger.info(
         "kvferry: store %s with %d records, %s of %s; namespace %s; %s per chunk; %d KV groups in "
         "%d block tables, layout %s",
@@ -283,15 +284,13 @@ def log_start(parts: ConnectorParts, spec: EngineSpec) -> None:
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
-        parts.namespace.hex()[:16],
-        format_size(parts.record_bytes),
+        namespace.hex()[:16],
+        format_size(record_bytes),
         len(spec.groups),
         len({part.table for part in spec.table_parts}),
         spec.kv_layout,
     )
-    speed = threading.Thread(
-        target=_log_speed, args=(parts.store,), name="kvferry-speed", daemon=True
-    )
+    speed = threading.Thread(target=_log_speed, args=(store,), name="kvferry-speed", daemon=True)
     try:
         speed.start()
     except RuntimeError as error:  # the process has as many threads as it may have

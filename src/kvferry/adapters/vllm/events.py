@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvferry.contract.events import ChunksRemoved, ChunkStored
+from kvferry.contract.messages import ChunksRemoved, ChunkStored
 from kvferry.types import ExtraKeys
 
 logger = logging.getLogger("vllm.kvferry")

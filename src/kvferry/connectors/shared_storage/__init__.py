@@ -1,8 +1,7 @@
-"""Prefix reuse through a store: keys → index → staging → blocks, and back.
+"""Prefix reuse through a store: keys → index → host pool → blocks, and back.
 
-Read in this order: `messages`, `scheduler` (with `tickets`, `save_planner`), `worker` (with
-`fetches`, `loads`, `layer_copies`, `saves`, `rank_rows`), `build`. The names of vLLM's connector of
-this name are in `v1` and exported here.
+Read in this order: `messages`, `host_pool`, `lookup`, `save_plan`, `scheduler`, `slot_io`,
+`worker`, `build`. The names of vLLM's connector of this name are in `v1` and exported here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Every token of an admitted prompt in one account: held by the engine, hit by tier, or missed by
-reason. And an event for each thing that ended."""
+reason. And an event for each hit, miss, fetch and write."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Event
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import Slot
-    from kvferry.connectors.shared_storage.messages import Saved
     from kvferry.connectors.shared_storage.requests import RequestState
     from kvferry.types import RequestView
 
 MEMORY = "memory"
-"""The tier of what the host pool held when it was asked for."""
+"""The tier of chunks that the host pool held when a request asked for them."""
 
 
 class Accounts:
-    """Runs in: scheduler thread. Tells the observer; keeps nothing.
+    """Calls the observer; keeps nothing. Runs in: scheduler thread.
 
     `lookup_tokens = local_hit_tokens + hit_tokens_<tier> + miss_tokens_<reason>`, summed over all
     tiers and reasons; `hit_tokens` is the sum over the tiers.
@@ -30,7 +29,7 @@ class Accounts:
     def __init__(self, context: Context) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
-        self._tier = context.tier
+        self._tier = context.store.url.partition(":")[0]  # the scheme
 
     def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
         """A request was admitted.
@@ -50,14 +49,15 @@ class Accounts:
             self._observer.count("hit_tokens", stop - local)
             for tier, tokens in self._by_tier(state, local, stop).items():
                 self._observer.count(f"hit_tokens_{tier}", tokens)
-                self._tell("hit", request, tokens, tier=tier)
+                request_id = request.request_id
+                self._observer.event(
+                    Event(name="hit", request=request_id, tier=tier, num_tokens=tokens)
+                )
         else:
             self._observer.count("requests_missed")
         limit = min(max(stop, limit), num_tokens)
-        if limit > stop:
-            self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop)
-        if num_tokens > limit:
-            self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
+        self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop)
+        self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
 
     def not_cacheable(self, request: RequestView) -> None:
         """A request was admitted that must not be cached."""
@@ -73,50 +73,22 @@ class Accounts:
         return tiers
 
     def _missed(self, request: RequestView, reason: LookupMiss, num_tokens: int) -> None:
-        self._observer.count(f"miss_tokens_{reason}", num_tokens)
-        self._tell("miss", request, num_tokens, reason=reason)
+        if num_tokens > 0:
+            self._observer.count(f"miss_tokens_{reason}", num_tokens)
+            request_id = request.request_id
+            self._observer.event(
+                Event(name="miss", request=request_id, reason=reason, num_tokens=num_tokens)
+            )
 
-    def _tell(
-        self,
-        name: str,
-        request: RequestView,
-        num_tokens: int,
-        *,
-        tier: str | None = None,
-        reason: str | None = None,
-    ) -> None:
+    def ended(self, name: str, slot: Slot, reason: str | None, seconds: float) -> None:
+        """A fetch or a write of a chunk ended: event `name`, with its result or reason."""
         self._observer.event(
             Event(
                 name=name,
-                request=request.request_id,
-                tier=tier,
-                reason=reason,
-                num_tokens=num_tokens,
-            )
-        )
-
-    def fetched(self, slot: Slot, reason: str | None = None) -> None:
-        """A fetch ended: well, or missed for a reason."""
-        self._observer.event(
-            Event(
-                name="fetch" if reason is None else "fetch_missed",
                 key=slot.key,
                 tier=self._tier,
                 reason=reason,
                 num_tokens=self._chunk,
-                seconds=slot.seconds,
-            )
-        )
-
-    def saved(self, slot: Slot, saved: Saved, *, is_stored: bool) -> None:
-        """A write of a rank ended."""
-        self._observer.event(
-            Event(
-                name="save" if is_stored else "save_failed",
-                key=slot.key,
-                tier=self._tier,
-                reason=saved.result,
-                num_tokens=self._chunk,
-                seconds=saved.seconds,
+                seconds=seconds,
             )
         )

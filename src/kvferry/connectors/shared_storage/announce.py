@@ -1,7 +1,8 @@
-"""Which chunks to tell the host's subscribers of: saved by this engine, and gone again.
+"""Events for the host's subscribers: chunks that this engine saved, and their removal.
 
-Goes by what the store's index knows, so it does not matter who stored or evicted. What was said is
-looked at again in turn, a few chunks per step: a removal is heard of late, never a step delayed.
+The store's index decides, so it does not matter which process stored or evicted a chunk. A few of
+the announced chunks are checked in each step, in turn: a removal is announced late, and no step
+waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvferry.contract.events import ChunksRemoved, ChunkStored
+from kvferry.contract.messages import ChunksRemoved, ChunkStored
 from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 CHECKS_PER_STEP = 32
 
 MAX_PENDING = 4096
-"""Saves under way that are remembered for an announcement; beyond, the oldest goes unsaid."""
+"""Saves under way that are remembered for an announcement; beyond, the oldest is forgotten."""
 
 MAX_ANNOUNCED = 1 << 18
-"""Chunks watched for removal (some 20 MiB); beyond, the oldest is said to be gone: a subscriber
+"""Chunks watched for removal (some 20 MiB); beyond, the oldest is announced as gone: a subscriber
 that knows too little asks another engine, one that knows too much asks this one in vain."""
 
 
@@ -48,7 +49,7 @@ class Announcer:
     def planned(
         self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
     ) -> None:
-        """Remember what the saves of a step will have to say."""
+        """Remember the events of a step's saves until the index knows the chunks."""
         by_key = {save.chunk.key: save.chunk.first_token // self._chunk for save in saves}
         for item in step.scheduled:
             state = requests.get(item.request.request_id)
@@ -67,17 +68,17 @@ class Announcer:
             del self._pending[next(iter(self._pending))]
 
     def failed(self, key: bytes) -> None:
-        """A save came to nothing."""
+        """A save failed."""
         self._pending.pop(key, None)
 
     def take(self) -> list[ChunkStored | ChunksRemoved]:
-        """What is to be said now."""
+        """The events since the last call."""
         contains = self._store.contains
-        said: list[ChunkStored | ChunksRemoved] = list(self._gone)
+        events: list[ChunkStored | ChunksRemoved] = list(self._gone)
         self._gone.clear()
         stored = [key for key in self._pending if contains(ChunkKey(key))]
         for key in stored:
-            said.append(self._pending.pop(key))
+            events.append(self._pending.pop(key))
             self._announced.append(key)
             self._known.add(key)
         gone = []
@@ -89,8 +90,8 @@ class Announcer:
                 self._known.discard(key)
                 gone.append(key)
         if gone:
-            said.append(ChunksRemoved(keys=tuple(gone)))
-        return said
+            events.append(ChunksRemoved(keys=tuple(gone)))
+        return events
 
     def forget_all(self) -> None:
         """Another epoch: nothing that was announced can be read any more."""

@@ -12,14 +12,13 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
 from kvferry.config import build_config, parse_size, parse_store_url
-from kvferry.connectors.shared_storage.config import SharedStorageConfig, refuse_replaced
-from kvferry.connectors.shared_storage.context import Context
+from kvferry.connectors.shared_storage.config import Context, SharedStorageConfig
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.connectors.shared_storage.worker import SharedStorageWorker
-from kvferry.contract.spec import EngineSpec, RankWorker, Roles
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
@@ -56,7 +55,6 @@ class Parts:
         where: str = "shared_storage options",
         schedules: bool = True,
     ) -> None:
-        refuse_replaced(options, where)
         config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
         self._identity = spec.identity
@@ -70,18 +68,9 @@ class Parts:
             groups=spec.groups,
         )
         self.num_slots = self._count_slots()
-        self.pool: HostPool | None = None
-        if store is None:
-            # Before it is opened: a store opened with such a quota would evict down to it.
-            max_bytes = parse_store_url(config.store).options.get("max_bytes")
-            self._check_quota(None if max_bytes is None else parse_size(max_bytes))
+        self._check_quota()
         self.observer = observer
         self.store = store or self._open_store(index=schedules)
-        try:
-            self._check_quota(self.store.stat().max_bytes)
-        except ConfigError:
-            self.store.close()
-            raise
         self._context = Context(
             spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
         )
@@ -120,28 +109,24 @@ class Parts:
         return late.opened or late
 
     @property
-    def namespace(self) -> bytes:
-        return self.schema.namespace
-
-    @property
-    def record_bytes(self) -> int:
-        return self.schema.record_bytes
-
-    @property
     def block_multiple(self) -> int:
+        """In tokens; every hit is a multiple of it."""
         return self._context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
+        """See `Roles.wait_ready`."""
         return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
 
     def close(self) -> None:
         """Close the store, after the role. Idempotent."""
         self.store.close()
 
-    def _check_quota(self, limit: int | None) -> None:
-        if limit is not None and limit < self.schema.record_bytes:
+    def _check_quota(self) -> None:
+        """Before the store is opened: with such a quota it would evict all that it has."""
+        max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
+        if max_bytes is not None and parse_size(max_bytes) < self.schema.record_bytes:
             raise ConfigError(
-                f"max_bytes={limit} is smaller than one chunk of this model "
+                f"max_bytes={max_bytes} is smaller than one chunk of this model "
                 f"({self.schema.record_bytes} bytes); raise it or lower chunk_tokens"
             )
 
@@ -159,12 +144,14 @@ class Parts:
 
     def _warn_of_windows(self) -> None:
         """Chunks that no window holds whole are stored only where one step computes them."""
-        windows = [part.window for part in self.spec.table_parts if part.window is not None]
-        if self.spec.saves and windows and min(windows) < self.config.chunk_tokens:
+        windows = (part.window for part in self.spec.table_parts if part.window is not None)
+        smallest = min(windows, default=self.config.chunk_tokens)
+        if self.spec.saves and smallest < self.config.chunk_tokens:
             logger.warning(
-                "chunk_tokens=%d is more than the smallest attention window, %d: chunks that two "
-                "steps compute are not stored; set it to at most %d",
-                *(self.config.chunk_tokens, min(windows), min(windows)),
+                "chunk_tokens=%d is more than the smallest attention window: chunks that two steps "
+                "compute are not stored; set it to at most %d",
+                self.config.chunk_tokens,
+                smallest,
             )
 
     def scheduler(self, *, fills: bool = True) -> SharedStorageScheduler:
@@ -179,7 +166,6 @@ class Parts:
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
         pool = HostPool(self.num_slots, world_size, self._context.tables.all_groups)
-        self.pool = pool
         shared_writes = None
         if world_size > 1:
             if not isinstance(self.store, SupportsShardedWrite):
@@ -210,26 +196,3 @@ class Parts:
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self._context, rows, self.num_slots, setup or DeviceSetup())
-
-
-def create(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> Roles:
-    """Both roles for an engine whose scheduler and only worker share a process.
-
-    Raises:
-        ConfigError: see `Parts`.
-    """
-    parts = Parts(spec, options, observer)
-    store = parts.store
-    if isinstance(store, SupportsProbe):
-        return Roles(parts.scheduler(), parts.worker(), store.close, store.wait_indexed)
-    return Roles(parts.scheduler(), parts.worker(), store.close)
-
-
-def create_worker(spec: EngineSpec, options: Mapping[str, Any], observer: Observer) -> RankWorker:
-    """The worker role of one rank, in a process of its own.
-
-    Raises:
-        ConfigError: see `Parts`.
-    """
-    parts = Parts(spec, options, observer, schedules=False)
-    return RankWorker(parts.worker(), parts.store.close)

@@ -1,11 +1,19 @@
-"""Options of the shared-storage connector."""
+"""Options of the shared-storage connector, and what its parts share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.blocks.tables import Tables
+    from kvferry.contract.spec import EngineSpec
+    from kvferry.observe import Observer
+    from kvferry.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +58,22 @@ class SharedStorageConfig:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
 
 
-REPLACED = {
-    "staging_bytes": "memory_bytes replaces it",
-    "keep_bytes": "memory_bytes replaces it",
-    "promise": "a hit is always held and verified before it is promised; leave it out",
-}
-"""Options of the first version, and what to do instead."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What all parts of a role share.
 
-
-def refuse_replaced(options: Mapping[str, object], where: str) -> None:
-    """Refuse options of the first version.
-
-    Raises:
-        ConfigError: names the option that replaces it.
+    Attributes:
+        spec: the engine.
+        config: options.
+        store: where records are; the builder of the connector closes it.
+        observer: receives counts and events.
+        tables: block tables of the host.
+        clock: monotonic seconds.
     """
-    for name, instead in REPLACED.items():
-        if name in options:
-            raise ConfigError(f"{where}: option {name!r} is gone: {instead}")
+
+    spec: EngineSpec
+    config: SharedStorageConfig
+    store: Store
+    observer: Observer
+    tables: Tables
+    clock: Callable[[], float] = time.monotonic

@@ -76,7 +76,7 @@ class HostPool:
         all_groups: KV groups of the model; what a save fills.
 
     Attributes:
-        pool_id: tells this pool's slots from those of any other, in plans and reports.
+        pool_id: names this pool in plans and reports; slots of other pools are ignored.
     """
 
     def __init__(self, num_slots: int, num_ranks: int, all_groups: frozenset[int]) -> None:
@@ -219,7 +219,7 @@ class HostPool:
         self._forget(slot)
         if self._fetches.pop(slot.index, None) is None:
             self._cancels.append(slot.index)
-        else:  # no plan has carried it: the ranks never hear of it
+        else:  # no plan has carried it: the ranks will report nothing
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 

@@ -2,11 +2,11 @@
 
 A hit of tokens `[start, stop)` is worth nothing without what the next token attends to, so what is
 needed depends on where it ends: all chunks of groups with full attention, the last ones of groups
-with a window (`kvferry.blocks.tables`). A look-up takes the longest hit of which everything is held
-or stored. If all of it is held, it is promised now. Else the missing chunks are fetched and the
-answer is "ask again" until all of them have ended, or until the deadline; then the longest hit of
-which everything is held is promised. A shorter hit may need other windows: within the deadline,
-these are fetched too.
+with a window (`kvferry.blocks.tables`). A look-up takes the longest hit whose chunks are all held
+or stored. If all are held, it is promised now. Else the missing chunks are fetched and the answer
+is "ask again" until all fetches have ended, or until the deadline; then the longest hit whose
+chunks are all held is promised. A shorter hit may need other windows: within the deadline, these
+are fetched too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.errors import ContractError
 from kvferry.store.base import SupportsProbe
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.connectors.shared_storage.policy import LoadPolicy
     from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
@@ -54,7 +54,7 @@ class Lookup:
             self._store.probe(state.keys.keys)
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
-        """Answer for a request of `num_tokens` of which the engine has the first ones itself."""
+        """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
         state.num_local = num_local
         if state.promised is not None and state.promised[0] == num_local:
             return self._promise(state, *state.promised)

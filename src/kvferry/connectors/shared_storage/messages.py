@@ -66,9 +66,9 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     saves: tuple[Save, ...] = ()
     writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
-    """Per rank, in how many steps a load failed there, as far as the scheduler role has heard;
-    empty if nowhere. A plan made before it heard of the last one may save what was computed on
-    blocks that were never filled."""
+    """Per rank, the number of steps in which a load failed, as reported to the scheduler role so
+    far; empty if none. A plan made before the last report may save what was computed on blocks that
+    were never filled."""
     timed: int = 0
     """Number of a step whose time shows the speed of prefill; 0 for others. Reported back, because
     hosts whose steps overlap bring the output of another step first."""
@@ -115,24 +115,31 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended on one rank since its last report."""
+class RankReport(msgspec.Struct, kw_only=True):
+    """What ended on one rank since its last report. The worker adds to it until it hands it over;
+    nothing changes it from then on."""
 
     rank: int
     pool: int = 0
     """Which host pool the slots are of. Hosts that have two connectors may bring one the reports of
     the other."""
-    held: tuple[Held, ...] = ()
-    missed: tuple[Missed, ...] = ()
-    saved: tuple[Saved, ...] = ()
+    held: list[Held] = []
+    missed: list[Missed] = []
+    saved: list[Saved] = []
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
     """Steps so far in which a load failed on this rank."""
-    failed_requests: tuple[str, ...] = ()
+    failed_requests: set[str] = set()
     """Requests whose load failed after it was promised ..."""
-    failed_keys: tuple[bytes, ...] = ()
+    failed_keys: list[bytes] = []
     """... and the chunks that failed."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        ended = self.held or self.missed or self.saved
+        return not (ended or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

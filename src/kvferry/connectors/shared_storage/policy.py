@@ -23,11 +23,9 @@ SLACK_SECONDS = 0.1
 """A load is refused only if it is expected to lose by more than this. Rates of small hits measure
 the latency of a step more than the store."""
 
-
 MIN_LOST = 2
 """A load is refused only after so many in a row were really slower than computing, or one was given
-up: what the rate of a small hit says about a large one is a guess, and one outlier is none."""
-
+up: the rate of a small hit says little about a large one, and one outlier says nothing."""
 
 MAX_STEP_SECONDS = 60.0
 """The output of a step that took longer was lost."""
@@ -75,7 +73,7 @@ class LoadPolicy:
                 self._load_rate = _average(self._load_rate, bound)
 
     def begin_step(self, num_tokens: int, *, loads: bool) -> int:
-        """A step computes `num_tokens`; one that also loads shows nothing of either speed.
+        """A step computes `num_tokens`; the time of a step that also loads shows neither speed.
 
         Returns:
             The number by which `end_step` knows it; 0 if it is not timed.

@@ -40,6 +40,10 @@ class RecentRecords:
         schema: of this engine's records.
         count: how many at most.
         clock: monotonic seconds.
+
+    Attributes:
+        is_engine_in_use: a request came. The rest is fetched in steps that happen anyway, so that
+            an engine which does one thing and ends does not wait for it.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class RecentRecords:
         self._clock = clock
         self._until = clock() + FILL_SECONDS
         self._left: list[RecentRecord] | None = None
-        self._is_engine_in_use = False
+        self.is_engine_in_use = False
         self._thread = IOPool(1, "kvferry-recent")
         self._job: Job[list[RecentRecord]] = self._thread.submit(lambda _job: self._find())
 
@@ -67,15 +71,10 @@ class RecentRecords:
     @property
     def keeps_host_awake(self) -> bool:
         """Whether a host without requests should step for the fetches."""
-        return not self._is_engine_in_use and self._clock() <= self._until
-
-    def let_host_sleep(self) -> None:
-        """A request came: fetch what is left in steps that happen anyway, so that an engine which
-        does one thing and ends does not wait for it."""
-        self._is_engine_in_use = True
+        return not self.is_engine_in_use and self._clock() <= self._until
 
     def take(self) -> list[RecentRecord]:
-        """The next ones. Never blocks."""
+        """The next records. Never blocks."""
         if self._left is None:
             if not self._job.poll():
                 return []

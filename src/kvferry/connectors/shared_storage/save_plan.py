@@ -18,7 +18,7 @@ from kvferry.errors import ContractError
 from kvferry.store.base import PutResult, SupportsProbe
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.connectors.shared_storage.requests import (
         Requests,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVES_SECONDS = 5.0
-"""An idle host is kept stepping for saves under way, so that their end is heard of, but no longer
-than this after the last one: a store that stalls must not keep an engine busy."""
+"""An idle host is kept stepping until the saves under way are reported, but no longer than this
+after the last one: a store that stalls must not keep an engine busy."""
 
 
 class SavePlan:
@@ -74,7 +74,7 @@ class SavePlan:
         self._unsaved.pop(request_id, None)
 
     def switch_namespace(self, namespace: bytes) -> None:
-        """Save nothing of the requests so far: their keys are those of another epoch."""
+        """Save no more chunks of the requests so far: their keys are those of another epoch."""
         self._unsaved.clear()
         if self._shared_writes is not None:
             self._shared_writes.switch_namespace(namespace)
@@ -113,7 +113,7 @@ class SavePlan:
 
     @property
     def keeps_host_awake(self) -> bool:
-        """Whether the end of a save should soon be heard of."""
+        """Whether a host without requests should step for the reports of saves."""
         return self._pool.is_writing and self._context.clock() < self._await_until
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:

@@ -45,7 +45,7 @@ from kvferry.record.check import MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.connectors.shared_storage.recent import RecentRecords
     from kvferry.connectors.shared_storage.requests import RequestState
@@ -78,6 +78,9 @@ class SharedStorageScheduler(SchedulerRole):
         new_namespace: makes the digest of a new epoch.
         recent: what to fetch before it is asked for; None: nothing.
         shared_writes: where several ranks write one record, else None.
+
+    Attributes:
+        pool: the host pool.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class SharedStorageScheduler(SchedulerRole):
     ) -> None:
         config, spec = context.config, context.spec
         self._context = context
-        self._pool = pool
+        self.pool = pool
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         self._requests = Requests(namespace, new_namespace, config.chunk_tokens)
         self._unreadable = UnreadableKeys(context.clock)
@@ -102,23 +105,23 @@ class SharedStorageScheduler(SchedulerRole):
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
         self._next = _NextPlan()
-        self._hears_workers = spec.carries_worker_meta
+        self._gets_reports = spec.carries_worker_meta
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
         """The host turned out to carry no reports from workers to the scheduler: nothing is loaded
         or saved from now on, because nothing says what the slots hold."""
-        if self._hears_workers:
+        if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
                 "saved; use KVFerryConnector on vLLM 0.11.1 or later"
             )
-        self._hears_workers = False
+        self._gets_reports = False
 
     @property
     def _may_load(self) -> bool:
-        return self._hears_workers and self._context.spec.loads
+        return self._gets_reports and self._context.spec.loads
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
@@ -128,7 +131,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable:
             return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
         if self._recent is not None:
-            self._recent.let_host_sleep()
+            self._recent.is_engine_in_use = True
         state = self._requests.track(request)
         if not self._may_load:
             state.num_local, state.miss = num_local_tokens, LookupMiss.NOT_LOADING
@@ -172,7 +175,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._next.loads.append(Load(request_id, chunks, *hit, blocks))
         slots = self._next.loading.setdefault(request_id, [])
         for slot in state.pinned:
-            self._pool.pin(slot)
+            self.pool.pin(slot)
             slots.append(slot)
 
     # -- plan -----------------------------------------------------------------------------------
@@ -200,12 +203,12 @@ class SharedStorageScheduler(SchedulerRole):
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self._policy.begin_step(num_tokens, loads=bool(upcoming.loads))
-        orders = timed or saves or writes or self._pool.has_orders or upcoming.namespace is not None
+        orders = timed or saves or writes or self.pool.has_orders or upcoming.namespace is not None
         if not (orders or upcoming.loads):
             return EMPTY_PLAN
-        fetches, cancels = self._pool.take_orders()
+        fetches, cancels = self.pool.take_orders()
         plan = SharedStoragePlan(
-            pool=self._pool.pool_id,
+            pool=self.pool.pool_id,
             fetches=fetches,
             cancels=cancels,
             loads=tuple(upcoming.loads),
@@ -222,18 +225,18 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
         """Fetch what was used last, a little at a time, so that hits do not wait for it."""
-        if self._pool.is_filling:
+        if self.pool.is_filling:
             return
-        records = recent.take() if self._pool.has_free else []
+        records = recent.take() if self.pool.has_free else []
         for record in records:
-            if self._pool.find(record.key) is None and record.key not in self._unreadable:
+            if self.pool.find(record.key) is None and record.key not in self._unreadable:
                 groups = self._context.tables.all_groups
-                self._pool.fetch(record.key, record.first_token, groups)
-        if not records and (recent.is_done or not self._pool.has_free):
+                self.pool.fetch(record.key, record.first_token, groups)
+        if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
 
     def _plan_saves(self, step: StepView) -> tuple[Save, ...]:
-        if not (self._hears_workers and self._context.spec.saves):
+        if not (self._gets_reports and self._context.spec.saves):
             return ()
         saves = self._saves.plan(step)
         if saves and self._announcer is not None:
@@ -242,11 +245,11 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _unpin(self, slots: Sequence[Slot]) -> None:
         for slot in reversed(slots):
-            self._pool.unpin(slot)
+            self.pool.unpin(slot)
 
     def has_pending_work(self) -> bool:
         return (
-            self._pool.has_orders
+            self.pool.has_orders
             or self._saves.keeps_host_awake
             or (self._recent is not None and self._recent.keeps_host_awake)
         )
@@ -256,30 +259,31 @@ class SharedStorageScheduler(SchedulerRole):
     def update_output(self, output: WorkerOutput) -> None:
         if isinstance(output.meta, SharedStorageMeta):
             for report in output.meta.reports:
-                if report.pool == self._pool.pool_id:
+                if report.pool == self.pool.pool_id:
                     self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
         if report.timed:
             self._policy.end_step(report.timed)
         for held in report.held:
-            slot = self._pool.filled(held.slot, held.seconds)
+            slot = self.pool.filled(held.slot, held.seconds)
             if slot is not None and not slot.is_save and not slot.failed:
-                self._accounts.fetched(slot)
+                self._accounts.ended("fetch", slot, None, slot.seconds)
         for missed in report.missed:
             self._learn_missed(missed)
         for saved in report.saved:
-            slot = self._pool.written(saved.slot)
+            slot = self.pool.written(saved.slot)
             if slot is None:
                 continue
             is_stored = self._saves.learn_saved(report.rank, slot, saved)
-            self._accounts.saved(slot, saved, is_stored=is_stored)
+            name = "save" if is_stored else "save_failed"
+            self._accounts.ended(name, slot, saved.result, saved.seconds)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
         if report.failed_keys:
             self._unreadable.add(report.failed_keys)
             for key in report.failed_keys:
-                self._pool.drop(ChunkKey(key))
+                self.pool.drop(ChunkKey(key))
             self._saves.offer_again(report.failed_keys)
             self._saves.bar_others(report.failed_requests)
         if report.failures:
@@ -288,14 +292,14 @@ class SharedStorageScheduler(SchedulerRole):
             self._next.failures_known = (*known[:at], report.failures, *known[at + 1 :])
 
     def _learn_missed(self, missed: Missed) -> None:
-        slot = self._pool.assigned(missed.slot)
+        slot = self.pool.assigned(missed.slot)
         if slot is None or not slot.filling:
             return
-        self._pool.filled(missed.slot, missed=True)
+        self.pool.filled(missed.slot, missed=True)
         if slot.is_save:
             self._saves.learn_missed(slot, missed)
         else:
-            self._accounts.fetched(slot, missed.reason)
+            self._accounts.ended("fetch_missed", slot, missed.reason, slot.seconds)
             if missed.reason != MissReason.CANCELLED:
                 self._unreadable.add((slot.key,))
 
@@ -320,7 +324,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._lookup.release(state)
             self._forget_loads(request_id)
         self._end_recent()
-        self._pool.clear()
+        self.pool.clear()
         namespace = self._next.namespace = self._requests.begin_epoch()
         self._saves.switch_namespace(namespace)
         if self._announcer is not None:
@@ -336,14 +340,6 @@ class SharedStorageScheduler(SchedulerRole):
         if self._recent is not None:
             self._recent.close(timeout)
             self._recent = None
-
-    def check_integrity(self) -> None:
-        """Account for every slot of the host pool. For tests.
-
-        Raises:
-            AssertionError: a slot is lost, or in a wrong state.
-        """
-        self._pool.check_integrity()
 
     def _forget_loads(self, request_id: str) -> None:
         """Drop loads that no plan has carried yet: their blocks are no longer the request's."""

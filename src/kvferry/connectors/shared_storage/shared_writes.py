@@ -39,15 +39,9 @@ class _SharedRecord:
 
     @property
     def session(self) -> str | None:
-        """Name of the hidden file once there is one. A refusal is a string, too."""
+        """Name of the hidden file once there is one; a `PutResult` says why there is none."""
         result = self.begun.result
         return None if isinstance(result, PutResult) else result
-
-    @property
-    def refusal(self) -> PutResult:
-        """Why there is none."""
-        result = self.begun.result
-        return result if isinstance(result, PutResult) else PutResult.FAILED
 
 
 class SharedWrites:
@@ -99,7 +93,8 @@ class SharedWrites:
                 writes.append(Write(index, record.session))
             else:
                 del self._records[index]
-                self._count(record.refusal)
+                refusal = record.begun.result
+                self._count(refusal if isinstance(refusal, PutResult) else PutResult.FAILED)
                 self._pool.end_writes(record.slot)
         return tuple(writes)
 
@@ -116,7 +111,7 @@ class SharedWrites:
         return all(each.result == PutResult.STORED for each in record.reports.values())
 
     def abort(self, slot: Slot) -> None:
-        """A rank could not copy its part: no rank writes."""
+        """A rank could not copy its part: no rank writes its own."""
         record = self._records.pop(slot.index, None)
         if record is not None:
             self._unnamed.pop(slot.index, None)
@@ -136,28 +131,25 @@ class SharedWrites:
     def _give_up(self) -> None:
         for index, record in self._records.items():
             self._thread.submit(partial(self._abort, record))
-            if index in self._unnamed:  # the ranks were told of no file: they report no write
+            if index in self._unnamed:  # no plan named a file: the ranks will report no write
                 self._pool.end_writes(record.slot)
         self._unnamed.clear()
         self._records.clear()
 
-    def _abort(self, record: _SharedRecord, _job: Job[None]) -> None:
+    def _abort(self, record: _SharedRecord, _job: object = None) -> None:
         """Runs in: I/O thread, after the record's own `begin`."""
         if record.session is not None:
             self._store.abort(record.session)
 
     def _settle(self, record: _SharedRecord) -> None:
         """Commit or abort. Runs in: I/O thread, after the record's own `begin`."""
-        name = record.session
-        if name is None:
-            return
         table = self._leaf_table(record)
-        if table is None:
-            self._store.abort(name)
+        if record.session is None or table is None:
+            self._abort(record)
             self._observer.count("save_failed")
             return
         head = record.schema.encode_head(record.key, record.slot.first_token, table)
-        self._count(self._store.commit(name, head))
+        self._count(self._store.commit(record.session, head))
 
     def _count(self, result: PutResult) -> None:
         self._observer.count(f"put_{result}")

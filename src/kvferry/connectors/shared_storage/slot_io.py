@@ -1,16 +1,23 @@
-"""One rank's reads from the store into slots, and writes from slots to the store.
+"""One rank's slots: their memory, reads from the store into them, and writes to the store.
 
 Runs in: worker, on the model runner's thread; the reads and writes on I/O threads. There is no
-policy here: the scheduler role assigns slots and gives none to another chunk before the end of
-every operation on it was reported.
+policy here: the scheduler role assigns slots, and assigns none to another chunk before every rank
+reported the end of every operation on it.
+
+I/O fills slots and nothing else, never the engine's memory, so an operation that outlives its
+deadline writes to a slot that no other operation uses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import mmap
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connectors.shared_storage.messages import (
@@ -19,12 +26,11 @@ from kvferry.connectors.shared_storage.messages import (
     Missed,
     RankReport,
     Saved,
-    SharedStorageMeta,
     SlotChunk,
 )
-from kvferry.contract.messages import WorkerOutput
-from kvferry.errors import TransferError
+from kvferry.errors import ConfigError, TransferError
 from kvferry.record.check import MissReason
+from kvferry.record.schema import ALIGN
 from kvferry.store.base import PutResult, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
@@ -33,7 +39,6 @@ from kvferry.types import ChunkKey
 if TYPE_CHECKING:
     from kvferry.blocks.copies import Gathered
     from kvferry.blocks.rows import RankRows
-    from kvferry.connectors.shared_storage.slot_memory import SlotMemory
     from kvferry.layout.streams import Mark
     from kvferry.observe import Observer
     from kvferry.record.schema import RecordSchema
@@ -48,63 +53,59 @@ WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
 
 READS_CLOSE_SECONDS = 0.5
-"""No request waits for what is still being read: time for threads to notice, not for a stalled
-read."""
+"""No request waits for these reads any more: time for threads to notice, not for a stalled read."""
+
+READY_BYTES = 64 << 20
+"""How much of the slots' memory is backed by pages when an engine starts."""
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14; Python has no name for it."""
 
 
-@dataclass(slots=True)
-class Report:
-    """What ended on one rank since the last report.
+class SlotMemory:
+    """The slots: equal parts of one page-aligned region, reserved now, backed by memory when first
+    touched.
 
-    Attributes:
-        held: slots that were filled.
-        missed: slots that were not.
-        saved: writes that ended.
-        failed_requests: requests whose load failed after it was promised.
-        failed_keys: chunks whose load failed after they were promised.
-        invalid: ids of blocks that hold nothing right.
-        failures: steps so far in which a load failed; never reset.
-        pool: which host pool the plans so far were of.
-        timed: number of the step under way, if it is timed.
+    Args:
+        num_slots: how many slots.
+        slot_bytes: bytes that one slot must hold; rounded up to the alignment of O_DIRECT.
+
+    Raises:
+        ConfigError: this machine does not let a process reserve so much.
     """
 
-    held: list[Held] = field(default_factory=list)
-    missed: list[Missed] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
-    failed_requests: set[str] = field(default_factory=set)
-    failed_keys: list[bytes] = field(default_factory=list)
-    invalid: set[int] = field(default_factory=set)
-    failures: int = 0
-    pool: int = 0
-    timed: int = 0
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
+        num_bytes = num_slots * self.slot_bytes
+        # Private, since Linux gives large pages to such memory only.
+        try:
+            self._region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"{num_slots} slots of {self.slot_bytes} bytes are more than this machine lets a "
+                "process reserve; set memory_bytes lower"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
+                self._region.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._region)
+        """All slots."""
 
-    def any(self) -> bool:
-        """Whether there is something to report."""
-        ended = self.held or self.missed or self.saved
-        return bool(ended or self.failed_keys or self.invalid or self.timed)
+    def slot(self, index: int) -> memoryview:
+        """The bytes of a slot, writable."""
+        start = index * self.slot_bytes
+        return self.view[start : start + self.slot_bytes]
 
-    def take(self, rank: int) -> WorkerOutput:
-        """The output of this step; the report is empty afterwards."""
-        report = RankReport(
-            rank=rank,
-            pool=self.pool,
-            timed=self.timed,
-            held=tuple(self.held),
-            missed=tuple(self.missed),
-            saved=tuple(self.saved),
-            failures=self.failures,
-            failed_requests=tuple(self.failed_requests),
-            failed_keys=tuple(self.failed_keys),
-        )
-        output = WorkerOutput(
-            invalid_block_ids=frozenset(self.invalid), meta=SharedStorageMeta(reports=(report,))
-        )
-        for ended in (self.held, self.missed, self.saved, self.failed_keys):
-            ended.clear()
-        self.failed_requests.clear()
-        self.invalid.clear()
-        self.timed = 0
-        return output
+    def make_ready(self) -> None:
+        """Back the first slots with memory now, so that the first hits do not wait for the pages.
+        Does nothing where the system cannot do it beforehand."""
+        if sys.platform == "linux":
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+            length = min(READY_BYTES, len(self.view))
+            # Not by the method of `mmap`, which holds the interpreter's lock.
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 class Content(NamedTuple):
@@ -112,19 +113,6 @@ class Content(NamedTuple):
 
     key: bytes
     groups: frozenset[int]
-
-
-class ReadEnd(NamedTuple):
-    """How a read ended."""
-
-    missed: MissReason | None
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Read:
-    fetch: Fetch
-    job: Job[ReadEnd]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +145,7 @@ class SlotIO:
         self._observer = observer
         self._contents: dict[int, Content] = {}
         self._read_by_device: dict[int, Mark] = {}
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, tuple[Fetch, Job[Held | Missed]]] = {}
         self._copying: list[Copied] = []
         self._copied: dict[int, Copied] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
@@ -186,9 +174,9 @@ class SlotIO:
             self._contents[slot] = Content(fetch.chunk.key, held)
         else:
             self._contents.pop(slot, None)
-        self._reads[slot] = _Read(fetch, self.read_pool.submit(self._read(fetch)))
+        self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
 
-    def _read(self, fetch: Fetch) -> Callable[[Job[ReadEnd]], ReadEnd]:
+    def _read(self, fetch: Fetch) -> Callable[[Job[Held | Missed]], Held | Missed]:
         started = time.monotonic()
         chunk, schema = fetch.chunk, self._rows.schema
         slot = self._memory.slot(chunk.slot)
@@ -201,26 +189,28 @@ class SlotIO:
             parts=self._rows.parts_of(frozenset(fetch.groups)),
         )
 
-        def run(job: Job[ReadEnd]) -> ReadEnd:
+        def run(job: Job[Held | Missed]) -> Held | Missed:
             if mark is not None and not mark.wait(DEVICE_SECONDS):
                 raise TransferError(f"the device read a slot for more than {DEVICE_SECONDS} s")
             missed = read_record(self._store, schema, record, self._observer, lambda: job.cancelled)
-            return ReadEnd(missed, time.monotonic() - started)
+            if missed is not None:
+                return Missed(chunk.slot, missed)
+            return Held(chunk.slot, time.monotonic() - started)
 
         return run
 
     def cancel(self, slot: int) -> None:
         """Let a read end early; its end is reported all the same."""
-        read = self._reads.get(slot)
-        if read is not None:
-            read.job.cancel()
+        if slot in self._reads:
+            _, job = self._reads[slot]
+            job.cancel()
 
     def wait(self, seconds: float) -> None:
         """Return when the reads that are under way now have ended, or after `seconds`."""
         deadline = time.monotonic() + seconds
         # The last one first: it disturbs a thread once, not at the end of each read.
-        for read in reversed(self._reads.values()):
-            if not read.job.wait(max(0.0, deadline - time.monotonic())):
+        for _, job in reversed(self._reads.values()):
+            if not job.wait(max(0.0, deadline - time.monotonic())):
                 return
 
     # -- writes ---------------------------------------------------------------------------------
@@ -287,12 +277,12 @@ class SlotIO:
 
     # -- reports --------------------------------------------------------------------------------
 
-    def collect(self, report: Report) -> None:
-        """Report what ended since the last call."""
-        for slot, read in list(self._reads.items()):
-            if read.job.poll():
+    def collect(self, report: RankReport) -> None:
+        """Add to the report what ended since the last call."""
+        for slot, (fetch, read) in list(self._reads.items()):
+            if read.poll():
                 del self._reads[slot]
-                self._end_read(slot, read, report)
+                self._end_read(fetch, read, report)
         for copied in [one for one in self._copying if one.gathered.mark.poll()]:
             self._copying.remove(copied)
             content = Content(copied.chunk.key, self._rows.all_groups)
@@ -309,19 +299,17 @@ class SlotIO:
             report.saved.append(write.result or Saved(slot, PutResult.FAILED))
         self._writes = pending
 
-    def _end_read(self, slot: int, read: _Read, report: Report) -> None:
-        end = read.job.result
-        if end is None:
-            logger.error("reading a chunk failed", exc_info=read.job.error)
-            report.missed.append(Missed(slot, MissReason.IO_ERROR))
-        elif end.missed is not None:
-            report.missed.append(Missed(slot, end.missed))
-        else:
-            chunk = read.fetch.chunk
-            groups = self.groups_held(chunk) | frozenset(read.fetch.groups)
-            self._contents[slot] = Content(chunk.key, groups)
-            report.held.append(Held(slot, end.seconds))
-            self._observer.observe("fetch", end.seconds)
+    def _end_read(self, fetch: Fetch, read: Job[Held | Missed], report: RankReport) -> None:
+        ended = read.result
+        if isinstance(ended, Held):
+            groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
+            self._contents[ended.slot] = Content(fetch.chunk.key, groups)
+            report.held.append(ended)
+            self._observer.observe("fetch", ended.seconds)
+            return
+        if ended is None:
+            logger.error("reading a chunk failed", exc_info=read.error)
+        report.missed.append(ended or Missed(fetch.chunk.slot, MissReason.IO_ERROR))
 
     @property
     def under_way(self) -> bool:
@@ -330,8 +318,8 @@ class SlotIO:
 
     def close(self) -> None:
         """End all threads, in bounded time. Idempotent."""
-        for read in self._reads.values():
-            read.job.cancel()
+        for _, read in self._reads.values():
+            read.cancel()
         has_read = self.read_pool.close(READS_CLOSE_SECONDS)
         has_written = self._write_pool.close(WRITES_CLOSE_SECONDS)
         if not (has_read and has_written):

@@ -116,10 +116,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     ) -> None:
         observer = observer or Counters()
         layout, options = _read_options(vllm_config)
-        _refuse_groups(kv_cache_config)
         spec = _describe(vllm_config, layout)
-        if kv_cache_config is None:
-            _refuse_window(spec.identity.config)
+        _refuse_windows(kv_cache_config, spec.identity.config)
         is_worker = role is KVConnectorRole.WORKER
         self._parts = Parts(spec, options, observer, schedules=not is_worker)
         self._scheduler_role = None if is_worker else self._parts.scheduler()
@@ -156,31 +154,29 @@ def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:
     return str(extra.get("kv_layout", "2BNHD")), options
 
 
-def _refuse_groups(kv_cache_config: Any) -> None:  # noqa: ANN401 - the host's
-    """Refuse what is not one table that keeps all tokens, where the host says what it has."""
+def _refuse_windows(
+    kv_cache_config: Any,  # noqa: ANN401 - the host's
+    model_config: Mapping[str, Any],
+) -> None:
+    """Refuse what is not one table that keeps all tokens; a host that does not say what it keeps is
+    taken to drop what its model's window does not need."""
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     if len(groups) > 1:
         raise ConfigError(
             f"SharedStorageConnector serves one KV cache group, this model has {len(groups)}: use "
             "KVFerryConnector"
         )
+    window = None
+    if kv_cache_config is None and model_config.get("use_sliding_window", True):
+        window = model_config.get("sliding_window")
     for group in groups:
         spec = getattr(group, "kv_cache_spec", None)
-        window = getattr(spec, "sliding_window", None)
-        if window is not None and "FullAttention" not in type(spec).__name__:
-            raise ConfigError(
-                f"SharedStorageConnector serves no sliding window, this model has one of {window} "
-                "tokens: use KVFerryConnector"
-            )
-
-
-def _refuse_window(config: Mapping[str, Any]) -> None:
-    """Refuse a model with a window where the host does not say what it keeps of it."""
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True):
+        if "FullAttention" not in type(spec).__name__:
+            window = getattr(spec, "sliding_window", None)
+    if window is not None:
         raise ConfigError(
-            f"SharedStorageConnector serves no sliding window, config.json of the model has "
-            f"sliding_window={window}: use KVFerryConnector"
+            f"SharedStorageConnector serves no sliding window, this model has one of {window} "
+            "tokens: use KVFerryConnector"
         )
 
 
@@ -208,7 +204,6 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
         ),
         groups=(group,),
         shard=tensor_parallel_shard((group,), rank, world),
-        layer_names=None,
         kv_layout=layout,
     )
 

@@ -22,14 +22,15 @@ from kvferry.connectors.shared_storage.messages import (
     Fetch,
     Load,
     Missed,
+    RankReport,
     Save,
     Saved,
+    SharedStorageMeta,
     SharedStoragePlan,
     SlotChunk,
     Write,
 )
-from kvferry.connectors.shared_storage.slot_io import Copied, Report, SlotIO
-from kvferry.connectors.shared_storage.slot_memory import SlotMemory
+from kvferry.connectors.shared_storage.slot_io import Copied, SlotIO, SlotMemory
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -40,7 +41,7 @@ from kvferry.types import NULL_BLOCK
 if TYPE_CHECKING:
     import torch
 
-    from kvferry.connectors.shared_storage.context import Context
+    from kvferry.connectors.shared_storage.config import Context
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +84,11 @@ class SharedStorageWorker(WorkerRole):
             rows, self._memory, context.store, context.config.io_threads, context.observer
         )
         self._copies = BlockCopies(context.spec, rows, setup)
-        self._report = Report()
+        self._report = RankReport(rank=rows.rank)
+        self._invalid: set[int] = set()  # blocks whose load failed, to be reported
         self._plan = EMPTY_PLAN
         self._saved = False
-        self._fetches: deque[Fetch] = deque()
-        self._writes: deque[Write] = deque()
+        self._to_begin: deque[Fetch | Write] = deque()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._copies.register(kv_caches, self._memory.view)
@@ -115,15 +116,17 @@ class SharedStorageWorker(WorkerRole):
         self._saved = False
         if plan.namespace is not None:
             self._rows.switch_namespace(plan.namespace)
-        self._fetches, self._writes = deque(plan.fetches), deque(plan.writes)
+        self._to_begin.extend(plan.fetches)
+        self._to_begin.extend(plan.writes)
         for slot in plan.cancels:
             self._io.cancel(slot)
-        while self._fetches:
-            self._io.fetch(self._fetches[0])
-            self._fetches.popleft()
-        while self._writes:
-            self._io.write(self._writes[0].slot, self._writes[0].session)
-            self._writes.popleft()
+        while self._to_begin:
+            order = self._to_begin[0]
+            if isinstance(order, Fetch):
+                self._io.fetch(order)
+            else:
+                self._io.write(order.slot, order.session)
+            self._to_begin.popleft()
 
     def start_load(self) -> None:
         if not self._plan.loads:
@@ -147,24 +150,28 @@ class SharedStorageWorker(WorkerRole):
             self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
-        """See `kvferry.contract.abilities.SupportsWait`."""
         self._io.wait(seconds)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        self._io.collect(self._report)
-        return self._report.take(self._rows.rank) if self._report.any() else EMPTY_OUTPUT
+        report = self._report
+        self._io.collect(report)
+        if report.is_empty:
+            return EMPTY_OUTPUT
+        self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
+        invalid, self._invalid = frozenset(self._invalid), set()
+        return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
 
     def end_step(self) -> None:
         if not self._saved:
             # The forward failed. The scheduler role must not take these for under way.
             self._put_off(self._plan.saves)
         # The step failed at its beginning: these were not begun, and their slots are waited for.
-        for fetch in self._fetches:
-            self._report.missed.append(Missed(fetch.chunk.slot, MissReason.IO_ERROR))
-        for write in self._writes:
-            self._report.saved.append(Saved(write.slot, PutResult.FAILED))
-        self._fetches.clear()
-        self._writes.clear()
+        for order in self._to_begin:
+            if isinstance(order, Fetch):
+                self._report.missed.append(Missed(order.chunk.slot, MissReason.IO_ERROR))
+            else:
+                self._report.saved.append(Saved(order.slot, PutResult.FAILED))
+        self._to_begin.clear()
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
@@ -224,7 +231,7 @@ class SharedStorageWorker(WorkerRole):
         self._report.failed_requests.add(load.request_id)
         self._report.failed_keys.append(chunk.key)
         hit = (load.start, load.stop)
-        self._report.invalid |= self._copies.block_ids(load.blocks, hit, chunk.first_token)
+        self._invalid |= self._copies.block_ids(load.blocks, hit, chunk.first_token)
 
     # -- saves ----------------------------------------------------------------------------------
 
