@@ -218,7 +218,7 @@ def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host
 
 def test_what_requests_count_on_is_not_evicted(make_host):
     store, prompts = prompts_in_a_store(make_host, 2)
-    host = make_host(store=store, num_slots=NUM_CHUNKS + 2, load_timeout_seconds=0.2)
+    host = make_host(store=store, num_slots=NUM_CHUNKS + 2, load_timeout_seconds=1.0)
     holder = host.add("holder", prompts[0])
     while host.scheduler.lookup(holder, 0).num_tokens is None:
         host.step([])
