@@ -3,11 +3,11 @@
 A second block pool. Host memory for KV is divided into slots of one chunk each, as many on every
 rank; a rank's slot holds its part of the chunk. This table is the only owner of all slots:
 
-    fresh/free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
-        ▲                          │ a rank missed it            ▲ │
-        └──────────────────────────┘                       unpin │ │ pin
-                                                                 └─▼
-                                                               pinned
+    free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
+     ▲                       │ a rank missed it            ▲ │
+     └───────────────────────┘                       unpin │ │ pin
+                                                           └─▼
+                                                         pinned
 
 Invariants:
 - A slot is assigned again only when no rank reads into it or writes from it any more, so that late
@@ -84,8 +84,7 @@ class HostPool:
         self.num_slots = num_slots
         self._num_ranks = num_ranks
         self._all_groups = all_groups
-        self._free: list[int] = []
-        self._num_fresh = num_slots
+        self._free: list[int] = []  # places that were used before
         self._slots: dict[int, Slot] = {}
         self._by_key: dict[ChunkKey, Slot] = {}
         self._idle: OrderedDict[ChunkKey, Slot] = OrderedDict()
@@ -108,12 +107,12 @@ class HostPool:
     @property
     def num_taken(self) -> int:
         """Slots that are pinned or busy: no request but theirs can have them now."""
-        return self.num_slots - self._num_fresh - len(self._free) - len(self._idle)
+        return len(self._slots) - len(self._idle)
 
     @property
     def has_free(self) -> bool:
         """Whether some slot holds nothing."""
-        return bool(self._free or self._num_fresh)
+        return len(self._slots) < self.num_slots
 
     @property
     def is_filling(self) -> bool:
@@ -175,12 +174,11 @@ class HostPool:
         return slot
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A slot for a chunk: one never used, a free one, or the one that was idle longest."""
+        """A slot for a chunk: a free one, or the one that was idle longest."""
         if self._free:
             index = self._free.pop()
-        elif self._num_fresh:
-            index = self.num_slots - self._num_fresh
-            self._num_fresh -= 1
+        elif self.has_free:
+            index = len(self._slots)  # all places before it are assigned, and it was never used
         elif self._idle:
             evicted_key, evicted = self._idle.popitem(last=False)
             del self._by_key[evicted_key]
@@ -214,6 +212,11 @@ class HostPool:
         if slot.pins == 0 and slot.filling and not slot.held and not slot.is_save:
             self._cancel(slot)
         self._settle(slot)
+
+    def unpin_all(self, slots: Sequence[Slot]) -> None:
+        """End one pin of each; the root of a prefix last, so that it is evicted last."""
+        for slot in reversed(slots):
+            self.unpin(slot)
 
     def _cancel(self, slot: Slot) -> None:
         self._forget(slot)
@@ -323,9 +326,9 @@ class HostPool:
             AssertionError: one is lost, is in two places, or is in a wrong state.
         """
         assigned = self._slots
-        fresh = range(self.num_slots - self._num_fresh, self.num_slots)
-        places = [*self._free, *fresh, *assigned]
-        _check(sorted(places) == list(range(self.num_slots)), f"slots in two places: {places}")
+        places = [*self._free, *assigned]
+        _check(sorted(places) == list(range(len(places))), f"slots in two places: {places}")
+        _check(len(places) <= self.num_slots, f"{len(places)} places, {self.num_slots} slots")
         for index, slot in assigned.items():
             is_idle = not (slot.pins or slot.is_busy)
             _check(slot.pins >= 0 and slot.index == index, f"{slot}")

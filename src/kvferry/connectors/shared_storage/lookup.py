@@ -11,7 +11,7 @@ are fetched too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import SlotChunk
@@ -21,7 +21,7 @@ from kvferry.store.base import SupportsProbe
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.connectors.shared_storage.host_pool import HostPool
     from kvferry.connectors.shared_storage.policy import LoadPolicy
     from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
     from kvferry.types import ChunkKey
@@ -101,12 +101,9 @@ class Lookup:
         return tuple(chunks)
 
     def release(self, state: RequestState) -> None:
-        """End the pins of a request. Roots of prefixes are unpinned last, and so evicted last."""
-        pinned, state.pinned = state.pinned, []
-        state.awaited = []
+        """End the pins of a request."""
+        self._pin_only(state, ())
         state.promised = None
-        for slot in reversed(pinned):
-            self._pool.unpin(slot)
 
     def end(self, state: RequestState) -> None:
         """A request ended. The root of its prefix was stored first and would be evicted first; now
@@ -196,14 +193,7 @@ class Lookup:
                 state.gave_up = LookupMiss.SLOWER
                 return False
             state.asked, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
-        before, state.pinned = state.pinned, []
-        state.awaited = []
-        for number in numbers:
-            slot = self._pool.find(keys[number])
-            if slot is not None:
-                self._pin(state, slot)
-        for slot in reversed(before):
-            self._pool.unpin(slot)
+        self._pin_only(state, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, start, stop)
             if self._pool.holds(key, groups):
@@ -213,36 +203,35 @@ class Lookup:
             if slot is None:
                 break
             if known is None:
-                self._pin(state, slot)
+                self._pool.pin(slot)
+                state.pinned.append(slot)
             if not slot.is_save:
                 state.fetched.add(key)
             state.awaited.append(slot)
         # Something will come, or others will be through with their slots.
         return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
 
-    def _pin(self, state: RequestState, slot: Slot) -> None:
-        self._pool.pin(slot)
-        state.pinned.append(slot)
-
-    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
-        """Pin exactly what a hit needs."""
+    def _pin_only(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Pin those of the chunks that have slots, then end the request's pins so far."""
         before, state.pinned = state.pinned, []
         state.awaited = []
-        seconds = 0.0
-        num_fetched = 0
-        for number in self._numbers(start, stop):
-            key = state.keys.keys[number]
+        for key in keys:
             slot = self._pool.find(key)
-            if slot is None:
-                continue  # held by the caller's check
-            self._pin(state, slot)
-            if key in state.fetched:
-                num_fetched += 1
-                seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
-        for slot in reversed(before):
-            self._pool.unpin(slot)
-        if num_fetched:
-            self._policy.saw_load(num_fetched * self._chunk, seconds)
+            if slot is not None:
+                self._pool.pin(slot)
+                state.pinned.append(slot)
+        self._pool.unpin_all(before)
+
+    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
+        """Pin exactly what a hit needs, all of which is held."""
+        keys = state.keys.keys
+        self._pin_only(state, [keys[number] for number in self._numbers(start, stop)])
+        seconds = 0.0
+        fetched = [slot for slot in state.pinned if slot.key in state.fetched]
+        for slot in fetched:
+            seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
+        if fetched:
+            self._policy.saw_load(len(fetched) * self._chunk, seconds)
         return self._promise(state, start, stop)
 
     def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:

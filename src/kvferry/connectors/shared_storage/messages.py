@@ -73,26 +73,10 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Number of a step whose time shows the speed of prefill; 0 for others. Reported back, because
     hosts whose steps overlap bring the output of another step first."""
     namespace: bytes | None = None
-    """Set when the epoch changed: digest that records carry from now on."""
+    """Digest that records carry from now on; None: the same as before."""
 
 
 EMPTY_PLAN = SharedStoragePlan()
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended well: the slot holds what the plan said, verified."""
-
-    slot: int
-    seconds: float = 0.0
-    """Of a fetch: from the plan to the end of the read."""
-
-
-class Missed(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended badly: the slot does not hold it."""
-
-    slot: int
-    reason: str
-    """A `kvferry.record.check.MissReason` for a fetch; `PUT_OFF` or `REFUSED` for a save."""
 
 
 PUT_OFF = "put_off"
@@ -100,6 +84,17 @@ PUT_OFF = "put_off"
 
 REFUSED = "refused"
 """The host's blocks do not hold what it says: no later try helps."""
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True):
+    """A fetch, or the copy of a save, ended on one rank."""
+
+    slot: int
+    missed: str | None = None
+    """None: the slot holds what the plan said, verified. Else why it does not: a
+    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save."""
+    seconds: float = 0.0
+    """Of a fetch: from the plan to the end of the read."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -123,8 +118,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     pool: int = 0
     """Which host pool the slots are of. Hosts that have two connectors may bring one the reports of
     the other."""
-    held: list[Held] = []
-    missed: list[Missed] = []
+    filled: list[Filled] = []
     saved: list[Saved] = []
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
@@ -138,8 +132,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        ended = self.held or self.missed or self.saved
-        return not (ended or self.failed_keys or self.timed)
+        return not (self.filled or self.saved or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

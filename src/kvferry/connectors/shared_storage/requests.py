@@ -59,14 +59,18 @@ class Requests:
 
     Args:
         namespace: digest that roots the chunk keys.
-        new_namespace: makes that of another epoch.
+        new_namespace: makes the digest of another epoch.
         chunk_tokens: tokens per chunk.
+
+    Attributes:
+        namespace: digest that roots the keys of new requests.
+        by_id: the state of each request.
     """
 
     def __init__(
         self, namespace: bytes, new_namespace: Callable[[], bytes], chunk_tokens: int
     ) -> None:
-        self._namespace = namespace
+        self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
@@ -75,16 +79,15 @@ class Requests:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
         if state is None:
-            keys = ChunkKeys(self._namespace, self._chunk_tokens, request.extra_keys)
+            keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
             state = self.by_id[request.request_id] = RequestState(keys)
         state.keys.extend(request.all_token_ids)
         return state
 
-    def begin_epoch(self) -> bytes:
-        """Forget all, and give keys of another namespace from now on; its digest."""
-        self._namespace = self._new_namespace()
+    def begin_epoch(self) -> None:
+        """Forget all, and give keys of another namespace from now on."""
+        self.namespace = self._new_namespace()
         self.by_id.clear()
-        return self._namespace
 
 
 class UnreadableKeys:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.connectors.shared_storage.messages import (
     Fetch,
-    Held,
-    Missed,
+    Filled,
     RankReport,
     Saved,
     SlotChunk,
@@ -145,7 +144,7 @@ class SlotIO:
         self._observer = observer
         self._contents: dict[int, Content] = {}
         self._read_by_device: dict[int, Mark] = {}
-        self._reads: dict[int, tuple[Fetch, Job[Held | Missed]]] = {}
+        self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: list[Copied] = []
         self._copied: dict[int, Copied] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
@@ -176,7 +175,7 @@ class SlotIO:
             self._contents.pop(slot, None)
         self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
 
-    def _read(self, fetch: Fetch) -> Callable[[Job[Held | Missed]], Held | Missed]:
+    def _read(self, fetch: Fetch) -> Callable[[Job[Filled]], Filled]:
         started = time.monotonic()
         chunk, schema = fetch.chunk, self._rows.schema
         slot = self._memory.slot(chunk.slot)
@@ -189,13 +188,12 @@ class SlotIO:
             parts=self._rows.parts_of(frozenset(fetch.groups)),
         )
 
-        def run(job: Job[Held | Missed]) -> Held | Missed:
+        def run(job: Job[Filled]) -> Filled:
             if mark is not None and not mark.wait(DEVICE_SECONDS):
                 raise TransferError(f"the device read a slot for more than {DEVICE_SECONDS} s")
             missed = read_record(self._store, schema, record, self._observer, lambda: job.cancelled)
-            if missed is not None:
-                return Missed(chunk.slot, missed)
-            return Held(chunk.slot, time.monotonic() - started)
+            seconds = 0.0 if missed else time.monotonic() - started
+            return Filled(chunk.slot, missed, seconds)
 
         return run
 
@@ -282,12 +280,12 @@ class SlotIO:
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]
-                self._end_read(fetch, read, report)
+                report.filled.append(self._end_read(fetch, read))
         for copied in [one for one in self._copying if one.gathered.mark.poll()]:
             self._copying.remove(copied)
             content = Content(copied.chunk.key, self._rows.all_groups)
             self._contents[copied.chunk.slot] = content
-            report.held.append(Held(copied.chunk.slot))
+            report.filled.append(Filled(copied.chunk.slot))
         pending = []
         for slot, write in self._writes:
             if not write.poll():
@@ -299,22 +297,16 @@ class SlotIO:
             report.saved.append(write.result or Saved(slot, PutResult.FAILED))
         self._writes = pending
 
-    def _end_read(self, fetch: Fetch, read: Job[Held | Missed], report: RankReport) -> None:
+    def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:
         ended = read.result
-        if isinstance(ended, Held):
-            groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
-            self._contents[ended.slot] = Content(fetch.chunk.key, groups)
-            report.held.append(ended)
-            self._observer.observe("fetch", ended.seconds)
-            return
         if ended is None:
             logger.error("reading a chunk failed", exc_info=read.error)
-        report.missed.append(ended or Missed(fetch.chunk.slot, MissReason.IO_ERROR))
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the end of a read, copy or write is still to be reported."""
-        return bool(self._reads or self._copying or self._writes)
+            return Filled(fetch.chunk.slot, MissReason.IO_ERROR)
+        if ended.missed is None:
+            groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
+            self._contents[ended.slot] = Content(fetch.chunk.key, groups)
+            self._observer.observe("fetch", ended.seconds)
+        return ended
 
     def close(self) -> None:
         """End all threads, in bounded time. Idempotent."""

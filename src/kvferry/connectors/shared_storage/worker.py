@@ -20,8 +20,8 @@ from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
     REFUSED,
     Fetch,
+    Filled,
     Load,
-    Missed,
     RankReport,
     Save,
     Saved,
@@ -114,7 +114,7 @@ class SharedStorageWorker(WorkerRole):
             self._report.pool = plan.pool
         self._report.timed = plan.timed
         self._saved = False
-        if plan.namespace is not None:
+        if plan.namespace not in (None, self._rows.schema.namespace):
             self._rows.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
         self._to_begin.extend(plan.writes)
@@ -168,7 +168,7 @@ class SharedStorageWorker(WorkerRole):
         # The step failed at its beginning: these were not begun, and their slots are waited for.
         for order in self._to_begin:
             if isinstance(order, Fetch):
-                self._report.missed.append(Missed(order.chunk.slot, MissReason.IO_ERROR))
+                self._report.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
             else:
                 self._report.saved.append(Saved(order.slot, PutResult.FAILED))
         self._to_begin.clear()
@@ -263,10 +263,10 @@ class SharedStorageWorker(WorkerRole):
                 runs = self._copies.chunk_runs(save.blocks, save.chunk.first_token)
             except LayoutError as error:
                 logger.error("save refused: %s", error)
-                self._report.missed.append(Missed(save.chunk.slot, REFUSED))
+                self._report.filled.append(Filled(save.chunk.slot, REFUSED))
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(save.chunk.slot), runs, save.chunk.first_token)
 
     def _put_off(self, saves: Sequence[Save]) -> None:
-        self._report.missed += [Missed(save.chunk.slot, PUT_OFF) for save in saves]
+        self._report.filled += [Filled(save.chunk.slot, PUT_OFF) for save in saves]
