@@ -158,7 +158,7 @@ class SavePlan:
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
         slot = self._pool.save(key, first_token)
         if slot is not None and self._shared_writes is not None:
-            self._shared_writes.begin(slot, key)
+            self._shared_writes.begin(slot)
         return slot
 
     def writes(self) -> tuple[Write, ...]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import (
     Fetch,
@@ -107,13 +107,6 @@ class SlotMemory:
             madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
-class Content(NamedTuple):
-    """What a slot holds, verified."""
-
-    key: bytes
-    groups: frozenset[int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied:
     """A chunk that is in its slot, or will be when the device reached a mark."""
@@ -142,7 +135,8 @@ class SlotIO:
         self._memory = memory
         self._store = store
         self._observer = observer
-        self._contents: dict[int, Content] = {}
+        # By slot: the chunk's key, and the groups of it that the slot holds verified.
+        self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: list[Copied] = []
@@ -155,8 +149,8 @@ class SlotIO:
 
     def groups_held(self, chunk: SlotChunk) -> frozenset[int]:
         """The groups of a chunk that its slot holds; none if the slot holds another chunk."""
-        content = self._contents.get(chunk.slot)
-        return content.groups if content is not None and content.key == chunk.key else frozenset()
+        key, groups = self._contents.get(chunk.slot, (b"", frozenset[int]()))
+        return groups if key == chunk.key else frozenset()
 
     def read_until(self, slot: int, mark: Mark) -> None:
         """A device reads a slot until a mark."""
@@ -169,10 +163,7 @@ class SlotIO:
         slot = fetch.chunk.slot
         # Groups that are read again are not held until they are verified.
         held = self.groups_held(fetch.chunk) - frozenset(fetch.groups)
-        if held:
-            self._contents[slot] = Content(fetch.chunk.key, held)
-        else:
-            self._contents.pop(slot, None)
+        self._contents[slot] = fetch.chunk.key, held
         self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
 
     def _read(self, fetch: Fetch) -> Callable[[Job[Filled]], Filled]:
@@ -234,12 +225,7 @@ class SlotIO:
         def run(_job: Job[Saved]) -> Saved:
             if copied is None:
                 return Saved(slot, PutResult.FAILED)
-            started = time.perf_counter()
-            if not copied.gathered.mark.wait(DEVICE_SECONDS):
-                raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
-            saved = self._store_chunk(copied, session)
-            self._observer.observe("save", time.perf_counter() - started)
-            return saved
+            return self._store_chunk(copied, session)
 
         self._writes.append((slot, self._write_pool.submit(run)))
 
@@ -247,6 +233,8 @@ class SlotIO:
         """Hash and write one chunk. Runs in: I/O thread."""
         started = time.perf_counter()
         chunk = copied.chunk
+        if not copied.gathered.mark.wait(DEVICE_SECONDS):
+            raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, copied.gathered.digests)
         if session is not None:
@@ -261,6 +249,7 @@ class SlotIO:
         if result is PutResult.STORED:
             self._observer.count("saved_bytes", len(image))
         seconds = time.perf_counter() - started
+        self._observer.observe("save", seconds)
         if session is None:
             return Saved(chunk.slot, result, seconds=seconds)
         return Saved(chunk.slot, result, self._rows.written, digests, seconds)
@@ -283,8 +272,7 @@ class SlotIO:
                 report.filled.append(self._end_read(fetch, read))
         for copied in [one for one in self._copying if one.gathered.mark.poll()]:
             self._copying.remove(copied)
-            content = Content(copied.chunk.key, self._rows.all_groups)
-            self._contents[copied.chunk.slot] = content
+            self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
             report.filled.append(Filled(copied.chunk.slot))
         pending = []
         for slot, write in self._writes:
@@ -304,7 +292,7 @@ class SlotIO:
             return Filled(fetch.chunk.slot, MissReason.IO_ERROR)
         if ended.missed is None:
             groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
-            self._contents[ended.slot] = Content(fetch.chunk.key, groups)
+            self._contents[ended.slot] = fetch.chunk.key, groups
             self._observer.observe("fetch", ended.seconds)
         return ended
 
