@@ -1,12 +1,13 @@
 """The scheduler role of the shared-storage connector: decides what to load and save, in memory.
 
-Life of a hit: `lookup` finds leading chunks that are held or stored. What is held is pinned and
-promised at once; for the rest the next plan carries fetches and the answer is "ask again" →
-every rank reports what it holds verified → `lookup` promises it → `update_after_alloc` records the
-blocks → the plan carries the load, and its pins end.
+Life of a hit: `lookup` finds leading chunks that are held or stored. If all are held, they are
+pinned and promised at once. Otherwise the answer is "ask again" and the next plan carries fetches →
+every rank reports the chunks that it has read and verified → `lookup` promises them →
+`update_after_alloc` records the blocks → the plan carries the load, and the pins end.
 
-Tokens of a request: `[0, local)` the engine has, `[local, local + promised)` we load, the rest it
-computes; of what it computes, whole chunks that are neither held nor stored are saved.
+Tokens of a request: the engine has `[0, local)`, we load `[local, local + promised)`, and the
+engine computes the rest. Of the computed tokens, whole chunks that are neither held nor stored are
+saved.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
+from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class SharedStorageScheduler(SchedulerRole):
         namespace: digest that roots the chunk keys.
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
-        recent: what to fetch before it is asked for; None: nothing.
+        recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
 
     Attributes:
@@ -99,8 +101,8 @@ class SharedStorageScheduler(SchedulerRole):
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
-        """The host turned out to carry no reports from workers to the scheduler: nothing is loaded
-        or saved from now on, because nothing says what the slots hold."""
+        """The host turned out to carry no reports from workers to the scheduler. Without reports
+        the contents of slots are unknown, so nothing is loaded or saved from now on."""
         if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
@@ -114,7 +116,9 @@ class SharedStorageScheduler(SchedulerRole):
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
-            self._lookup.probe(self._requests.track(request))
+            state = self._requests.track(request)
+            if isinstance(self._context.store, SupportsProbe):
+                self._context.store.probe(state.keys.keys)
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:
@@ -180,7 +184,7 @@ class SharedStorageScheduler(SchedulerRole):
         try:
             saves = self._plan_saves(step)
         except Exception:
-            # The guard fails the loads of this plan: no later one may bring them.
+            # The guard reports the loads of this plan as failed: no later plan may bring them.
             for request_id in tuple(self._loads):
                 self._forget_load(request_id)
             raise
@@ -208,7 +212,7 @@ class SharedStorageScheduler(SchedulerRole):
         return plan
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
-        """Fetch what was used last, a little at a time, so that hits do not wait for it."""
+        """Fetch the records that were used last, a few at a time, so that hits do not wait."""
         if self.pool.is_filling:
             return
         records = recent.take() if self.pool.has_free else []
@@ -293,9 +297,9 @@ class SharedStorageScheduler(SchedulerRole):
         return () if self._announcer is None else self._announcer.take()
 
     def reset(self) -> bool:
-        """Another epoch: what is stored stays, for others, and is not read by this engine again;
-        the pool holds nothing any more. Saves under way carry the old namespace, so they cannot
-        come back."""
+        """Begin another epoch. Stored records stay for other engines; this one does not read them
+        again. The pool is emptied. Saves under way carry the old namespace, so they cannot come
+        back."""
         for request_id, state in self._requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)
