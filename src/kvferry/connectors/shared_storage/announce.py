@@ -1,8 +1,8 @@
 """Events for the host's subscribers: chunks that this engine saved, and their removal.
 
-The store's index decides, so it does not matter which process stored or evicted a chunk. A few of
-the announced chunks are checked in each step, in turn: a removal is announced late, and no step
-waits for it.
+Events follow the store's index, so it does not matter which process stored or evicted a chunk. Each
+step checks a few of the announced chunks in turn, so a removal is announced late, but steps stay
+short.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 CHECKS_PER_STEP = 32
 
 MAX_PENDING = 4096
-"""Saves under way that are remembered for an announcement; beyond, the oldest is forgotten."""
+"""Saves under way that are remembered for an announcement. With more, the oldest is forgotten."""
 
 MAX_ANNOUNCED = 1 << 18
-"""Chunks watched for removal (some 20 MiB); beyond, the oldest is announced as gone: a subscriber
-that knows too little asks another engine, one that knows too much asks this one in vain."""
+"""Chunks watched for removal (some 20 MiB). With more, the oldest is announced as gone: a
+subscriber that misses a chunk asks another engine, one that expects a lost chunk asks in vain."""
 
 
 class Announcer:
@@ -88,7 +88,7 @@ class Announcer:
         return events
 
     def forget_all(self) -> None:
-        """Another epoch: nothing that was announced can be read any more."""
+        """Another epoch began: announced chunks can no longer be read."""
         self._gone += self._announced
         self._pending.clear()
         self._announced.clear()

@@ -1,4 +1,4 @@
-"""Which chunks to save in a step: whole, computed, confirmed, and neither held nor stored yet."""
+"""Chooses the chunks to save in a step: whole, computed, confirmed, and not yet held or stored."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVES_SECONDS = 5.0
-"""An idle host is kept stepping until the saves under way are reported, but no longer than this
-after the last one: a store that stalls must not keep an engine busy."""
+"""An idle host is kept stepping until the saves under way are reported, but for no longer than this
+after the last save was planned: a store that stalls must not keep an engine busy."""
 
 
 class SavePlan:
@@ -68,7 +68,7 @@ class SavePlan:
         self.failures_known: tuple[int, ...] = ()
 
     def admit(self, request_id: str, state: RequestState) -> None:
-        """A request got blocks: look at its chunks from the first on."""
+        """A request got blocks: consider its chunks from the first on."""
         state.next_save = 0
         state.barred = False
         self._unsaved[request_id] = state
@@ -78,13 +78,13 @@ class SavePlan:
         self._unsaved.pop(request_id, None)
 
     def switch_namespace(self, namespace: bytes) -> None:
-        """Save no more chunks of the requests so far: their keys are those of another epoch."""
+        """Save no more chunks of the requests so far: their keys belong to the last epoch."""
         self._unsaved.clear()
         if self._shared_writes is not None:
             self._shared_writes.switch_namespace(namespace)
 
     def close(self) -> None:
-        """Give up what several ranks write. Bounded in time."""
+        """Give up the records that several ranks write. Bounded in time."""
         if self._shared_writes is not None:
             self._shared_writes.close()
 
@@ -99,7 +99,7 @@ class SavePlan:
                 try:
                     self._plan_request(item, state, saves)
                 except ContractError as error:
-                    # The saves of other requests have slots by now, and must be in the plan.
+                    # Not raised: the saves of other requests have slots and must be planned.
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
                     self.forget(item.request.request_id)
@@ -149,7 +149,7 @@ class SavePlan:
     def _has(self, key: ChunkKey) -> bool:
         """Whether a chunk is held, on its way, or stored."""
         slot = self._pool.find(key)
-        # A slot that one rank missed comes free, and the chunk with it, when the others have ended.
+        # A slot that one rank missed becomes free, without the chunk, when the others have ended.
         everything = self._context.tables.all_groups
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
@@ -162,7 +162,7 @@ class SavePlan:
         return slot
 
     def writes(self) -> tuple[Write, ...]:
-        """Which ranks' parts of saved chunks can be written now, and to where."""
+        """The parts of saved chunks that the ranks can write now."""
         return () if self._shared_writes is None else self._shared_writes.ready()
 
     # -- reports --------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class SavePlan:
             self._offer_again((slot.key,))
 
     def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
-        """A rank reported the end of a write. Whether its part is stored."""
+        """A rank reported the end of a write. True if its part is stored."""
         is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
         if self._shared_writes is not None:
             if self._shared_writes.report(rank, slot, saved):

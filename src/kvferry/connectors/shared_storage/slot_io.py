@@ -1,11 +1,11 @@
 """One rank's slots: their memory, reads from the store into them, and writes to the store.
 
-Runs in: worker, on the model runner's thread; the reads and writes on I/O threads. There is no
-policy here: the scheduler role assigns slots, and assigns none to another chunk before every rank
-reported the end of every operation on it.
+Runs in: worker, on the model runner's thread; reads and writes run on I/O threads. The scheduler
+role assigns the slots. It assigns a slot to another chunk only when every rank has reported the end
+of every operation on it.
 
-I/O fills slots and nothing else, never the engine's memory, so an operation that outlives its
-deadline writes to a slot that no other operation uses.
+I/O writes to slots only, never to the engine's memory, so a read that outlives its deadline writes
+to a slot that no other operation uses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
 
 READS_CLOSE_SECONDS = 0.5
-"""No request waits for these reads any more: time for threads to notice, not for a stalled read."""
+"""How long `close` waits for cancelled reads, which no request needs. A stalled read is left."""
 
 READY_BYTES = 64 << 20
 """How much of the slots' memory is backed by pages when an engine starts."""
@@ -189,7 +189,7 @@ class SlotIO:
         return run
 
     def cancel(self, slot: int) -> None:
-        """Let a read end early; its end is reported all the same."""
+        """Let a read end early. Its end is reported nevertheless."""
         if slot in self._reads:
             _, job = self._reads[slot]
             job.cancel()
