@@ -21,8 +21,8 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
         freed_request_ids: ended requests whose blocks were freed, whatever the role answered: a
             delayed free reported for one of them kills the host.
         promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
-            from the first plan that could not be built on: the role may still plan its loads later,
-            when their blocks have other owners.
+            after the first `build_plan` that failed: the role may still plan its loads later, when
+            their blocks have other owners.
         promised_request_ids: the async loads among them.
         overdue_sending: ended requests whose delayed free was not reported in time.
     """
