@@ -1,8 +1,8 @@
 """vLLM's `TpKVTopology` under its own name, with the conventions of its 0.14 release.
 
 Replication there means that the tensor-parallel size is *at least* the number of kv heads; later
-releases mean more than that number. The target ranks are all ranks that hold a wanted head, also
-where several ranks hold the same head. Where vLLM asserts, a `TopologyError` names the two sizes.
+releases, and `KVPlacement`, mean more than that. Target ranks are all that hold wanted heads, also
+where several hold the same. Where vLLM asserts, a `TopologyError` names the two sizes.
 """
 
 from __future__ import annotations
