@@ -1,4 +1,4 @@
-"""What all ranks report after a step, folded into one report for the scheduler.
+"""Folds the reports of all ranks after a step into one report for the scheduler.
 
 `WorkerOutputFold` folds our own outputs. `KVOutputAggregator` does the same under vLLM's names, for
 hosts whose model runners return objects with a `kv_connector_output`.
@@ -41,12 +41,10 @@ _Output = TypeVar("_Output", bound=RunnerOutput)
 
 
 class _RankReports:
-    """Which ranks have reported an id that is not yet released."""
+    """The ranks that have reported each id that is not yet released."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, int] = {}  # id -> set of ranks, one bit each
-        self._expected = 0  # at the last release
-        self._is_new = False
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -54,30 +52,26 @@ class _RankReports:
     def add(self, rank: int, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
             self._ranks[request_id] = self._ranks.get(request_id, 0) | 1 << rank
-            self._is_new = True
 
     def release(self, expected: int) -> frozenset[str]:
         """Forget and return the ids that `expected` ranks have reported."""
-        if not self._is_new and expected == self._expected:
-            return frozenset()
-        self._is_new, self._expected = False, expected
-        released = [name for name, ranks in self._ranks.items() if ranks.bit_count() >= expected]
+        released = {name for name, ranks in self._ranks.items() if ranks.bit_count() >= expected}
         for request_id in released:
             del self._ranks[request_id]
         return frozenset(released)
 
 
 class WorkerOutputFold:
-    """Folds the outputs of all ranks, step by step; one per engine.
+    """Folds the outputs of all ranks, step by step. One per engine.
 
     - `finished_sending`, `finished_recving`: an id appears once, in the step in which the last of
       the expected ranks has reported it. A rank that repeats an id meanwhile counts once. A report
       after that is the beginning of the next transfer of an id that is used again.
     - `failed_recving`: a failure on any rank is kept until the id is released, and comes with it.
     - `invalid_block_ids`: those of this step, of any rank.
-    - `stats` add up by name; `events` are joined; `meta` is folded by its own `aggregate`. If that
-      cannot be done, all of the kind is dropped for this step, logged and counted: the ids above
-      are never lost over it.
+    - `stats` add up by name; `events` are joined; `meta` is folded by its own `aggregate`. If one
+      of these cannot be folded, it is dropped for this step, logged and counted; the ids above are
+      kept.
     """
 
     def __init__(self, expected_reports: int, *, observer: Observer | None = None) -> None:

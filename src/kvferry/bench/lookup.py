@@ -24,7 +24,7 @@ from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import CHUNK_TOKENS, engine_spec
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
-    Held,
+    Filled,
     RankReport,
     SharedStorageMeta,
     SharedStoragePlan,
@@ -185,8 +185,8 @@ def hold(scheduler: SchedulerRole, token_ids: list[int]) -> None:
     plan = scheduler.build_plan(HostStep())
     if not isinstance(plan, SharedStoragePlan) or len(plan.fetches) != PROMPT_CHUNKS:
         raise AssertionError(f"a prompt of {PROMPT_CHUNKS} stored chunks is not fetched")
-    held = [Held(fetch.chunk.slot) for fetch in plan.fetches]
-    report = SharedStorageMeta(reports=(RankReport(rank=0, pool=plan.pool, held=held),))
+    filled = [Filled(fetch.chunk.slot) for fetch in plan.fetches]
+    report = SharedStorageMeta(reports=(RankReport(rank=0, pool=plan.pool, filled=filled),))
     scheduler.update_output(WorkerOutput(meta=report))
     scheduler.request_finished(prompt, ([],))
 

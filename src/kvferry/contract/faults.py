@@ -1,4 +1,4 @@
-"""What both guards use: counting and logging of faults, and the plan that carries a repair."""
+"""The parts that both guards use: counts and logs of faults, and the plan that carries a repair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
-    """A plan, and beside it the promises to the host that the role may not know of.
+    """A plan, and the promises to the host that the role may not know of.
 
     Attributes:
         plan: what the role built, or its empty plan.
@@ -21,8 +21,8 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
         freed_request_ids: ended requests whose blocks were freed, whatever the role answered: a
             delayed free reported for one of them kills the host.
         promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
-            from the first plan that could not be built: the role may still plan its loads later,
-            when their blocks have other owners.
+            after the first `build_plan` that failed: the role may still plan its loads later, when
+            their blocks have other owners.
         promised_request_ids: the async loads among them.
         overdue_sending: ended requests whose delayed free was not reported in time.
     """

@@ -4,9 +4,9 @@
 raises an `Exception`, the guard counts it (`hook_failed`, `hook_failed_<hook>`), logs it now and
 then, and gives the answer that is safe for that hook. `KeyboardInterrupt` and `SystemExit` pass.
 
-What is safe? Tokens that were promised to the host and will not be brought must reach it as a
-failed load. A scheduler role that faults between promise and plan is repaired by its guard with a
-`RepairedPlan`, which the guard of every worker role takes apart: wrap both roles or neither.
+Tokens that were promised to the host and will not be loaded must reach it as a failed load. If a
+scheduler role faults between promise and plan, its guard sends a `RepairedPlan`, which the guard of
+every worker role unpacks: wrap both roles or neither.
 
 Construction and registration are not guarded: options or a layout that cannot be used are refused
 loudly at start-up, when nothing has been promised yet.
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 ASK_AGAIN_SECONDS = 60.0
-"""After this long, "ask again" becomes a miss. Far beyond any deadline of our own roles; it is for
-roles that have none, because no host bounds the retries."""
+"""After this long, "ask again" becomes a miss: no host bounds the retries, and a role may have no
+deadline. Our own roles have much shorter ones."""
 
 
 class GuardedScheduler(SchedulerRole):
@@ -287,8 +287,8 @@ class GuardedWorker(WorkerRole):
     - `wait_for_layer_load`: the blocks likewise, and nothing is saved, since what was computed from
       them is wrong. Async loads are under way: the role reports their end itself.
     - `save_layer`, `save`: nothing (more) is saved in this step; loads are not affected.
-    - `collect`: the blocks of the step's loads are reported as invalid, because failures are
-      reported there and nowhere else. Ends that the role had not forgotten come with a later step.
+    - `collect`: the blocks of the step's loads are reported as invalid, because their failures may
+      have been in the lost report. Ends that the role still remembers come with a later step.
 
     Layer hooks are there if, and only if, the wrapped role has them.
 
@@ -359,7 +359,7 @@ class GuardedWorker(WorkerRole):
         owed.freed |= plan.freed_request_ids
         owed.overdue = plan.overdue_sending
         owed.invalid |= plan.lost_block_ids
-        # What the role starts nevertheless it will end itself; until then it may write.
+        # The role reports the end of loads that it starts nevertheless; until then it may write.
         started = self.planned_recving(plan.plan) or frozenset()
         owed.lost_recving |= plan.lost_request_ids - started
         owed.failed_recving |= plan.lost_request_ids & started

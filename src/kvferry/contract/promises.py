@@ -1,4 +1,4 @@
-"""What a scheduler role promised to a host, and the reports that workers still owe.
+"""The promises of a scheduler role to a host, and the reports that workers still owe.
 
 The guard's memory between lookup and report. A promise that the role does not keep becomes a failed
 load or a freed request in a `RepairedPlan`. Runs in: scheduler.
@@ -55,7 +55,7 @@ class Promises:
         self._offered[request_id] = (num_local_tokens, is_async)
 
     def allocate(self, request_id: str, block_ids: BlockTable, num_external_tokens: int) -> None:
-        """The host takes the last offer up, or none if the count is 0."""
+        """The host accepts the last offer, or none if the count is 0."""
         local, is_async = self._offered.pop(request_id, (0, False))
         if num_external_tokens <= 0:
             return
@@ -80,7 +80,7 @@ class Promises:
         return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
 
     def lose(self, request_id: str) -> None:
-        """The role may not know of this request's load, if there is one in the coming plan."""
+        """The role may not know of this request's load, if one is due in the next plan."""
         load = self._planned.get(request_id)
         if load is not None:
             self._lost[request_id] = load
@@ -108,7 +108,7 @@ class Promises:
         self._freed.add(request_id)
 
     def learn(self, output: WorkerOutput) -> None:
-        """What the workers reported."""
+        """Take the reports of the workers."""
         if not self._owed and not self._loading:
             return
         for request_id, blocks in self._loading.items():
@@ -123,7 +123,7 @@ class Promises:
             self._owed.pop(request_id, None)
 
     def settle(self, plan: Plan) -> Plan:
-        """The plan of this step as workers should get it: `plan` itself if nothing went wrong."""
+        """The plan that the workers of this step get: `plan` itself if nothing went wrong."""
         planned = self._planned
         if planned:
             self._planned = {}

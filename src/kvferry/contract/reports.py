@@ -1,9 +1,9 @@
-"""Which of a worker's reports may reach a host: a host trusts them, and dies of a wrong one.
+"""Filters a worker's reports: a host trusts them, and a wrong one can kill it.
 
-The rules are those of `WorkerOutput`. What breaks one is taken out, counted as
+The rules are those of `WorkerOutput`. An id that breaks a rule is removed, counted as
 `contract_violation` and logged now and then; `strict` raises as well. A report of a *failure* is
-never weakened on the way: what cannot be passed on as it stands becomes a larger failure, because a
-failed load that the host takes for a good one is silently wrong output.
+never weakened: a malformed one becomes a larger failure, because a failed load that the host takes
+for a good one is silently wrong output.
 
 Runs in: worker.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 import msgspec
 
@@ -25,11 +24,9 @@ REMEMBERED_REQUESTS = 65_536
 """Ended requests remembered at a time. Most are never reported, and an id may come again any time,
 so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
 
-_SETS = (frozenset, set)
-
 
 class ReportRules:
-    """Passes a worker's outputs on, less what the contract forbids. One per worker; not shared."""
+    """Removes from a worker's outputs what the contract forbids. One per worker; not shared."""
 
     def __init__(self, observer: Observer, *, strict: bool = False) -> None:
         self._faults = FaultLog("connector", observer)
@@ -54,7 +51,7 @@ class ReportRules:
         finished_request_ids: Collection[str],
         planned_blocks: Callable[[], Iterable[int]],
     ) -> WorkerOutput:
-        """What of `output` the host may see; `EMPTY_OUTPUT` itself if nothing is left.
+        """The part of `output` that the host may see; `EMPTY_OUTPUT` itself if nothing is left.
 
         Args:
             output: what `collect` returned.
@@ -72,21 +69,15 @@ class ReportRules:
             self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
             # Any load of this step may have failed: none of them is trusted.
             output = WorkerOutput(invalid_block_ids=frozenset(planned_blocks()))
-        changes: dict[str, Any] = {}
         recving = self._recving(output.finished_recving)
-        if recving != output.finished_recving:
-            changes["finished_recving"] = recving
-        sending = self._sending(output.finished_sending)
-        if sending != output.finished_sending:
-            changes["finished_sending"] = sending
-        failed = self._failed_recving(output.failed_recving, recving)
-        if failed != output.failed_recving:
-            changes["failed_recving"] = failed
-        if output.invalid_block_ids:
-            changes["invalid_block_ids"] = self._blocks(output.invalid_block_ids, planned_blocks)
-        if changes:
-            output = msgspec.structs.replace(output, **changes)
-        return EMPTY_OUTPUT if output.is_empty() else output
+        admitted = msgspec.structs.replace(
+            output,
+            finished_recving=recving,
+            finished_sending=self._sending(output.finished_sending),
+            failed_recving=self._failed_recving(output.failed_recving, recving),
+            invalid_block_ids=self._blocks(output.invalid_block_ids, planned_blocks),
+        )
+        return EMPTY_OUTPUT if admitted.is_empty() else admitted
 
     def _note_ended(self, finished_request_ids: Collection[str]) -> None:
         ended = self._ended
@@ -172,7 +163,7 @@ class ReportRules:
             blocks = frozenset(map(operator.index, reported))
         except TypeError:
             blocks = frozenset({-1})
-        if min(blocks) >= 0:
+        if min(blocks, default=0) >= 0:
             return blocks
         self._violation(
             "invalid_block_ids",
@@ -189,9 +180,10 @@ class ReportRules:
 
 
 def _holds_sets(output: WorkerOutput) -> bool:
-    return (
-        isinstance(output.finished_sending, _SETS)
-        and isinstance(output.finished_recving, _SETS)
-        and isinstance(output.failed_recving, _SETS)
-        and isinstance(output.invalid_block_ids, _SETS)
+    sets = (
+        output.finished_sending,
+        output.finished_recving,
+        output.failed_recving,
+        output.invalid_block_ids,
     )
+    return all(isinstance(each, frozenset | set) for each in sets)

@@ -1,4 +1,5 @@
-"""What decides KV bytes besides tokens, as one digest: the root of every chain of keys.
+"""The namespace: one digest of everything besides tokens that decides KV bytes. It roots every
+chain of keys.
 
 In it: the content of the weights, the model config as the engine runs it, the geometry of each KV
 group, the chunk size, the tenant, the versions of format and keys. Not in it: how the work is split
@@ -44,8 +45,8 @@ IRRELEVANT_FIELDS = frozenset(
         "task_specific_params",
     }
 )
-"""Fields of a Hugging Face config that cannot change KV bytes. Everything else counts, fields that
-nobody here has heard of included: too many misses are slow, one wrong hit is wrong."""
+"""Fields of a Hugging Face config that cannot change KV bytes. All other fields count, unknown ones
+included: a needless miss costs time, a wrong hit gives wrong output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ class ModelIdentity:
         weights: 32-byte digest of the weights' content (`weights_digest`).
         config: the model config as the engine effectively runs it: overrides, dtype, quantisation
             and rope settings applied, fields of `IRRELEVANT_FIELDS` dropped.
-        weights_version: from whoever changes weights in place; None for weights as loaded.
-        name: what its user calls it, for people; no part of identity.
+        weights_version: version of weights that change in place; None for weights as loaded.
+        name: the user's name of the model, for people; no part of identity.
     """
 
     weights: bytes
@@ -76,9 +77,9 @@ class ModelIdentity:
 class Namespace:
     """A digest and the readable description it was made from.
 
-    `digest` is BLAKE3 over `NAMESPACE_TAG` and the canonical encoding of `description`: whoever has
-    the description can check the digest. `model` is the model's name, if it has one; it is not in
-    the description.
+    `digest` is BLAKE3 over `NAMESPACE_TAG` and the canonical encoding of `description`, so the
+    description is enough to check the digest. `model` is the model's name, if it has one; it is not
+    in the description.
     """
 
     digest: bytes
@@ -113,19 +114,20 @@ class Namespace:
             "chunk_tokens": chunk_tokens,
             "tenant": tenant,
         }
-        # Encoding comes first: it refuses what the copy below would have to survive.
+        # First: the encoding refuses values that the copy below cannot handle.
         digest = _digest(description)
         description["config"] = _copied(identity.config)
         return cls(digest=digest, description=description, model=identity.name)
 
     def as_text(self) -> str:
-        """JSON with the model's name and the description, for a store to keep."""
+        """JSON with the model's name and the description. Stores keep it."""
         value = {"model": self.model, "description": self.description}
         return json.dumps(value, indent=1) + "\n"
 
     @classmethod
     def from_text(cls, digest: bytes, text: str) -> Namespace | None:
-        """What `as_text` made; None if it is something else, or describes another namespace."""
+        """The reverse of `as_text`; None if `text` is something else or describes another
+        namespace."""
         try:
             value = json.loads(text)
             description, model = value["description"], value["model"]

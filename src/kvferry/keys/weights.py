@@ -1,8 +1,8 @@
 """Identity of a model directory: the content of its weights, and its config.
 
-Two fine-tunes of one shape have files of equal names, sizes and headers, so nothing less than every
-byte tells them apart. Hashing runs once per file: the digest is kept beside the file's device,
-inode, size and times, and computed again as soon as one of them differs.
+Two fine-tunes of one shape have files of equal names, sizes and headers, so only a hash of every
+byte distinguishes them. Each file is hashed once: the digest is kept with the file's device, inode,
+size and times, and computed again when one of them differs.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def weights_digest(
     Args:
         model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not; or
             a single such file.
-        cache_dir: where digests of unchanged files are kept; by default `kvferry/weights` in the
-            user's cache directory. A cache that cannot be written, is not private to this user or
-            is damaged is passed over: it costs time, never correctness.
-        clock_ns: wall clock, in the epoch that the file system stamps files with.
-        progress: called with (bytes done, bytes in all) as hashing goes on.
+        cache_dir: keeps the digests of unchanged files; by default `kvferry/weights` in the user's
+            cache directory. A cache that cannot be written, is damaged, or is not private to this
+            user is ignored: it costs time, never correctness.
+        clock_ns: wall clock, in the epoch of the file system's time stamps.
+        progress: called with (bytes done, bytes in all) during hashing.
 
     Raises:
         ConfigError: no such directory, no weights in it, a file that cannot be read or that changes
@@ -153,8 +153,8 @@ def _file_digest(
     if _identity(before) != _identity(after) or num_bytes != before.st_size:
         raise ConfigError(f"{path} changes while it is read: wait until it is complete")
     digest = hasher.digest()
-    # Like git's "racily clean" files. Only ctime is looked at: nobody can set it back, and whatever
-    # changes content or mtime changes it too.
+    # Like git's "racily clean" files. Only ctime counts: a process cannot set it back, and every
+    # change of content or mtime changes it too.
     if before.st_ctime_ns + RACY_NS <= started:
         cache.put(before, digest)
     return digest

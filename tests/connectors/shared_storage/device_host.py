@@ -117,8 +117,8 @@ class DeviceHost:
         self.invalid |= output.invalid_block_ids
         if output.meta is not None:
             (report,) = output.meta.reports
-            self.held += report.held
-            self.missed += report.missed
+            self.held += [one for one in report.filled if one.missed is None]
+            self.missed += [one for one in report.filled if one.missed is not None]
             self.saved += report.saved
 
     def settle(self, *, saved: int = 0, held: int = 0) -> None:

@@ -73,7 +73,7 @@ def records(directory: Path) -> list[Path]:
 def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
     """Keys of the whole chunks of a prompt, in order."""
     config = host.parts[0].config
-    keys = ChunkKeys(host.scheduler._requests._namespace, config.chunk_tokens)
+    keys = ChunkKeys(host.scheduler._requests.namespace, config.chunk_tokens)
     keys.extend(prompt)
     return list(keys.keys)
 

@@ -471,7 +471,7 @@ def test_writes_of_a_step_that_fails_at_its_beginning_are_failed_saves(
     def broken(_io: SlotIO, _slot: int, _session: str | None) -> None:
         raise ValueError("a fault of ours")
 
-    wait_for(lambda: all(record.begun.poll() for record in shared._unnamed.values()))
+    wait_for(lambda: all(record.begun.poll() for record in shared._records.values()))
     plan = host.scheduler.build_plan(HostStep())
     assert plan.writes
     with monkeypatch.context() as patch:
@@ -550,7 +550,7 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     io = host.ranks[0].worker._io
     key = keys_of(host)[-1]
     index = host.pool.find(key).index
-    assert io._contents[index].key == key
+    assert io._contents[index][0] == key
     # The scheduler role gave the slot up, and fetches the same chunk into it, in vain.
     host.forget_memory()
     store.delete(key)
@@ -561,6 +561,6 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     host.ranks[0].worker.wait(10)
     host.step([])
     assert host.pool.find(key) is None
-    assert index not in io._contents
+    assert not io._contents[index][1]
     host.pool.unpin(slot)
     assert_settles(host)

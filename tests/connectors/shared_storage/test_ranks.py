@@ -10,8 +10,7 @@ from msgspec import structs
 from kvferry.blocks.tables import BlockSlice
 from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
-    Held,
-    Missed,
+    Filled,
     RankReport,
     Save,
     SharedStorageMeta,
@@ -157,8 +156,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     assert set(report.failed_keys) == set(keys_of(host))
     assert report.failed_requests == {"reader"}
     assert report.failures == 1
-    assert report.missed == [Missed(chunk.slot, PUT_OFF)]
-    assert not report.held
+    assert report.filled == [Filled(chunk.slot, PUT_OFF)]
     assert not report.saved
     assert worker.planned_blocks(plan) == step.output.invalid_block_ids
 
@@ -180,10 +178,10 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
         for key in keys_of(host):
             lose_chunk(host, key, rank=rank)
     host.prefill(host.request)
-    assert host.scheduler._next.failures_known == (1, 1)
+    assert host.scheduler._saves.failures_known == (1, 1)
     meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
     host.scheduler.update_output(WorkerOutput(meta=meta))
-    assert host.scheduler._next.failures_known == (1, 7)
+    assert host.scheduler._saves.failures_known == (1, 7)
 
 
 def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
@@ -268,8 +266,8 @@ def test_a_part_that_was_put_off_is_asked_for_again_whoever_reports_last(
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
     for rank in range(2):
-        parts = {"missed": (Missed(slot, PUT_OFF),)} if rank == putting_off else {}
-        report = RankReport(rank=rank, pool=host.pool.pool_id, **(parts or {"held": (Held(slot),)}))
+        ended = Filled(slot, PUT_OFF if rank == putting_off else None)
+        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=[ended])
         host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
         host.pool.check_integrity()
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))

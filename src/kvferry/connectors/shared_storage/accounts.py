@@ -1,5 +1,5 @@
-"""Every token of an admitted prompt in one account: held by the engine, hit by tier, or missed by
-reason. And an event for each hit, miss, fetch and write."""
+"""Counts every token of an admitted prompt once: held by the engine, hit by tier, or missed by
+reason. Sends an event for each hit, miss, fetch and write."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Events for the host's subscribers: chunks that this engine saved, and their removal.
 
-The store's index decides, so it does not matter which process stored or evicted a chunk. A few of
-the announced chunks are checked in each step, in turn: a removal is announced late, and no step
-waits for it.
+Events follow the store's index, so it does not matter which process stored or evicted a chunk. Each
+step checks a few of the announced chunks in turn, so a removal is announced late, but steps stay
+short.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 CHECKS_PER_STEP = 32
 
 MAX_PENDING = 4096
-"""Saves under way that are remembered for an announcement; beyond, the oldest is forgotten."""
+"""Saves under way that are remembered for an announcement. With more, the oldest is forgotten."""
 
 MAX_ANNOUNCED = 1 << 18
-"""Chunks watched for removal (some 20 MiB); beyond, the oldest is announced as gone: a subscriber
-that knows too little asks another engine, one that knows too much asks this one in vain."""
+"""Chunks watched for removal (some 20 MiB). With more, the oldest is announced as gone: a
+subscriber that misses a chunk asks another engine, one that expects a lost chunk asks in vain."""
 
 
 class Announcer:
@@ -42,9 +42,8 @@ class Announcer:
         self._store = store
         self._chunk = chunk_tokens
         self._pending: dict[bytes, ChunkStored] = {}
-        self._announced: deque[bytes] = deque()
-        self._known: set[bytes] = set()
-        self._gone: list[ChunksRemoved] = []
+        self._announced: OrderedDict[bytes, None] = OrderedDict()  # the next to be checked first
+        self._gone: list[bytes] = []
 
     def planned(
         self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
@@ -55,7 +54,7 @@ class Announcer:
             state = requests.get(item.request.request_id)
             keys = () if state is None else state.keys.keys
             for key, index in by_key.items():
-                if index < len(keys) and keys[index] == key and key not in self._known:
+                if index < len(keys) and keys[index] == key and key not in self._announced:
                     first = index * self._chunk
                     tokens = item.request.all_token_ids[first : first + self._chunk]
                     self._pending[key] = ChunkStored(
@@ -74,29 +73,22 @@ class Announcer:
     def take(self) -> list[ChunkStored | ChunksRemoved]:
         """The events since the last call."""
         contains = self._store.contains
-        events: list[ChunkStored | ChunksRemoved] = list(self._gone)
-        self._gone.clear()
+        gone, self._gone = self._gone, []
         stored = [key for key in self._pending if contains(ChunkKey(key))]
-        for key in stored:
-            events.append(self._pending.pop(key))
-            self._announced.append(key)
-            self._known.add(key)
-        gone = []
+        events: list[ChunkStored | ChunksRemoved] = [self._pending.pop(key) for key in stored]
+        self._announced.update(dict.fromkeys(stored))
         for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
-            key = self._announced.popleft()
+            key, _nothing = self._announced.popitem(last=False)
             if contains(ChunkKey(key)) and len(self._announced) < MAX_ANNOUNCED:
-                self._announced.append(key)
+                self._announced[key] = None
             else:
-                self._known.discard(key)
                 gone.append(key)
         if gone:
             events.append(ChunksRemoved(keys=tuple(gone)))
         return events
 
     def forget_all(self) -> None:
-        """Another epoch: nothing that was announced can be read any more."""
-        if self._announced:
-            self._gone.append(ChunksRemoved(keys=tuple(self._announced)))
+        """Another epoch began: announced chunks can no longer be read."""
+        self._gone += self._announced
         self._pending.clear()
         self._announced.clear()
-        self._known.clear()

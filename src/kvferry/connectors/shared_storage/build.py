@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class Parts:
-    """What both roles of one process share. Closed once, after both.
+    """The parts that both roles of one process share. Close it once, after both roles.
 
     Args:
         spec: the engine.
         options: fields of `SharedStorageConfig`.
         observer: receives counts.
-        store: instead of the one the options name; then closed here as if it had been opened here.
-        where: what the options belong to, the start of messages about them.
-        schedules: whether the scheduler role will be asked for: only it looks keys up.
+        store: instead of the store that the options name; it is closed here, too.
+        where: the owner of the options, the start of messages about them.
+        schedules: whether this process has the scheduler role, which alone looks keys up.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.
@@ -57,11 +57,11 @@ class Parts:
     ) -> None:
         config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
-        self._identity = spec.identity
-        if config.weights_version is not None:
-            self._identity = replace(spec.identity, weights_version=config.weights_version)
         self.config = config
-        self._first_namespace = self._namespace(self._identity.weights_version)
+        version = config.weights_version
+        self._first_namespace = self._namespace(
+            spec.identity.weights_version if version is None else version
+        )
         self.schema = RecordSchema.for_groups(
             namespace=self._first_namespace.digest,
             chunk_tokens=config.chunk_tokens,
@@ -100,7 +100,7 @@ class Parts:
                 url, observer=self.observer, multi_process=multi_process, index=index
             )
             known: object = store
-            # Once per engine is enough: by the process that schedules.
+            # Once per engine is enough: the process with the scheduler role does it.
             if index and spec.saves and isinstance(known, SupportsNamespaces):
                 known.describe(self._first_namespace.digest, self._first_namespace.as_text())
             return store
@@ -122,7 +122,7 @@ class Parts:
         self.store.close()
 
     def _check_quota(self) -> None:
-        """Before the store is opened: with such a quota it would evict all that it has."""
+        """Refuse a quota below one record before the store is opened: it would evict everything."""
         max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
         if max_bytes is not None and parse_size(max_bytes) < self.schema.record_bytes:
             raise ConfigError(
@@ -132,18 +132,18 @@ class Parts:
 
     def _namespace(self, weights_version: str | None) -> Namespace:
         return Namespace.of(
-            replace(self._identity, weights_version=weights_version),
+            replace(self.spec.identity, weights_version=weights_version),
             self.spec.groups,
             self.config.chunk_tokens,
             self.config.tenant,
         )
 
     def _next_epoch(self) -> bytes:
-        """The weights changed and have no version: nothing stored before is theirs."""
+        """A new namespace: the weights changed and have no version, so no stored record fits."""
         return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
-        """Chunks that no window holds whole are stored only where one step computes them."""
+        """Warn of chunks longer than a window: they are stored only if one step computes them."""
         windows = (part.window for part in self.spec.table_parts if part.window is not None)
         smallest = min(windows, default=self.config.chunk_tokens)
         if self.spec.saves and smallest < self.config.chunk_tokens:
@@ -158,7 +158,7 @@ class Parts:
         """The scheduler role; call once.
 
         Args:
-            fills: whether an engine that starts brings into memory what was used last.
+            fills: whether the records that were used last are fetched at start.
 
         Raises:
             ConfigError: a store that several ranks cannot write together.

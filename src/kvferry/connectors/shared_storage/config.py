@@ -1,4 +1,4 @@
-"""Options of the shared-storage connector, and what its parts share."""
+"""Options of the shared-storage connector, and the context of its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorageConfig:
-    """What an operator may set; each has a default that is right for one machine.
+    """The options of an operator. Each but `store` has a default that is right for one machine.
 
     Attributes:
         store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`.
@@ -28,11 +28,11 @@ class SharedStorageConfig:
         memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
             every store, through which all reads and writes pass. Where ranks hold the same kv
             heads, each has its own copy.
-        load_timeout_seconds: after this, what has not arrived is recomputed.
-        start_timeout_seconds: how long an engine's start waits for the store to open; after that it
-            serves without it until it has.
+        load_timeout_seconds: chunks that have not arrived after this time are recomputed.
+        start_timeout_seconds: how long an engine's start waits for the store to open. After that
+            the engine serves without the store until it is open.
         io_threads: threads for loads, and half as many for saves.
-        tenant: keeps what is stored apart from every other tenant's.
+        tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
     """
 
@@ -42,8 +42,8 @@ class SharedStorageConfig:
     memory_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
-    # More than cores: a thread that is left waiting on a busy core does not hold up the others.
-    # Saves are in no hurry, and the engine computes beside them.
+    # More than cores: a thread that waits for a busy core does not delay the others. Saves have
+    # fewer, because no request waits for them and the engine computes meanwhile.
     io_threads: int = 4
     tenant: str = ""
     weights_version: str | None = None
@@ -60,7 +60,7 @@ class SharedStorageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What all parts of a role share.
+    """The values that all parts of a role share.
 
     Attributes:
         spec: the engine.

@@ -1,21 +1,21 @@
-"""The host pool: which chunk each slot of host memory holds, on all ranks alike.
+"""The host pool: the table of slots in host memory and their chunks, alike on all ranks.
 
-A second block pool. Host memory for KV is divided into slots of one chunk each, as many on every
-rank; a rank's slot holds its part of the chunk. This table is the only owner of all slots:
+Host memory for KV is divided into slots of one chunk each, as many on every rank; a rank's slot
+holds its part of the chunk. This table is the only owner of all slots:
 
-    fresh/free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
-        ▲                          │ a rank missed it            ▲ │
-        └──────────────────────────┘                       unpin │ │ pin
-                                                                 └─▼
-                                                               pinned
+    free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
+     ▲                       │ a rank missed it            ▲ │
+     └───────────────────────┘                       unpin │ │ pin
+                                                           └─▼
+                                                         pinned
 
 Invariants:
-- A slot is assigned again only when no rank reads into it or writes from it any more, so that late
-  bytes meet only memory that is theirs. Workers report the end of every operation.
-- A pinned slot keeps its chunk. A request pins what it waits for and what it was promised.
+- A slot is assigned again only when no rank reads into it or writes from it any more, so a late
+  read cannot overwrite another chunk. Workers report the end of every operation.
+- A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised.
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
   unpinned when that plan is complete, and so assigned in a later plan at the earliest.
-- What is held was verified when it came, and is immutable under its key.
+- Chunks are verified before they are held, and are immutable under their key.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Slot:
 
     Attributes:
         index: the place, on every rank.
-        key: the chunk. A slot that was given up is no longer found under it.
+        key: the chunk. `HostPool.find` does not find a slot that was given up.
         first_token: position of the chunk in the prompt.
         held: groups that every rank holds verified.
         filling: groups that the ranks read or copy into it now.
-        is_save: what fills it is the copy of a save, not a fetch.
+        is_save: the copy of a save fills it, not a fetch.
         pins: requests that wait for it, were promised it, or load it.
         num_filling: ranks that have not reported the end of the read or copy.
         num_writing: ranks that have not reported the end of the write to the store.
-        failed: a rank missed what is being filled.
+        failed: a rank missed the chunk that fills it.
         seconds: how long the slowest rank's fetch took.
     """
 
@@ -84,8 +84,7 @@ class HostPool:
         self.num_slots = num_slots
         self._num_ranks = num_ranks
         self._all_groups = all_groups
-        self._free: list[int] = []
-        self._num_fresh = num_slots
+        self._free: list[int] = []  # places that were used before
         self._slots: dict[int, Slot] = {}
         self._by_key: dict[ChunkKey, Slot] = {}
         self._idle: OrderedDict[ChunkKey, Slot] = OrderedDict()
@@ -107,13 +106,13 @@ class HostPool:
 
     @property
     def num_taken(self) -> int:
-        """Slots that are pinned or busy: no request but theirs can have them now."""
-        return self.num_slots - self._num_fresh - len(self._free) - len(self._idle)
+        """Slots that are pinned or busy, and so cannot be assigned to other chunks now."""
+        return len(self._slots) - len(self._idle)
 
     @property
     def has_free(self) -> bool:
         """Whether some slot holds nothing."""
-        return bool(self._free or self._num_fresh)
+        return len(self._slots) < self.num_slots
 
     @property
     def is_filling(self) -> bool:
@@ -144,7 +143,7 @@ class HostPool:
             if slot is None:
                 return None
         if slot.filling or groups <= slot.held:
-            return slot  # under way; what it does not bring can be fetched when it has ended
+            return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
         chunk = SlotChunk(slot.index, key, first_token)
         self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
@@ -175,12 +174,11 @@ class HostPool:
         return slot
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A slot for a chunk: one never used, a free one, or the one that was idle longest."""
+        """A slot for a chunk: a free one, or the one that was idle longest."""
         if self._free:
             index = self._free.pop()
-        elif self._num_fresh:
-            index = self.num_slots - self._num_fresh
-            self._num_fresh -= 1
+        elif self.has_free:
+            index = len(self._slots)  # all places before it are assigned, and it was never used
         elif self._idle:
             evicted_key, evicted = self._idle.popitem(last=False)
             del self._by_key[evicted_key]
@@ -209,11 +207,16 @@ class HostPool:
                 self._idle.move_to_end(key)
 
     def unpin(self, slot: Slot) -> None:
-        """End one pin. A fetch that no request waits for any more is cancelled."""
+        """End one pin. Without a pin left, a fetch is cancelled."""
         slot.pins -= 1
         if slot.pins == 0 and slot.filling and not slot.held and not slot.is_save:
             self._cancel(slot)
         self._settle(slot)
+
+    def unpin_all(self, slots: Sequence[Slot]) -> None:
+        """End one pin of each; the root of a prefix last, so that it is evicted last."""
+        for slot in reversed(slots):
+            self.unpin(slot)
 
     def _cancel(self, slot: Slot) -> None:
         self._forget(slot)
@@ -224,7 +227,7 @@ class HostPool:
             self._num_filling -= 1
 
     def take_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
-        """What the next plan orders: fetches, and slots whose fetch is cancelled."""
+        """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
         orders = tuple(self._fetches.values()), tuple(self._cancels)
         self._fetches.clear()
         self._cancels.clear()
@@ -277,18 +280,18 @@ class HostPool:
         self._settle(slot)
 
     def assigned(self, index: int) -> Slot | None:
-        """What a place holds, found by its key or not."""
+        """The slot at a place, also one that was given up."""
         return self._slots.get(index)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Hold nothing any more. Operations under way end as they are; pins must have ended."""
+        """Give up all chunks. Operations under way continue; all pins must have ended."""
         for slot in list(self._by_key.values()):
             self._give_up(slot)
 
     def drop(self, key: ChunkKey) -> None:
-        """A load of a chunk failed: hold it no more, unless another request counts on it."""
+        """A load of a chunk failed: give it up, unless another request has pinned it."""
         slot = self._by_key.get(key)
         if slot is not None and not slot.pins and not slot.is_busy:
             self._give_up(slot)
@@ -306,7 +309,7 @@ class HostPool:
             self._idle.pop(slot.key, None)
 
     def _settle(self, slot: Slot) -> None:
-        """Make a slot idle or free that no request and no rank uses any more."""
+        """Make a slot idle or free if no request and no rank uses it any more."""
         if slot.pins or slot.is_busy or self._slots.get(slot.index) is not slot:
             return
         if self._by_key.get(slot.key) is slot:
@@ -323,9 +326,9 @@ class HostPool:
             AssertionError: one is lost, is in two places, or is in a wrong state.
         """
         assigned = self._slots
-        fresh = range(self.num_slots - self._num_fresh, self.num_slots)
-        places = [*self._free, *fresh, *assigned]
-        _check(sorted(places) == list(range(self.num_slots)), f"slots in two places: {places}")
+        places = [*self._free, *assigned]
+        _check(sorted(places) == list(range(len(places))), f"slots in two places: {places}")
+        _check(len(places) <= self.num_slots, f"{len(places)} places, {self.num_slots} slots")
         for index, slot in assigned.items():
             is_idle = not (slot.pins or slot.is_busy)
             _check(slot.pins >= 0 and slot.index == index, f"{slot}")

@@ -1,27 +1,28 @@
-"""How much of a prompt can be brought: from what is known to what is held to a promise.
+"""Look-ups: how many tokens of a prompt the connector can bring.
 
-A hit of tokens `[start, stop)` is worth nothing without what the next token attends to, so what is
-needed depends on where it ends: all chunks of groups with full attention, the last ones of groups
-with a window (`kvferry.blocks.tables`). A look-up takes the longest hit whose chunks are all held
-or stored. If all are held, it is promised now. Else the missing chunks are fetched and the answer
-is "ask again" until all fetches have ended, or until the deadline; then the longest hit whose
-chunks are all held is promised. A shorter hit may need other windows: within the deadline, these
-are fetched too.
+A hit of tokens `[start, stop)` must bring everything that the next token attends to. Groups with
+full attention need all chunks of the hit, groups with a window only the last ones, so the end of a
+hit decides which chunks it needs (`kvferry.blocks.tables`).
+
+A look-up takes the longest hit whose chunks are all held or stored. If all are held, the hit is
+promised at once. Otherwise the missing chunks are fetched, and the answer is "ask again" until all
+fetches have ended or the deadline has passed. Then the longest hit whose chunks are all held is
+promised. A shorter hit may need other chunks of a window; until the deadline, they are fetched
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.errors import ContractError
-from kvferry.store.base import SupportsProbe
 
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+    from kvferry.connectors.shared_storage.host_pool import HostPool
     from kvferry.connectors.shared_storage.policy import LoadPolicy
     from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
     from kvferry.types import ChunkKey
@@ -32,9 +33,9 @@ class Lookup:
 
     Args:
         context: of the connector.
-        pool: what is held.
-        unreadable: chunks not to offer although the store may seem to have them.
-        policy: whether loading is worth it, and for how long.
+        pool: holds chunks in memory.
+        unreadable: chunks that are not offered although the store may seem to have them.
+        policy: decides whether loading is worth it, and how long it may take.
     """
 
     def __init__(
@@ -47,11 +48,6 @@ class Lookup:
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
-
-    def probe(self, state: RequestState) -> None:
-        """Ask a store that may not know of all its records whether it has these."""
-        if isinstance(self._store, SupportsProbe):
-            self._store.probe(state.keys.keys)
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
@@ -101,16 +97,13 @@ class Lookup:
         return tuple(chunks)
 
     def release(self, state: RequestState) -> None:
-        """End the pins of a request. Roots of prefixes are unpinned last, and so evicted last."""
-        pinned, state.pinned = state.pinned, []
-        state.awaited = []
+        """End the pins of a request."""
+        self._pin_only(state, ())
         state.promised = None
-        for slot in reversed(pinned):
-            self._pool.unpin(slot)
 
     def end(self, state: RequestState) -> None:
-        """A request ended. The root of its prefix was stored first and would be evicted first; now
-        it goes last."""
+        """A request ended. Note that its prefix was used: the root, which was stored first, is then
+        evicted last."""
         self.release(state)
         self._store.touch(state.keys.keys)
         self._pool.touch(state.keys.keys)
@@ -138,9 +131,11 @@ class Lookup:
         return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
 
     def _numbers(self, start: int, stop: int) -> range:
-        """Places of the chunks that a hit of `[start, stop)` needs: not the last known chunk if
-        rounding to whole blocks makes it useless, not the first ones if they are out of every
-        window. None at all if every window is of one token."""
+        """Places of the chunks that a hit of `[start, stop)` needs.
+
+        The last known chunk is left out if rounding to whole blocks makes it useless, and the first
+        ones if they are out of every window. If every window is of one token, no chunk is needed.
+        """
         first = self._tables.first_needed(start, stop) // self._chunk
         return range(first, max(first, -(-stop // self._chunk)))
 
@@ -149,9 +144,11 @@ class Lookup:
         return self._tables.groups_of((number + 1) * self._chunk, start, stop)
 
     def _lacking(self, state: RequestState, start: int, stop: int) -> int | None:
-        """The start of the last run of chunks that a hit needs and that are not held; None if all
-        are held. Hits that end behind it need some of the run too, so the next shorter hit to look
-        at ends before it, and all of them together are looked at in linear time."""
+        """The first chunk of the last run of needed chunks that are not held; None if all are held.
+
+        Every hit that ends inside or behind the run needs part of it, so the next candidate ends
+        before the run. All candidates of a look-up together take linear time.
+        """
         lacking = None
         keys, holds = state.keys.keys, self._pool.holds
         for number in reversed(self._numbers(start, stop)):
@@ -162,7 +159,7 @@ class Lookup:
         return lacking
 
     def _may_fetch(self, state: RequestState) -> bool:
-        """Whether the time for fetches is not over."""
+        """Whether there is time left for fetches."""
         if state.gave_up is not None:
             return False
         if state.asked is None or self._clock() < state.deadline:
@@ -184,9 +181,10 @@ class Lookup:
         return reason
 
     def _fetch(self, state: RequestState, start: int, stop: int) -> bool:
-        """Fetch what is not held. Whether the request is to ask again.
+        """Fetch the chunks that are not held. True if the host is to ask again.
 
-        Pins what is held first, so that no slot of the hit itself is taken for another part of it.
+        The chunks that are held are pinned first, so that none of them loses its slot to another
+        chunk of the same hit.
         """
         num_tokens = stop - start
         numbers, keys = self._numbers(start, stop), state.keys.keys
@@ -196,14 +194,7 @@ class Lookup:
                 state.gave_up = LookupMiss.SLOWER
                 return False
             state.asked, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
-        before, state.pinned = state.pinned, []
-        state.awaited = []
-        for number in numbers:
-            slot = self._pool.find(keys[number])
-            if slot is not None:
-                self._pin(state, slot)
-        for slot in reversed(before):
-            self._pool.unpin(slot)
+        self._pin_only(state, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, start, stop)
             if self._pool.holds(key, groups):
@@ -213,36 +204,35 @@ class Lookup:
             if slot is None:
                 break
             if known is None:
-                self._pin(state, slot)
+                self._pool.pin(slot)
+                state.pinned.append(slot)
             if not slot.is_save:
                 state.fetched.add(key)
             state.awaited.append(slot)
-        # Something will come, or others will be through with their slots.
+        # A fetch will end, or another request will release its slots.
         return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
 
-    def _pin(self, state: RequestState, slot: Slot) -> None:
-        self._pool.pin(slot)
-        state.pinned.append(slot)
-
-    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
-        """Pin exactly what a hit needs."""
+    def _pin_only(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Pin those of the chunks that have slots, then end the request's pins so far."""
         before, state.pinned = state.pinned, []
         state.awaited = []
-        seconds = 0.0
-        num_fetched = 0
-        for number in self._numbers(start, stop):
-            key = state.keys.keys[number]
+        for key in keys:
             slot = self._pool.find(key)
-            if slot is None:
-                continue  # held by the caller's check
-            self._pin(state, slot)
-            if key in state.fetched:
-                num_fetched += 1
-                seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
-        for slot in reversed(before):
-            self._pool.unpin(slot)
-        if num_fetched:
-            self._policy.saw_load(num_fetched * self._chunk, seconds)
+            if slot is not None:
+                self._pool.pin(slot)
+                state.pinned.append(slot)
+        self._pool.unpin_all(before)
+
+    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
+        """Pin exactly what a hit needs, all of which is held."""
+        keys = state.keys.keys
+        self._pin_only(state, [keys[number] for number in self._numbers(start, stop)])
+        seconds = 0.0
+        fetched = [slot for slot in state.pinned if slot.key in state.fetched]
+        for slot in fetched:
+            seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
+        if fetched:
+            self._policy.saw_load(len(fetched) * self._chunk, seconds)
         return self._promise(state, start, stop)
 
     def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:

@@ -1,4 +1,4 @@
-"""What crosses between the roles of the shared-storage connector: plans down, reports up."""
+"""The messages between the roles of the shared-storage connector: plans down, reports up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Copy tokens `[start, stop)` of a request from slots into blocks.
 
-    `chunks` cover what the hit needs. `blocks` has one slice per table: all that is to be filled.
+    `chunks` are those that the hit needs. `blocks` has one slice per table: the blocks to fill.
     """
 
     request_id: str
@@ -61,38 +61,22 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Which host pool the slots are of; random."""
     fetches: tuple[Fetch, ...] = ()
     cancels: tuple[int, ...] = ()
-    """Slots whose fetch is no longer wanted; its end is reported all the same."""
+    """Slots whose fetch is no longer wanted. Its end is reported nevertheless."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
-    """Per rank, the number of steps in which a load failed, as reported to the scheduler role so
-    far; empty if none. A plan made before the last report may save what was computed on blocks that
-    were never filled."""
+    """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
+    if none. A rank that had more failures refuses the saves of the plan: they may have been
+    computed on blocks that were never filled."""
     timed: int = 0
-    """Number of a step whose time shows the speed of prefill; 0 for others. Reported back, because
-    hosts whose steps overlap bring the output of another step first."""
+    """Number of a step that measures the speed of prefill; 0 for others. Reported back, because
+    with overlapping steps the next output may belong to another step."""
     namespace: bytes | None = None
-    """Set when the epoch changed: digest that records carry from now on."""
+    """Digest that records carry from now on; None: the same as before."""
 
 
 EMPTY_PLAN = SharedStoragePlan()
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended well: the slot holds what the plan said, verified."""
-
-    slot: int
-    seconds: float = 0.0
-    """Of a fetch: from the plan to the end of the read."""
-
-
-class Missed(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended badly: the slot does not hold it."""
-
-    slot: int
-    reason: str
-    """A `kvferry.record.check.MissReason` for a fetch; `PUT_OFF` or `REFUSED` for a save."""
 
 
 PUT_OFF = "put_off"
@@ -100,6 +84,17 @@ PUT_OFF = "put_off"
 
 REFUSED = "refused"
 """The host's blocks do not hold what it says: no later try helps."""
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True):
+    """A fetch, or the copy of a save, ended on one rank."""
+
+    slot: int
+    missed: str | None = None
+    """None: the slot holds what the plan said, verified. Else why it does not: a
+    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save."""
+    seconds: float = 0.0
+    """Of a fetch: from the plan to the end of the read."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -116,20 +111,19 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankReport(msgspec.Struct, kw_only=True):
-    """What ended on one rank since its last report. The worker adds to it until it hands it over;
-    nothing changes it from then on."""
+    """The operations that ended on one rank since its last report. The worker adds to it, hands it
+    over, and does not change it any more."""
 
     rank: int
     pool: int = 0
-    """Which host pool the slots are of. Hosts that have two connectors may bring one the reports of
+    """The host pool of the slots. A host with two connectors may bring one of them the reports of
     the other."""
-    held: list[Held] = []
-    missed: list[Missed] = []
+    filled: list[Filled] = []
     saved: list[Saved] = []
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
-    """Steps so far in which a load failed on this rank."""
+    """Steps in which a load failed on this rank, since its start."""
     failed_requests: set[str] = set()
     """Requests whose load failed after it was promised ..."""
     failed_keys: list[bytes] = []
@@ -138,8 +132,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        ended = self.held or self.missed or self.saved
-        return not (ended or self.failed_keys or self.timed)
+        return not (self.filled or self.saved or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

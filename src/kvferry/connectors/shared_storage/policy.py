@@ -1,7 +1,7 @@
-"""Load, or compute again? Decided from rates measured on this engine, never from constants.
+"""Decides whether to load a hit or to compute it again, from rates measured on this engine.
 
-Pure but for the averages it keeps. A hit is worth waiting for as long as computing it would take,
-and no longer; a store that has become slower than the engine is asked only now and then.
+A hit is worth waiting for as long as computing it would take. While the store is slower than the
+engine, only one hit in `PROBE_EVERY` is loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 PROBE_EVERY = 16
-"""Of the hits that measured rates speak against, one in this many is loaded all the same, so that
-a store that has recovered is noticed."""
+"""Of the hits that are expected to be slower than computing, one in this many is loaded, to notice
+a store that has recovered."""
 
 _WEIGHT = 0.25
 """Weight of a new sample in a moving average: a few steps forget an outlier."""
@@ -24,8 +24,8 @@ SLACK_SECONDS = 0.1
 the latency of a step more than the store."""
 
 MIN_LOST = 2
-"""A load is refused only after so many in a row were really slower than computing, or one was given
-up: the rate of a small hit says little about a large one, and one outlier says nothing."""
+"""A load is refused only after this many in a row were slower than computing, or one was given up:
+one outlier says nothing, and the rate of a small hit says little about a large one."""
 
 MAX_STEP_SECONDS = 60.0
 """The output of a step that took longer was lost."""

@@ -1,4 +1,4 @@
-"""The records that were used last, for an engine that starts: its first hits are then in memory."""
+"""Finds the records that were used last: an engine that starts has its first hits in memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class RecentRecords:
         clock: monotonic seconds.
 
     Attributes:
-        is_engine_in_use: a request came. The rest is fetched in steps that happen anyway, so that
-            an engine which does one thing and ends does not wait for it.
+        is_engine_in_use: a request came. The remaining records are fetched in steps of requests
+            only, so that an engine for one request does not wait for them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RecentRecords:
 
     def _find(self) -> list[RecentRecord]:
         """Runs in: I/O thread."""
-        # Of a store that does not say whose records are whose, not all of our size are ours.
+        # A store that does not name namespaces may list records of others that have our size.
         entries = heapq.nlargest(4 * self._count, self._entries(), key=lambda one: one.last_used)
         found: list[RecentRecord] = []
         for entry in entries:

@@ -1,4 +1,4 @@
-"""What the scheduler role remembers: of each live request, and of chunks it could not read."""
+"""The scheduler role's memory: the state of live requests, and chunks that could not be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored again. Not for
-ever, because another process may mend what this one cannot see."""
+ever, because another process may repair the record unseen."""
 
 MAX_UNREADABLE = 100_000
 
@@ -27,17 +27,18 @@ class RequestState:
     Attributes:
         keys: of its whole chunks.
         pinned: slots of its hit: held for it, or awaited.
-        awaited: those of them whose fetch had not ended at the last look-up.
+        awaited: the pinned slots whose fetch had not ended at the last look-up.
         fetched: chunks that were not held at its first look-up.
         promised: tokens `[start, stop)` of the last positive answer.
         num_local: tokens that the engine had itself at the last look-up.
-        asked: when its fetch began; None if nothing was fetched for it.
-        deadline: until when its fetch may take.
-        miss: why the last answer was not longer; as it stands, the host asked for none.
-        gave_up: why nothing is fetched for it any more before it is admitted.
-        barred: a load failed on blocks it may share: nothing more of it is saved until it has new
-            ones.
-        next_save: chunks before this one are stored, on their way, or will not be saved by it.
+        asked: when its fetches began; None if there were none.
+        deadline: when its fetches must have ended.
+        miss: why the last answer was not longer. The initial value means that the host has not
+            asked yet.
+        gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
+        barred: a load failed on blocks that it may share, so no more of it is saved until it has
+            new blocks.
+        next_save: chunks before this one are stored, on their way, or not to be saved.
     """
 
     keys: ChunkKeys
@@ -59,14 +60,18 @@ class Requests:
 
     Args:
         namespace: digest that roots the chunk keys.
-        new_namespace: makes that of another epoch.
+        new_namespace: makes the digest of another epoch.
         chunk_tokens: tokens per chunk.
+
+    Attributes:
+        namespace: digest that roots the keys of new requests.
+        by_id: the state of each request.
     """
 
     def __init__(
         self, namespace: bytes, new_namespace: Callable[[], bytes], chunk_tokens: int
     ) -> None:
-        self._namespace = namespace
+        self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
@@ -75,20 +80,19 @@ class Requests:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
         if state is None:
-            keys = ChunkKeys(self._namespace, self._chunk_tokens, request.extra_keys)
+            keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
             state = self.by_id[request.request_id] = RequestState(keys)
         state.keys.extend(request.all_token_ids)
         return state
 
-    def begin_epoch(self) -> bytes:
-        """Forget all, and give keys of another namespace from now on; its digest."""
-        self._namespace = self._new_namespace()
+    def begin_epoch(self) -> None:
+        """Forget all requests. New ones get keys of another namespace."""
+        self.namespace = self._new_namespace()
         self.by_id.clear()
-        return self._namespace
 
 
 class UnreadableKeys:
-    """Chunks that could not be read a short while ago. Bounded; not thread-safe."""
+    """Chunks that could not be read in the last minute. Bounded; not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -109,7 +113,7 @@ class UnreadableKeys:
         self._until.update(dict.fromkeys(keys, self._clock() + UNREADABLE_SECONDS))
 
     def discard(self, key: bytes) -> None:
-        """It was stored again."""
+        """The chunk was stored again."""
         self._until.pop(key, None)
 
     def clear(self) -> None:

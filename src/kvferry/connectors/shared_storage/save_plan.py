@@ -1,4 +1,4 @@
-"""Which chunks to save in a step: whole, computed, confirmed, and neither held nor stored yet."""
+"""Chooses the chunks to save in a step: whole, computed, confirmed, and not yet held or stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
-    Missed,
+    Filled,
+    RankReport,
     Save,
     Saved,
     SlotChunk,
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVES_SECONDS = 5.0
-"""An idle host is kept stepping until the saves under way are reported, but no longer than this
-after the last one: a store that stalls must not keep an engine busy."""
+"""An idle host is kept stepping until the saves under way are reported, but for no longer than this
+after the last save was planned: a store that stalls must not keep an engine busy."""
 
 
 class SavePlan:
@@ -44,6 +45,9 @@ class SavePlan:
         requests: all live requests.
         unreadable: chunks to store again although the store may seem to have them.
         shared_writes: where several ranks write one record, else None.
+
+    Attributes:
+        failures_known: see `SharedStoragePlan.failures_known`.
     """
 
     def __init__(
@@ -55,16 +59,16 @@ class SavePlan:
         shared_writes: SharedWrites | None,
     ) -> None:
         self._context = context
-        self._store = context.store
         self._pool = pool
         self._requests = requests
         self._unreadable = unreadable
         self._shared_writes = shared_writes
         self._unsaved: dict[str, RequestState] = {}
         self._await_until = 0.0
+        self.failures_known: tuple[int, ...] = ()
 
     def admit(self, request_id: str, state: RequestState) -> None:
-        """A request got blocks: look at its chunks from the first on."""
+        """A request got blocks: consider its chunks from the first on."""
         state.next_save = 0
         state.barred = False
         self._unsaved[request_id] = state
@@ -74,23 +78,15 @@ class SavePlan:
         self._unsaved.pop(request_id, None)
 
     def switch_namespace(self, namespace: bytes) -> None:
-        """Save no more chunks of the requests so far: their keys are those of another epoch."""
+        """Save no more chunks of the requests so far: their keys belong to the last epoch."""
         self._unsaved.clear()
         if self._shared_writes is not None:
             self._shared_writes.switch_namespace(namespace)
 
     def close(self) -> None:
-        """Give up what several ranks write. Bounded in time."""
+        """Give up the records that several ranks write. Bounded in time."""
         if self._shared_writes is not None:
             self._shared_writes.close()
-
-    def bar_others(self, failed_requests: Collection[str]) -> None:
-        """A load failed: save nothing more of the requests that may have computed on its blocks
-        too, through the host's own prefix cache. The host computes the failed ones again; the
-        others, vLLM lets run on."""
-        for request_id in self._requests.by_id.keys() - set(failed_requests):
-            self._requests.by_id[request_id].barred = True
-            self.forget(request_id)
 
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
@@ -103,7 +99,7 @@ class SavePlan:
                 try:
                     self._plan_request(item, state, saves)
                 except ContractError as error:
-                    # The saves of other requests have slots by now, and must be in the plan.
+                    # Not raised: the saves of other requests have slots and must be planned.
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
                     self.forget(item.request.request_id)
@@ -153,47 +149,63 @@ class SavePlan:
     def _has(self, key: ChunkKey) -> bool:
         """Whether a chunk is held, on its way, or stored."""
         slot = self._pool.find(key)
-        # A slot that one rank missed comes free, and the chunk with it, when the others have ended.
+        # A slot that one rank missed becomes free, without the chunk, when the others have ended.
         everything = self._context.tables.all_groups
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
-        return self._store.contains(key) and key not in self._unreadable
+        return self._context.store.contains(key) and key not in self._unreadable
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
         slot = self._pool.save(key, first_token)
         if slot is not None and self._shared_writes is not None:
-            self._shared_writes.begin(slot, key)
+            self._shared_writes.begin(slot)
         return slot
 
     def writes(self) -> tuple[Write, ...]:
-        """Which ranks' parts of saved chunks can be written now, and to where."""
+        """The parts of saved chunks that the ranks can write now."""
         return () if self._shared_writes is None else self._shared_writes.ready()
 
     # -- reports --------------------------------------------------------------------------------
 
-    def learn_missed(self, slot: Slot, missed: Missed) -> None:
+    def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """A rank did not copy a chunk into its slot."""
         if self._shared_writes is not None:
             self._shared_writes.abort(slot)
-        if missed.reason == PUT_OFF:
-            self.offer_again((slot.key,))
+        if copied.missed == PUT_OFF:
+            self._offer_again((slot.key,))
 
     def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
-        """A rank reported the end of a write. Whether its part is stored."""
+        """A rank reported the end of a write. True if its part is stored."""
         is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
         if self._shared_writes is not None:
             if self._shared_writes.report(rank, slot, saved):
                 self._unreadable.discard(slot.key)
         elif is_stored:
-            if isinstance(self._store, SupportsProbe):
-                self._store.note_stored(slot.key)
+            if isinstance(self._context.store, SupportsProbe):
+                self._context.store.note_stored(slot.key)
             if saved.result == PutResult.STORED:
                 self._unreadable.discard(slot.key)
         return is_stored
 
-    def offer_again(self, keys: Collection[bytes]) -> None:
-        """These are not stored after all: requests that passed them look at them once more. Rare;
-        walks all live requests."""
+    def learn_failures(self, report: RankReport) -> None:
+        """Loads failed on a rank.
+
+        Requests other than the failed ones may have computed on the same blocks, through the host's
+        own prefix cache. The host computes the failed ones again; vLLM lets the others run on, so
+        nothing more of these is saved.
+        """
+        rank = report.rank
+        known = self.failures_known or (0,) * self._context.spec.shard.world_size
+        self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
+        if report.failed_keys:
+            self._offer_again(report.failed_keys)
+            for request_id in self._requests.by_id.keys() - report.failed_requests:
+                self._requests.by_id[request_id].barred = True
+                self.forget(request_id)
+
+    def _offer_again(self, keys: Collection[bytes]) -> None:
+        """These chunks are not stored after all: requests that passed them look at them once more.
+        Rare; walks all live requests."""
         for request_id, state in self._requests.by_id.items():
             passed = state.keys.keys[: state.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)

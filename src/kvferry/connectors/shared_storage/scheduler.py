@@ -1,19 +1,19 @@
 """The scheduler role of the shared-storage connector: decides what to load and save, in memory.
 
-Life of a hit: `lookup` finds leading chunks that are held or stored. What is held is pinned and
-promised at once; for the rest the next plan carries fetches and the answer is "ask again" →
-every rank reports what it holds verified → `lookup` promises it → `update_after_alloc` records the
-blocks → the plan carries the load, and its pins end.
+Life of a hit: `lookup` finds leading chunks that are held or stored. If all are held, they are
+pinned and promised at once. Otherwise the answer is "ask again" and the next plan carries fetches →
+every rank reports the chunks that it has read and verified → `lookup` promises them →
+`update_after_alloc` records the blocks → the plan carries the load, and the pins end.
 
-Tokens of a request: `[0, local)` the engine has, `[local, local + promised)` we load, the rest it
-computes; of what it computes, whole chunks that are neither held nor stored are saved.
+Tokens of a request: the engine has `[0, local)`, we load `[local, local + promised)`, and the
+engine computes the rest. Of the computed tokens, whole chunks that are neither held nor stored are
+saved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.shared_storage.accounts import Accounts
@@ -21,8 +21,8 @@ from kvferry.connectors.shared_storage.announce import Announcer
 from kvferry.connectors.shared_storage.lookup import Lookup
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
+    Filled,
     Load,
-    Missed,
     RankReport,
     Save,
     SharedStorageMeta,
@@ -42,6 +42,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
+from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 if TYPE_CHECKING:
@@ -57,17 +58,6 @@ RECENT_CLOSE_SECONDS = 0.5
 """How long `close` waits for a listing of the store that is under way."""
 
 
-@dataclass(slots=True)
-class _NextPlan:
-    """What the next plan carries beside the orders of the pool and the saves."""
-
-    loads: list[Load] = field(default_factory=list)
-    loading: dict[str, list[Slot]] = field(default_factory=dict)
-    """By request: slots pinned until the plan with its load is complete."""
-    namespace: bytes | None = None
-    failures_known: tuple[int, ...] = ()
-
-
 class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
@@ -76,7 +66,7 @@ class SharedStorageScheduler(SchedulerRole):
         namespace: digest that roots the chunk keys.
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
-        recent: what to fetch before it is asked for; None: nothing.
+        recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
 
     Attributes:
@@ -104,14 +94,15 @@ class SharedStorageScheduler(SchedulerRole):
         self._accounts = Accounts(context)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
-        self._next = _NextPlan()
+        # For the next plan, by request; the slots are pinned until that plan is complete.
+        self._loads: dict[str, tuple[Load, list[Slot]]] = {}
         self._gets_reports = spec.carries_worker_meta
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
-        """The host turned out to carry no reports from workers to the scheduler: nothing is loaded
-        or saved from now on, because nothing says what the slots hold."""
+        """The host turned out to carry no reports from workers to the scheduler. Without reports
+        the contents of slots are unknown, so nothing is loaded or saved from now on."""
         if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
@@ -125,7 +116,9 @@ class SharedStorageScheduler(SchedulerRole):
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
-            self._lookup.probe(self._requests.track(request))
+            state = self._requests.track(request)
+            if isinstance(self._context.store, SupportsProbe):
+                self._context.store.probe(state.keys.keys)
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:
@@ -172,11 +165,9 @@ class SharedStorageScheduler(SchedulerRole):
     ) -> None:
         blocks = self._context.tables.load_slices(block_ids, *hit)
         chunks = self._lookup.chunks(state, *hit)
-        self._next.loads.append(Load(request_id, chunks, *hit, blocks))
-        slots = self._next.loading.setdefault(request_id, [])
-        for slot in state.pinned:
-            self.pool.pin(slot)
-            slots.append(slot)
+        self._forget_load(request_id)
+        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), state.pinned
+        state.pinned = []
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -184,47 +175,44 @@ class SharedStorageScheduler(SchedulerRole):
         return EMPTY_PLAN
 
     def build_plan(self, step: StepView) -> Plan:
-        upcoming = self._next
-        if upcoming.loads and step.preempted_request_ids:
+        if self._loads and step.preempted_request_ids:
             # A host that preempts everything can admit a request again in the same step: a load of
             # a scheduled request was planned after the preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
-                self._forget_loads(request_id)
+                self._forget_load(request_id)
         try:
             saves = self._plan_saves(step)
         except Exception:
-            # The guard fails the loads of this plan: no later one may bring them.
-            for request_id in tuple(upcoming.loading):
-                self._forget_loads(request_id)
+            # The guard reports the loads of this plan as failed: no later plan may bring them.
+            for request_id in tuple(self._loads):
+                self._forget_load(request_id)
             raise
         writes = self._saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
-        timed = self._policy.begin_step(num_tokens, loads=bool(upcoming.loads))
-        orders = timed or saves or writes or self.pool.has_orders or upcoming.namespace is not None
-        if not (orders or upcoming.loads):
+        timed = self._policy.begin_step(num_tokens, loads=bool(self._loads))
+        if not (self._loads or saves or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.take_orders()
         plan = SharedStoragePlan(
             pool=self.pool.pool_id,
             fetches=fetches,
             cancels=cancels,
-            loads=tuple(upcoming.loads),
+            loads=tuple(load for load, _slots in self._loads.values()),
             saves=saves,
             writes=writes,
-            failures_known=upcoming.failures_known,
+            failures_known=self._saves.failures_known,
             timed=timed,
-            namespace=upcoming.namespace,
+            namespace=self._requests.namespace,
         )
-        self._next = _NextPlan(failures_known=upcoming.failures_known)
-        for slots in upcoming.loading.values():
-            self._unpin(slots)
+        for request_id in tuple(self._loads):
+            self._forget_load(request_id)
         return plan
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
-        """Fetch what was used last, a little at a time, so that hits do not wait for it."""
+        """Fetch the records that were used last, a few at a time, so that hits do not wait."""
         if self.pool.is_filling:
             return
         records = recent.take() if self.pool.has_free else []
@@ -242,10 +230,6 @@ class SharedStorageScheduler(SchedulerRole):
         if saves and self._announcer is not None:
             self._announcer.planned(saves, step, self._requests.by_id)
         return saves
-
-    def _unpin(self, slots: Sequence[Slot]) -> None:
-        for slot in reversed(slots):
-            self.pool.unpin(slot)
 
     def has_pending_work(self) -> bool:
         return (
@@ -265,12 +249,8 @@ class SharedStorageScheduler(SchedulerRole):
     def _learn(self, report: RankReport) -> None:
         if report.timed:
             self._policy.end_step(report.timed)
-        for held in report.held:
-            slot = self.pool.filled(held.slot, held.seconds)
-            if slot is not None and not slot.is_save and not slot.failed:
-                self._accounts.ended("fetch", slot, None, slot.seconds)
-        for missed in report.missed:
-            self._learn_missed(missed)
+        for filled in report.filled:
+            self._learn_filled(filled)
         for saved in report.saved:
             slot = self.pool.written(saved.slot)
             if slot is None:
@@ -284,31 +264,31 @@ class SharedStorageScheduler(SchedulerRole):
             self._unreadable.add(report.failed_keys)
             for key in report.failed_keys:
                 self.pool.drop(ChunkKey(key))
-            self._saves.offer_again(report.failed_keys)
-            self._saves.bar_others(report.failed_requests)
         if report.failures:
-            known = self._next.failures_known or (0,) * self._context.spec.shard.world_size
-            at = report.rank
-            self._next.failures_known = (*known[:at], report.failures, *known[at + 1 :])
+            self._saves.learn_failures(report)
 
-    def _learn_missed(self, missed: Missed) -> None:
-        slot = self.pool.assigned(missed.slot)
+    def _learn_filled(self, filled: Filled) -> None:
+        slot = self.pool.assigned(filled.slot)
         if slot is None or not slot.filling:
             return
-        self.pool.filled(missed.slot, missed=True)
+        is_missed = filled.missed is not None
+        by_all_ranks = self.pool.filled(filled.slot, filled.seconds, missed=is_missed) is not None
         if slot.is_save:
-            self._saves.learn_missed(slot, missed)
-        else:
-            self._accounts.ended("fetch_missed", slot, missed.reason, slot.seconds)
-            if missed.reason != MissReason.CANCELLED:
+            if is_missed:
+                self._saves.learn_missed(slot, filled)
+        elif is_missed:
+            self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
+            if filled.missed != MissReason.CANCELLED:
                 self._unreadable.add((slot.key,))
+        elif by_all_ranks and not slot.failed:
+            self._accounts.ended("fetch", slot, None, slot.seconds)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         state = self._requests.by_id.pop(request.request_id, None)
         self._saves.forget(request.request_id)
-        self._forget_loads(request.request_id)
+        self._forget_load(request.request_id)
         if state is not None:
             self._lookup.end(state)
         return FREE_NOW
@@ -317,16 +297,16 @@ class SharedStorageScheduler(SchedulerRole):
         return () if self._announcer is None else self._announcer.take()
 
     def reset(self) -> bool:
-        """Another epoch: what is stored stays, for others, and is not read by this engine again;
-        the pool holds nothing any more. Saves under way carry the old namespace, so they cannot
-        come back."""
+        """Begin another epoch. Stored records stay for other engines; this one does not read them
+        again. The pool is emptied. Saves under way carry the old namespace, so they cannot come
+        back."""
         for request_id, state in self._requests.by_id.items():
             self._lookup.release(state)
-            self._forget_loads(request_id)
+            self._forget_load(request_id)
         self._end_recent()
         self.pool.clear()
-        namespace = self._next.namespace = self._requests.begin_epoch()
-        self._saves.switch_namespace(namespace)
+        self._requests.begin_epoch()
+        self._saves.switch_namespace(self._requests.namespace)
         if self._announcer is not None:
             self._announcer.forget_all()
         self._unreadable.clear()
@@ -341,9 +321,9 @@ class SharedStorageScheduler(SchedulerRole):
             self._recent.close(timeout)
             self._recent = None
 
-    def _forget_loads(self, request_id: str) -> None:
-        """Drop loads that no plan has carried yet: their blocks are no longer the request's."""
-        slots = self._next.loading.pop(request_id, None)
-        if slots is not None:
-            self._next.loads = [one for one in self._next.loads if one.request_id != request_id]
-            self._unpin(slots)
+    def _forget_load(self, request_id: str) -> None:
+        """Drop the load of a request: a plan carries it now, or its blocks are no longer the
+        request's."""
+        if request_id in self._loads:
+            _load, slots = self._loads.pop(request_id)
+            self.pool.unpin_all(slots)

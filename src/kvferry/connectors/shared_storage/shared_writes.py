@@ -1,16 +1,15 @@
 """Records that several ranks write together: begun and committed by the scheduler's process.
 
-While every rank copies its part of a chunk into its slot, the hidden file is created. When both
-have happened, a plan names the file to the ranks; each writes its part and reports its leaf
-digests; when all have, the head is written and the record becomes visible. The I/O runs on one
-background thread; the scheduler thread only looks at what is ready.
+While every rank copies its part of a chunk into its slot, the hidden file is created. When both are
+done, a plan names the file to the ranks. Each rank writes its part and reports its leaf digests.
+After the last report the head is written, and the record becomes visible. The I/O runs on one
+background thread; the scheduler thread only polls.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import Saved, Write
@@ -21,7 +20,6 @@ from kvferry.store.io_pool import IOPool, Job
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
     from kvferry.observe import Observer
-    from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +29,11 @@ CLOSE_SECONDS = 5.0
 @dataclass(slots=True)
 class _SharedRecord:
     slot: Slot
-    key: ChunkKey
     schema: RecordSchema
     """Of the epoch in which it was begun."""
     begun: Job[str | PutResult]
+    is_named: bool = False
+    """A plan named the hidden file to the ranks."""
     reports: dict[int, Saved] = field(default_factory=dict)
 
     @property
@@ -49,7 +48,7 @@ class SharedWrites:
 
     Args:
         pool: where the ranks' parts are.
-        store: where hidden files live.
+        store: creates the hidden files and commits them.
         schema: of the records.
         world_size: ranks that each report once.
         observer: receives counts.
@@ -69,27 +68,25 @@ class SharedWrites:
         self._world_size = world_size
         self._observer = observer
         self._records: dict[int, _SharedRecord] = {}
-        self._unnamed: dict[int, _SharedRecord] = {}
         self._thread = IOPool(1, "kvferry-commit")
 
-    def begin(self, slot: Slot, key: ChunkKey) -> None:
-        """Start to create the file of a record. Never blocks."""
+    def begin(self, slot: Slot) -> None:
+        """Start to create the file of a slot's record. Never blocks."""
         schema = self._schema
         begun: Job[str | PutResult] = self._thread.submit(
-            lambda _job: self._store.begin(key, schema.record_bytes)
+            lambda _job: self._store.begin(slot.key, schema.record_bytes)
         )
-        record = _SharedRecord(slot, key, schema, begun)
-        self._records[slot.index] = self._unnamed[slot.index] = record
+        self._records[slot.index] = _SharedRecord(slot, schema, begun)
 
     def ready(self) -> tuple[Write, ...]:
-        """What the ranks can write now: parts that all of them copied, to files that exist. A
+        """The parts that the ranks can write now: all ranks copied theirs, and the file exists. A
         record that the store refused stays in memory."""
         writes = []
-        for index, record in list(self._unnamed.items()):
-            if not record.begun.poll() or record.slot.filling:
+        for index, record in list(self._records.items()):
+            if record.is_named or record.slot.filling or not record.begun.poll():
                 continue
-            del self._unnamed[index]
             if record.session is not None:
+                record.is_named = True
                 writes.append(Write(index, record.session))
             else:
                 del self._records[index]
@@ -99,7 +96,7 @@ class SharedWrites:
         return tuple(writes)
 
     def report(self, rank: int, slot: Slot, saved: Saved) -> bool:
-        """A rank wrote its part, or could not. Whether the last part of a whole record came."""
+        """A rank wrote its part, or could not. True for the last part of a whole record."""
         record = self._records.get(slot.index)
         if record is None or record.slot is not slot:
             return False
@@ -114,8 +111,7 @@ class SharedWrites:
         """A rank could not copy its part: no rank writes its own."""
         record = self._records.pop(slot.index, None)
         if record is not None:
-            self._unnamed.pop(slot.index, None)
-            self._thread.submit(partial(self._abort, record))
+            self._abort_later(record)
 
     def switch_namespace(self, namespace: bytes) -> None:
         """Commit records of another namespace from now on; those under way are given up."""
@@ -129,14 +125,16 @@ class SharedWrites:
             logger.warning("committing records did not end in time; left behind at close")
 
     def _give_up(self) -> None:
-        for index, record in self._records.items():
-            self._thread.submit(partial(self._abort, record))
-            if index in self._unnamed:  # no plan named a file: the ranks will report no write
+        for record in self._records.values():
+            self._abort_later(record)
+            if not record.is_named:  # the ranks will report no write
                 self._pool.end_writes(record.slot)
-        self._unnamed.clear()
         self._records.clear()
 
-    def _abort(self, record: _SharedRecord, _job: object = None) -> None:
+    def _abort_later(self, record: _SharedRecord) -> None:
+        self._thread.submit(lambda _job: self._abort(record))
+
+    def _abort(self, record: _SharedRecord) -> None:
         """Runs in: I/O thread, after the record's own `begin`."""
         if record.session is not None:
             self._store.abort(record.session)
@@ -148,7 +146,7 @@ class SharedWrites:
             self._abort(record)
             self._observer.count("save_failed")
             return
-        head = record.schema.encode_head(record.key, record.slot.first_token, table)
+        head = record.schema.encode_head(record.slot.key, record.slot.first_token, table)
         self._count(self._store.commit(record.session, head))
 
     def _count(self, result: PutResult) -> None:

@@ -1,11 +1,11 @@
 """One rank's slots: their memory, reads from the store into them, and writes to the store.
 
-Runs in: worker, on the model runner's thread; the reads and writes on I/O threads. There is no
-policy here: the scheduler role assigns slots, and assigns none to another chunk before every rank
-reported the end of every operation on it.
+Runs in: worker, on the model runner's thread; reads and writes run on I/O threads. The scheduler
+role assigns the slots. It assigns a slot to another chunk only when every rank has reported the end
+of every operation on it.
 
-I/O fills slots and nothing else, never the engine's memory, so an operation that outlives its
-deadline writes to a slot that no other operation uses.
+I/O writes to slots only, never to the engine's memory, so a read that outlives its deadline writes
+to a slot that no other operation uses.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvferry.connectors.shared_storage.messages import (
     Fetch,
-    Held,
-    Missed,
+    Filled,
     RankReport,
     Saved,
     SlotChunk,
@@ -53,7 +52,7 @@ WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
 
 READS_CLOSE_SECONDS = 0.5
-"""No request waits for these reads any more: time for threads to notice, not for a stalled read."""
+"""How long `close` waits for cancelled reads, which no request needs. A stalled read is left."""
 
 READY_BYTES = 64 << 20
 """How much of the slots' memory is backed by pages when an engine starts."""
@@ -108,13 +107,6 @@ class SlotMemory:
             madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
-class Content(NamedTuple):
-    """What a slot holds, verified."""
-
-    key: bytes
-    groups: frozenset[int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied:
     """A chunk that is in its slot, or will be when the device reached a mark."""
@@ -143,9 +135,10 @@ class SlotIO:
         self._memory = memory
         self._store = store
         self._observer = observer
-        self._contents: dict[int, Content] = {}
+        # By slot: the chunk's key, and the groups of it that the slot holds verified.
+        self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
-        self._reads: dict[int, tuple[Fetch, Job[Held | Missed]]] = {}
+        self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: list[Copied] = []
         self._copied: dict[int, Copied] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
@@ -156,8 +149,8 @@ class SlotIO:
 
     def groups_held(self, chunk: SlotChunk) -> frozenset[int]:
         """The groups of a chunk that its slot holds; none if the slot holds another chunk."""
-        content = self._contents.get(chunk.slot)
-        return content.groups if content is not None and content.key == chunk.key else frozenset()
+        key, groups = self._contents.get(chunk.slot, (b"", frozenset[int]()))
+        return groups if key == chunk.key else frozenset()
 
     def read_until(self, slot: int, mark: Mark) -> None:
         """A device reads a slot until a mark."""
@@ -170,13 +163,10 @@ class SlotIO:
         slot = fetch.chunk.slot
         # Groups that are read again are not held until they are verified.
         held = self.groups_held(fetch.chunk) - frozenset(fetch.groups)
-        if held:
-            self._contents[slot] = Content(fetch.chunk.key, held)
-        else:
-            self._contents.pop(slot, None)
+        self._contents[slot] = fetch.chunk.key, held
         self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
 
-    def _read(self, fetch: Fetch) -> Callable[[Job[Held | Missed]], Held | Missed]:
+    def _read(self, fetch: Fetch) -> Callable[[Job[Filled]], Filled]:
         started = time.monotonic()
         chunk, schema = fetch.chunk, self._rows.schema
         slot = self._memory.slot(chunk.slot)
@@ -189,18 +179,17 @@ class SlotIO:
             parts=self._rows.parts_of(frozenset(fetch.groups)),
         )
 
-        def run(job: Job[Held | Missed]) -> Held | Missed:
+        def run(job: Job[Filled]) -> Filled:
             if mark is not None and not mark.wait(DEVICE_SECONDS):
                 raise TransferError(f"the device read a slot for more than {DEVICE_SECONDS} s")
             missed = read_record(self._store, schema, record, self._observer, lambda: job.cancelled)
-            if missed is not None:
-                return Missed(chunk.slot, missed)
-            return Held(chunk.slot, time.monotonic() - started)
+            seconds = 0.0 if missed else time.monotonic() - started
+            return Filled(chunk.slot, missed, seconds)
 
         return run
 
     def cancel(self, slot: int) -> None:
-        """Let a read end early; its end is reported all the same."""
+        """Let a read end early. Its end is reported nevertheless."""
         if slot in self._reads:
             _, job = self._reads[slot]
             job.cancel()
@@ -236,12 +225,7 @@ class SlotIO:
         def run(_job: Job[Saved]) -> Saved:
             if copied is None:
                 return Saved(slot, PutResult.FAILED)
-            started = time.perf_counter()
-            if not copied.gathered.mark.wait(DEVICE_SECONDS):
-                raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
-            saved = self._store_chunk(copied, session)
-            self._observer.observe("save", time.perf_counter() - started)
-            return saved
+            return self._store_chunk(copied, session)
 
         self._writes.append((slot, self._write_pool.submit(run)))
 
@@ -249,6 +233,8 @@ class SlotIO:
         """Hash and write one chunk. Runs in: I/O thread."""
         started = time.perf_counter()
         chunk = copied.chunk
+        if not copied.gathered.mark.wait(DEVICE_SECONDS):
+            raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, copied.gathered.digests)
         if session is not None:
@@ -263,6 +249,7 @@ class SlotIO:
         if result is PutResult.STORED:
             self._observer.count("saved_bytes", len(image))
         seconds = time.perf_counter() - started
+        self._observer.observe("save", seconds)
         if session is None:
             return Saved(chunk.slot, result, seconds=seconds)
         return Saved(chunk.slot, result, self._rows.written, digests, seconds)
@@ -282,12 +269,11 @@ class SlotIO:
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]
-                self._end_read(fetch, read, report)
+                report.filled.append(self._end_read(fetch, read))
         for copied in [one for one in self._copying if one.gathered.mark.poll()]:
             self._copying.remove(copied)
-            content = Content(copied.chunk.key, self._rows.all_groups)
-            self._contents[copied.chunk.slot] = content
-            report.held.append(Held(copied.chunk.slot))
+            self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
+            report.filled.append(Filled(copied.chunk.slot))
         pending = []
         for slot, write in self._writes:
             if not write.poll():
@@ -299,22 +285,16 @@ class SlotIO:
             report.saved.append(write.result or Saved(slot, PutResult.FAILED))
         self._writes = pending
 
-    def _end_read(self, fetch: Fetch, read: Job[Held | Missed], report: RankReport) -> None:
+    def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:
         ended = read.result
-        if isinstance(ended, Held):
-            groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
-            self._contents[ended.slot] = Content(fetch.chunk.key, groups)
-            report.held.append(ended)
-            self._observer.observe("fetch", ended.seconds)
-            return
         if ended is None:
             logger.error("reading a chunk failed", exc_info=read.error)
-        report.missed.append(ended or Missed(fetch.chunk.slot, MissReason.IO_ERROR))
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the end of a read, copy or write is still to be reported."""
-        return bool(self._reads or self._copying or self._writes)
+            return Filled(fetch.chunk.slot, MissReason.IO_ERROR)
+        if ended.missed is None:
+            groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
+            self._contents[ended.slot] = fetch.chunk.key, groups
+            self._observer.observe("fetch", ended.seconds)
+        return ended
 
     def close(self) -> None:
         """End all threads, in bounded time. Idempotent."""

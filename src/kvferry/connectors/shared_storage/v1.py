@@ -158,8 +158,8 @@ def _refuse_windows(
     kv_cache_config: Any,  # noqa: ANN401 - the host's
     model_config: Mapping[str, Any],
 ) -> None:
-    """Refuse what is not one table that keeps all tokens; a host that does not say what it keeps is
-    taken to drop what its model's window does not need."""
+    """Refuse a host that has several tables, or one that drops tokens. A host without a KV cache
+    configuration is assumed to drop the tokens outside of its model's window."""
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     if len(groups) > 1:
         raise ConfigError(
@@ -181,7 +181,7 @@ def _refuse_windows(
 
 
 def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
-    """What the host's configuration says of its engine: one full-attention group."""
+    """The engine of a host's configuration, with one full-attention group."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size != 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The worker role of the shared-storage connector: does what the plan says, in the plan's order.
+"""The worker role of the shared-storage connector: carries out the plan, in the plan's order.
 
-In: a `Fetch` reads and verifies a chunk into its slot on I/O threads; a later `Load` is a copy from
-our own memory into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its
-slot at once, so that blocks are never held, and I/O threads hash and write it.
+In: for a `Fetch`, I/O threads read and verify a chunk into its slot; a later `Load` copies it from
+the slot into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its slot at
+once, so that blocks are never held back; I/O threads then hash and write it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
     REFUSED,
     Fetch,
+    Filled,
     Load,
-    Missed,
     RankReport,
     Save,
     Saved,
@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 DEVICE_CLOSE_SECONDS = 2.0
 """How long copies under way are waited for, before their memory may go."""
-
-SPREAD_BYTES = 1 << 20
-"""Copies of fewer bytes are over before another thread has woken up."""
 
 
 class _Loaded(NamedTuple):
@@ -114,7 +111,7 @@ class SharedStorageWorker(WorkerRole):
             self._report.pool = plan.pool
         self._report.timed = plan.timed
         self._saved = False
-        if plan.namespace is not None:
+        if plan.namespace not in (None, self._rows.schema.namespace):
             self._rows.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
         self._to_begin.extend(plan.writes)
@@ -145,8 +142,9 @@ class SharedStorageWorker(WorkerRole):
         if failures_known >= self._report.failures:
             self._save(self._plan.saves)
         else:
-            # A load failed and this plan was made without knowing it: what the step computed may
-            # rest on blocks that were never filled. Offered again once the host computed it again.
+            # A load failed, and this plan was made before the scheduler role knew: the step may
+            # have computed on blocks that were never filled. The chunks are offered again when the
+            # host has recomputed them.
             self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
@@ -163,12 +161,12 @@ class SharedStorageWorker(WorkerRole):
 
     def end_step(self) -> None:
         if not self._saved:
-            # The forward failed. The scheduler role must not take these for under way.
+            # The forward failed: the scheduler role must not take these saves for under way.
             self._put_off(self._plan.saves)
-        # The step failed at its beginning: these were not begun, and their slots are waited for.
+        # The step failed at its beginning. These were not begun, and the pool waits for their end.
         for order in self._to_begin:
             if isinstance(order, Fetch):
-                self._report.missed.append(Missed(order.chunk.slot, MissReason.IO_ERROR))
+                self._report.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
             else:
                 self._report.saved.append(Saved(order.slot, PutResult.FAILED))
         self._to_begin.clear()
@@ -219,8 +217,7 @@ class SharedStorageWorker(WorkerRole):
         def copy(one: _Loaded) -> None:
             self._copies.scatter(one.copy, after=before)
 
-        alone = self._copies.overlaps or len(loaded) * self._memory.slot_bytes < SPREAD_BYTES
-        errors = self._io.read_pool.spread(loaded, copy, alone=alone)
+        errors = self._io.read_pool.spread(loaded, copy, alone=self._copies.overlaps)
         for one, error in zip(loaded, errors, strict=True):
             if error is not None:
                 self._fail(one.load, one.chunk, error)
@@ -263,10 +260,10 @@ class SharedStorageWorker(WorkerRole):
                 runs = self._copies.chunk_runs(save.blocks, save.chunk.first_token)
             except LayoutError as error:
                 logger.error("save refused: %s", error)
-                self._report.missed.append(Missed(save.chunk.slot, REFUSED))
+                self._report.filled.append(Filled(save.chunk.slot, REFUSED))
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(save.chunk.slot), runs, save.chunk.first_token)
 
     def _put_off(self, saves: Sequence[Save]) -> None:
-        self._report.missed += [Missed(save.chunk.slot, PUT_OFF) for save in saves]
+        self._report.filled += [Filled(save.chunk.slot, PUT_OFF) for save in saves]
