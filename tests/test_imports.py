@@ -42,8 +42,8 @@ SIDEWAYS = {
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
 ONLY_FROM = {
-    # A connector is reached by its name. The kit tests it and `bench` measures its worker.
-    "connectors.shared_storage": ["testing", "bench"],
+    # A connector is reached by its name. `bench` measures its roles.
+    "connectors.shared_storage": ["bench"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -154,8 +154,6 @@ LAZY = {
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
     "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
     "testing": {"transformers"},
-    # A simulated host serves any connector; this one only if it is asked for.
-    "testing/host.py": {"kvferry.connectors.shared_storage", "kvferry.keys"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"vllm"},
     # A command loads what it runs, so that `--help` does not wait for torch.
