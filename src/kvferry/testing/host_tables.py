@@ -154,7 +154,7 @@ class _ModelLayer(NamedTuple):
 
     name: str
     group: int
-    index: int
+    layer: int
 
 
 class HostRank:
@@ -171,8 +171,8 @@ class HostRank:
         for part in spec.table_parts:
             base = spec.shard.groups[part.group].layers[0]
             self._layers[part.table] += [
-                _ModelLayer(name, part.group, base + index)
-                for name, index in zip(part.layer_names or (), part.layers, strict=True)
+                _ModelLayer(name, part.group, base + layer)
+                for name, layer in zip(part.layer_names or (), part.layers, strict=True)
             ]
         self.caches: dict[str, torch.Tensor] = {}
         self._memory = self._allocate(num_blocks)
@@ -204,7 +204,7 @@ class HostRank:
         heads = torch.arange(*self._spec.shard.groups[layer.group].heads).view(1, -1, 1)
         content = torch.arange(self._spec.groups[layer.group].content_size)
         seeds = prefix_seeds.view(-1, 1, 1)
-        value = seeds * 31 + layer.group * 7919 + layer.index * 1009 + heads * 97 + content * 7
+        value = seeds * 31 + layer.group * 7919 + layer.layer * 1009 + heads * 97 + content * 7
         return (value % 65_521).to(torch.float32)
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
