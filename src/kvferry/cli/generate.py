@@ -28,33 +28,29 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; '-' reads stdin.")
     ] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here."),
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from here.")
     ] = None,
     store: Annotated[
-        str | None,
-        typer.Option("--store", metavar="URL", help="Keep and reuse KV here; nothing without."),
+        str | None, typer.Option(metavar="URL", help="Keep and reuse KV in this store.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="To generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+        float, typer.Option(min=0.0, help="0 takes the most likely token.")
     ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of the sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from this share of the probability.")] = 1.0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Use the prompt without the chat template.")
     ] = False,
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes samples repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16, or auto for what the model says.")
+        str, typer.Option(help="float32, bfloat16, or auto: the model's own.")
     ] = "auto",
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=1, help="Tokens per stored record.")
-    ] = 128,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     json: JsonOption = None,
 ) -> None:
-    """Generate text; the prompt's KV is read from the store where it is there.
+    """Generate text; KV of the prompt that the store holds is read instead of computed.
 
-    A model with a chat template is given the prompt as a user's message. The text goes to stdout,
+    A model with a chat template gets the prompt as a message of the user. The text goes to stdout,
     hit tokens and time to first token to stderr.
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
