@@ -51,12 +51,14 @@ class _Shown(NamedTuple):
 
 def ls(
     url: UrlArgument,
-    limit: Annotated[int, typer.Option("-n", min=0, help="Records to show; 0 shows all.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, help="Records to show; 0 shows all.")
+    ] = 50,
     sort: Annotated[
         Order, typer.Option(help="Order of the records; token reads the head of every one.")
     ] = Order.AGE,
     removed: Annotated[
-        bool, typer.Option("--removed", help="List removed records instead: when, why, by whom.")
+        bool, typer.Option("--removed", help="List removed records instead, with the reason.")
     ] = False,
     json: JsonOption = None,
 ) -> None:
