@@ -46,7 +46,7 @@ def demo(
 ) -> None:
     """Show reuse on a real model: computed, read back by a new process, one record corrupted.
 
-    Prints one table and saves a plot. Exit code 1 if anything was not right.
+    Prints one table and saves a plot. Exit code 1 if anything was wrong.
 
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
@@ -75,7 +75,7 @@ def demo(
 
 
 def _show(result: DemoResult, plot: Path, json: str | None) -> None:
-    """Plot and print the result; exit code 1 if anything was not right."""
+    """Plot and print the result; exit code 1 if anything was wrong."""
     from kvferry.demo import report
 
     report.save_plot(plot, result)

@@ -17,7 +17,6 @@ from kvferry.observe import Counters
 
 if TYPE_CHECKING:
     from kvferry.engine import TokenEvent
-    from kvferry.keys import JsonValue
 
 
 def generate(
@@ -74,17 +73,25 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
+    num_prompt, num_hit = len(prompt_token_ids), counters["hit_tokens"]
+    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
+    print(
+        f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
+        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
+        file=sys.stderr,
+    )
 
 
-class _Generated(NamedTuple):
+class _Answer(NamedTuple):
+    """Named as in the JSON."""
+
+    generated_tokens: int
+    ttft_s: float
+    total_s: float
     text: str
-    num_tokens: int
-    ttft_seconds: float
-    seconds: float
 
 
-def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
@@ -96,24 +103,7 @@ def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
         if echo:
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return _Generated("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
-
-
-def _report(prompt_tokens: int, hit_tokens: float, answer: _Generated, json: str | None) -> None:
-    value: dict[str, JsonValue] = {
-        "prompt_tokens": prompt_tokens,
-        "hit_tokens": hit_tokens,
-        "generated_tokens": answer.num_tokens,
-        "ttft_s": answer.ttft_seconds,
-        "total_s": answer.seconds,
-        "text": answer.text,
-    }
-    emit(value, json, "")
-    print(
-        f"{prompt_tokens} prompt tokens, {hit_tokens} read from the store; first token after "
-        f"{answer.ttft_seconds:.2f} s, {answer.num_tokens} tokens in {answer.seconds:.2f} s",
-        file=sys.stderr,
-    )
+    return _Answer(len(pieces), ttft, time.perf_counter() - started, "".join(pieces))
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
