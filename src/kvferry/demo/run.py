@@ -45,9 +45,8 @@ class DemoOptions:
     """The questions, the model, and where files go.
 
     Attributes:
-        model_dir: the model.
         prompts: token ids, one list per question; they start alike.
-        questions: what the prompts ask, for the report.
+        questions: the text of the questions, for the report.
         work_dir: `RUN_DIR` in it is replaced.
         max_tokens: answer length.
         chunk_tokens: tokens per stored record.
@@ -74,11 +73,8 @@ class Answer:
     """The answer to one prompt.
 
     Attributes:
-        prompt_tokens: length of the prompt.
-        hit_tokens: of these, read from the store instead of computed.
+        hit_tokens: tokens of the prompt read from the store instead of computed.
         ttft_seconds: from the request to its first token.
-        token_ids: the answer.
-        text: the answer, decoded.
         logits: `[vocab]` float32, of the first answered position.
     """
 
