@@ -56,7 +56,6 @@ ONLY_FROM = {
         "engine",
         # Transformers has no step and no blocks for a connector's roles to work on.
         "adapters/transformers",
-        "testing",
         "bench",
         "cli",
         "demo",
@@ -68,7 +67,6 @@ ONLY_FROM = {
         "contract/spec.py",
         "connectors",
         "engine",
-        "testing",
         "adapters",
         "bench",
         "cli",
@@ -81,7 +79,6 @@ ONLY_FROM = {
         "connectors",
         "runner",
         "engine",
-        "testing",
         "adapters",
         "bench",
     ],
