@@ -1,6 +1,6 @@
 """KV cache that is either right or a miss.
 
-The names below load on first use, so `import kvferry` is quick and loads no torch.
+All names but the errors load on first use, so `import kvferry` is quick and loads no torch.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from kvferry.errors import (
+    ConfigError,
+    ContractError,
+    KeyMismatchError,
+    KVError,
+    LayoutError,
+    RankError,
+    StoreError,
+    TopologyError,
+    TransferError,
+    TransferTimeout,
+)
+
 if TYPE_CHECKING:
     from kvferry.connectors.shared_storage import SharedStorageConnector
     from kvferry.engine import LLM, SamplingParams
-    from kvferry.errors import (
-        ConfigError,
-        ContractError,
-        KeyMismatchError,
-        KVError,
-        LayoutError,
-        RankError,
-        StoreError,
-        TopologyError,
-        TransferError,
-        TransferTimeout,
-    )
     from kvferry.keys import ChunkKeys
     from kvferry.store.base import Store
     from kvferry.store.url import open_store
@@ -55,18 +56,6 @@ _MODULES = {
     "kvferry.connectors.shared_storage": ("SharedStorageConnector",),
     "kvferry.v1.base": ("KVConnectorBase_V1",),
     "kvferry.engine": ("LLM", "SamplingParams"),
-    "kvferry.errors": (
-        "ConfigError",
-        "ContractError",
-        "KVError",
-        "KeyMismatchError",
-        "LayoutError",
-        "RankError",
-        "StoreError",
-        "TopologyError",
-        "TransferError",
-        "TransferTimeout",
-    ),
     "kvferry.keys": ("ChunkKeys",),
     "kvferry.store.base": ("Store",),
     "kvferry.store.url": ("open_store",),
@@ -80,7 +69,7 @@ def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:
             value: object = getattr(importlib.import_module(module), name)
-            globals()[name] = value  # the next use does not come here
+            globals()[name] = value  # the next use finds it there
             return value
     raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
 

@@ -13,7 +13,6 @@ A count `name` becomes `kvferry_<name>_total`, a duration becomes `kvferry_<name
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +76,7 @@ class JsonLinesExporter:
     """Appends snapshots of `counters` to a file, for machines without a scraper:
     `{"time": ..., <labels>, <counts>}`.
 
-    One `write` per line on a descriptor opened for appending, so several processes may share a file
+    Each line is one write to a file opened for appending, so several processes may share a file
     of a local disk. Opens the file at construction and keeps it; use as a context manager.
 
     Args:
@@ -102,7 +101,7 @@ class JsonLinesExporter:
         self._labels = dict(labels or {})
         self._clock = clock
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by `close`
         except OSError as error:
             raise ConfigError(
                 f"cannot append metrics to {path}: {error.strerror}; name a file in a directory "
@@ -111,20 +110,18 @@ class JsonLinesExporter:
 
     def write(self) -> bool:
         """Append one line. False if the medium refused: metrics never stop the work they count."""
-        if self._fd < 0:
+        if self._file.closed:
             return False
         line = {"time": self._clock(), **self._labels, **self._counters.snapshot()}
         text = json.dumps(line).encode() + b"\n"
         try:
-            return os.write(self._fd, text) == len(text)
+            return self._file.write(text) == len(text)
         except OSError:
             return False
 
     def close(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> JsonLinesExporter:
         return self

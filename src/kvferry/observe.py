@@ -17,12 +17,12 @@ class Event:
 
     Attributes:
         name: "hit", "miss", "fetch", "fetch_missed", "save" or "save_failed".
-        key: of the chunk; None where it is about a whole request.
-        request: id of the request; None where no single request asked for it.
-        tier: where the chunk came from or went to: "memory" or the scheme of a store.
-        reason: why it did not happen, or not wholly; None if it did.
-        num_tokens: how many tokens it is about.
-        seconds: how long it took.
+        key: of the chunk; None for an event of a whole request.
+        request: id of the request; None for an event of no single request.
+        tier: source or target of the chunk: "memory" or the scheme of a store.
+        reason: why it failed, wholly or in part; None if it did not.
+        num_tokens: tokens concerned.
+        seconds: duration.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Observer:
         """Record one duration in seconds under `name`."""
 
     def event(self, event: Event) -> None:
-        """Take note of one event."""
+        """Record one event."""
 
 
 class Counters(Observer):
-    """An observer that keeps sums in memory. Thread-safe; bounded by the number of names."""
+    """Keeps sums in memory. Thread-safe; takes memory per name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -45,7 +45,7 @@ def specs(draw) -> EngineSpec:
         identity=ModelIdentity(weights=bytes(32), config={}),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, 1),
-        tables=parts_of_tables(groups, tables),
+        tables=parts_of_tables(tables),
     )
 
 
@@ -118,7 +118,7 @@ def test_a_group_is_needed_from_the_first_token_that_any_of_its_tables_keeps():
             identity=ModelIdentity(weights=bytes(32), config={}),
             groups=(window,),
             shard=tensor_parallel_shard((window,), 0, 1),
-            tables=parts_of_tables((window,), tables),
+            tables=parts_of_tables(tables),
         )
         # Of [11, 16) in blocks of 2 and of 8.
         assert {table.fill_start(0, 16) for table in Tables(spec).tables} == {10, 8}

@@ -108,7 +108,7 @@ def test_what_went_is_listed_with_reason_and_process(make_store, run):
     assert len(asked(run, "ls", "--removed", made.url, "--limit", 1)) == 1
     out = run("ls", "--removed", made.url).out
     assert "quarantined: bad_leaf" in out
-    assert "3 records went last" in out
+    assert "3 records were removed last" in out
 
 
 def test_stat_counts_what_went_by_reason(make_store, run):
@@ -122,7 +122,7 @@ def test_stat_counts_what_went_by_reason(make_store, run):
     counted = {row["reason"]: (row["num_records"], row["num_bytes"]) for row in found["removed"]}
     assert counted == {"quarantined": (1, size), "deleted": (2, 2 * size)}
     assert found["removed_since"] <= found["removed"][0]["last_at"]
-    assert "went in the last" in run("stat", made.url).out
+    assert "removed in the last" in run("stat", made.url).out
 
 
 def damage_none(_index: Path) -> None:

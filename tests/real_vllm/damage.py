@@ -21,7 +21,7 @@ def by_position(store: Path) -> dict[Path, int]:
         assert isinstance(opened, SupportsScan)
         found = {}
         for entry in opened.scan():
-            info = inspect(opened, entry)
+            info = inspect(opened, entry.key)
             assert isinstance(info, RecordInfo), f"{entry.key.hex()} is not sound: {info}"
             [path] = (store / "records").glob(f"*/{entry.key.hex()}.safetensors")
             found[path] = info.first_token

@@ -86,7 +86,7 @@ def host_with(meddle=None) -> SimulatedHost:
         identity=ModelIdentity(weights=bytes(32), config={}),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, 1),
-        tables=parts_of_tables(groups, TABLES),
+        tables=parts_of_tables(TABLES),
     )
     return SimulatedHost(Idle(), [(spec, Meddler(meddle))], num_blocks=200, tables=TABLES)
 

@@ -4,8 +4,8 @@ A benchmark is a module of this package with
 
     def run(options: BenchOptions) -> Sequence[Row]: ...
 
-that measures what it is named after next to a limit of the machine, in one run. A key that a row
-lacks is an empty cell of the table, which `report` makes.
+that measures the subject of its name beside a limit of the machine, in one run. `report` makes the
+table; a key that a row lacks is an empty cell.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ BENCHMARKS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What every benchmark takes.
+    """The options of every benchmark.
 
     Attributes:
-        directory: where files are written; its file system is part of the result.
+        directory: for files; its file system is part of the result.
         quick: small sizes, to see that it runs; the figures mean little.
-        threads: threads a benchmark may use for I/O and copies.
+        threads: for I/O and copies.
         seed: of all random content.
-        rounds: how often everything is measured, where a benchmark lets one choose; None: as often
-            as it thinks right.
+        rounds: of the vllm benchmark; None for its default.
     """
 
     directory: Path

@@ -1,14 +1,14 @@
 """KV of an 8B model into and out of paged blocks, checksums on, beside the machine's own limits.
 
 32 layers, 8 kv heads, head_dim 128, bf16, blocks of 16 tokens in random order: 128 KiB a token, 16
-MiB a chunk. What runs is what a host runs: both roles of the connector over a `file://` store, step
-by step. Each case stands beside the plainest thing the machine can do with as
-many bytes, measured in the same rounds.
+MiB a chunk. As in a host, both roles of the connector run over a `file://` store, step by step.
+Beside each case stands the plainest operation of the machine on as many bytes, measured in the same
+rounds.
 
-A save is from the forward of a prompt until all its chunks are stored. A load is from the first
-look-up of a prompt until its KV is in the blocks: fetch, verify, hold, promise, copy. No load finds
-its prompt in memory: prompts take turns, and memory holds fewer than there are. `in_hand_gb_per_s`
-is the part of it before the promise, from the first look-up until the hit is in hand.
+A save lasts from the forward of a prompt until all its chunks are stored. A load lasts from the
+first look-up of a prompt until its KV is in the blocks: fetch, verify, hold, promise, copy. No load
+finds its prompt in memory: prompts take turns, and memory holds fewer than there are.
+`in_hand_gb_per_s` is the rate of the part of a load before the promise.
 
 `load_warm` reads the records from the page cache, `load_cold` after they were dropped from it; on a
 tmpfs nothing can be dropped, and both read from memory.
@@ -54,7 +54,6 @@ from kvferry.bench.limits import (
     since,
     timed,
 )
-from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.store.filesystem import file_system
@@ -63,16 +62,17 @@ from kvferry.testing.host_tables import HostRequest
 BLOCK_SIZE = 16
 GROUP = group_of(BLOCK_SIZE)
 TOKEN_BYTES = GROUP.num_layers * GROUP.num_kv_heads * GROUP.content_size * 2
+CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 TIMEOUT_SECONDS = 600.0
 IDLE_SECONDS = 0.001
-"""A host pauses so long after a step without tokens, as vLLM's does."""
+"""Pause after a step without tokens, as in vLLM."""
 
 SHARED_MEMORY = Path("/dev/shm")
 SAVE_MEMORY_PROMPTS = 4
-"""The connector's memory holds so many prompts while it saves them: some of it is for loads."""
+"""Prompts that the connector's memory holds while it saves; some of that memory is for loads."""
 
 LOAD_MEMORY_PROMPTS = 2
-"""And so many while it loads them: fewer than there are."""
+"""Prompts that the connector's memory holds while it loads: fewer than there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def measure(options: BenchOptions, size: Size) -> list[Row]:
 
 
 class PagedPrompt:
-    """KV of a prompt in blocks of random order. One block more is for the token that no hit
+    """KV of a prompt in blocks of random order, and one more block for the token that no hit
     covers."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
@@ -131,7 +131,7 @@ class PagedPrompt:
             layer.zero_()
 
     def is_restored(self) -> bool:
-        """Whether the blocks of all tokens hold what they held at first."""
+        """Whether the blocks of all tokens hold their first content."""
         ids = list(self.blocks[:-1])
         return all(
             torch.equal(layer[ids].view(torch.int16), saved[ids].view(torch.int16))
@@ -143,15 +143,8 @@ class PagedPrompt:
 def prompt_host(
     kv: PagedPrompt, store: Path, *, io_threads: int, memory_prompts: int
 ) -> Iterator[PromptHost]:
-    """A host over a store in a directory, with nothing in its memory yet.
-
-    Args:
-        kv: of every prompt.
-        store: directory of the store.
-        io_threads: of the connector.
-        memory_prompts: how many prompts the connector's memory holds.
-    """
-    slot_bytes = CHUNK_TOKENS * TOKEN_BYTES + (1 << 16)
+    """A host over a store in a directory, with empty memory that holds `memory_prompts`."""
+    slot_bytes = CHUNK_BYTES + (1 << 16)
     options = {
         "store": f"file://{store}",
         "chunk_tokens": CHUNK_TOKENS,
@@ -164,14 +157,13 @@ def prompt_host(
         yield PromptHost(roles, kv)
 
 
-class PromptHost:
+class PromptHost(RolesHost):
     """Saves and loads whole prompts by number, one at a time. Every prompt has the same KV in the
     same blocks."""
 
     def __init__(self, roles: Roles, kv: PagedPrompt) -> None:
+        super().__init__(roles, BLOCK_SIZE)
         self._kv = kv
-        self._host = RolesHost(roles, BLOCK_SIZE)
-        self._scheduler = self._host.scheduler
         self._ids = itertools.count()
 
     def save(self, number: int) -> None:
@@ -179,8 +171,8 @@ class PromptHost:
         request = self._request(number)
         if hit := self._look_up(request):
             raise StoreError(f"{hit} tokens of a new prompt were found stored")
-        self._forward(request, 0)
-        while self._scheduler.has_pending_work():
+        self.forward(request, self._kv.blocks, 0)
+        while self.scheduler.has_pending_work():
             self._pause()
         self._finish(request)
 
@@ -188,7 +180,7 @@ class PromptHost:
         """Run a prompt whose chunks are all stored.
 
         Returns:
-            What it took until the hit was promised, and until its KV was in the blocks.
+            The times until the hit was promised, and until its KV was in the blocks.
 
         Raises:
             StoreError: its KV is not in the blocks.
@@ -198,7 +190,7 @@ class PromptHost:
         started = now()
         hit = self._look_up(request)
         in_hand = since(started)
-        output = self._forward(request, hit)
+        output = self.forward(request, self._kv.blocks, hit)
         in_blocks = since(started)
         self._finish(request)
         if hit != self._kv.num_tokens or output.invalid_block_ids or not self._kv.is_restored():
@@ -212,38 +204,29 @@ class PromptHost:
         # One token more than is stored: the last one is always computed.
         tokens = [number, *range(self._kv.num_tokens)]
         request = HostRequest(f"{number}.{next(self._ids)}", tokens, len(tokens))
-        self._scheduler.on_new_request(request)
+        self.scheduler.on_new_request(request)
         return request
 
     def _look_up(self, request: HostRequest) -> int:
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while (hit := self._scheduler.lookup(request, 0).num_tokens) is None:
+        while (hit := self.scheduler.lookup(request, 0).num_tokens) is None:
             if time.monotonic() > deadline:
                 raise StoreError(f"no answer to a look-up in {TIMEOUT_SECONDS} s")
             self._pause()
         return hit
 
-    def _forward(self, request: HostRequest, hit: int) -> WorkerOutput:
-        request.block_ids = (list(self._kv.blocks),)
-        request.num_computed_tokens = request.num_external_tokens = hit
-        self._scheduler.update_after_alloc(request, request.block_ids, hit)
-        request.num_scheduled_tokens = len(request.all_token_ids) - hit
-        output = self._host.step([request])
-        request.num_computed_tokens = len(request.all_token_ids)
-        return output
-
     def _pause(self) -> None:
-        self._host.step([])
+        self.step([])
         time.sleep(IDLE_SECONDS)
 
     def _finish(self, request: HostRequest) -> None:
-        self._scheduler.request_finished(request, request.block_ids)
-        self._host.step([], {request.request_id})
+        self.scheduler.request_finished(request, request.block_ids)
+        self.step([], {request.request_id})
 
 
 @dataclass(slots=True)
 class Timings:
-    """What one case took, and the plain operation beside it."""
+    """The times of one case, and of the plain operation beside it."""
 
     ours: list[Seconds] = field(default_factory=list)
     in_hand: list[Seconds] = field(default_factory=list)
@@ -285,36 +268,29 @@ class DataPath:
         return sorted((self.store / "records").rglob("*.safetensors"))
 
     def save(self, name: str) -> Row:
-        """Blocks → hash → files, beside plain pwritev of as many bytes into new files. Leaves the
-        records of all prompts."""
+        """Blocks → hash → files, beside plain pwritev of as many bytes into new files. The records
+        of all prompts stay."""
         case = Timings()
-        one, several = (
-            PlainFiles(
-                self.directory / "plain", CHUNK_TOKENS * TOKEN_BYTES, self.kv.num_bytes, threads
-            )
-            for threads in (1, self.threads)
-        )
-        # It saves on half of its threads.
+        files = PlainFiles(self.directory / "plain", CHUNK_BYTES, self.kv.num_bytes)
+        # The connector saves on half of its threads.
         with prompt_host(
             self.kv, self.store, io_threads=2 * self.threads, memory_prompts=SAVE_MEMORY_PROMPTS
         ) as host:
 
-            def save(number: int) -> None:
-                case.ours.append(timed(partial(host.save, number)))
-
-            def write(files: PlainFiles, runs: list[Seconds], _number: int) -> None:
-                runs.append(timed(files.write))
+            def write(threads: int, runs: list[Seconds]) -> None:
+                runs.append(timed(partial(files.write, threads)))
                 files.remove()
 
-            cases: list[Callable[[int], None]] = [
-                save,
-                partial(write, one, case.plain),
-                partial(write, several, case.plain_all_threads),
+            numbers = itertools.count()
+            cases: list[Callable[[], None]] = [
+                lambda: case.ours.append(timed(partial(host.save, next(numbers)))),
+                partial(write, 1, case.plain),
+                partial(write, self.threads, case.plain_all_threads),
             ]
-            for number in range(self.size.num_prompts):
+            for _ in range(self.size.num_prompts):
                 for work in cases:
-                    work(number)
-                # What follows a deletion gets its pages back from the host: another case each time.
+                    work()
+                # The case after a deletion gets the freed pages: another case in each round.
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:
@@ -330,12 +306,12 @@ class DataPath:
         some = files[: self.size.prompt_tokens // CHUNK_TOKENS]
         source = np.ones(self.kv.num_bytes, np.uint8)
         target = np.ones(self.kv.num_bytes, np.uint8)
-        one, several = DirectRead(some, 1), DirectRead(some, self.threads)
+        direct = DirectRead(some)
         warm, cold = Timings(), Timings()
         with prompt_host(
             self.kv, self.store, io_threads=self.threads, memory_prompts=LOAD_MEMORY_PROMPTS
         ) as host:
-            # All of its memory is touched, and so are the files.
+            # The first loads touch all of the host's memory and all files.
             for number in range(self.size.num_prompts):
                 host.load(number)
             prompts = itertools.cycle(range(self.size.num_prompts))
@@ -346,8 +322,8 @@ class DataPath:
                 case.ours.append(in_blocks)
 
             cold_cases: list[Callable[[], None]] = [
-                lambda: cold.plain.append(timed(one.read)),
-                lambda: cold.plain_all_threads.append(timed(several.read)),
+                lambda: cold.plain.append(timed(partial(direct.read, 1))),
+                lambda: cold.plain_all_threads.append(timed(partial(direct.read, self.threads))),
                 partial(load, cold),
             ]
             for _ in range(self.size.rounds):
@@ -357,10 +333,10 @@ class DataPath:
                 for work in cold_cases:
                     drop_from_cache(files)
                     work()
-                # A disk's speed changes, and it has a cache: another case goes first each time.
+                # A disk changes its speed and has a cache: another case goes first each time.
                 cold_cases.append(cold_cases.pop(0))
-        direct = "O_DIRECT read" if one.works else "buffered read"
+        plain_read = "O_DIRECT read" if direct.works else "buffered read"
         return [
             warm.row("load_warm", "memcpy", self.kv.num_bytes),
-            cold.row("load_cold", direct, self.kv.num_bytes),
+            cold.row("load_cold", plain_read, self.kv.num_bytes),
         ]

@@ -1,10 +1,10 @@
-"""What benchmarks have in place of an engine, without a model: paged KV of any shape, and a host
-that calls both roles of a connector."""
+"""The engine of the benchmarks, without a model: paged KV of any shape, and a host that calls both
+roles of a connector."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -35,7 +35,7 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an engine keeps KV. Its layout has one tensor per layer."""
+    """How an engine keeps KV, in one tensor per layer."""
 
     tp: int
     block_size: int
@@ -46,7 +46,7 @@ class Shape:
 
 
 def group_of(block_size: int, *, is_mla: bool = False) -> KVGroup:
-    """KV of an 8B model, or of a small MLA model, in blocks of that size."""
+    """KV of an 8B model, or of a small MLA model."""
     layers, heads, content = (27, 1, 576) if is_mla else (32, 8, 256)
     return KVGroup(
         num_layers=layers,
@@ -61,12 +61,7 @@ class Blocks:
     """Paged KV of one rank, its blocks in random order; block 0 stays free."""
 
     def __init__(
-        self,
-        group: KVGroup,
-        shape: Shape,
-        rank: int,
-        num_tokens: int,
-        rng: random.Random,
+        self, group: KVGroup, shape: Shape, rank: int, num_tokens: int, rng: random.Random
     ) -> None:
         shard = tensor_parallel_shard((group,), rank, shape.tp).groups[0]
         self.heads = shard.heads
@@ -79,11 +74,11 @@ class Blocks:
         self.ids = list(range(1, num_blocks + 1))
         rng.shuffle(self.ids)
         per_chunk = CHUNK_TOKENS // shape.block_size
-        # Of each whole chunk.
         self.runs: list[list[BlockRun]] = [
             self.paged.runs(self.ids[start : start + per_chunk], 0, CHUNK_TOKENS)
             for start in range(0, num_blocks - per_chunk + 1, per_chunk)
         ]
+        """Of each whole chunk."""
 
     def rows(self, staging: Bytes) -> Rows:
         """A chunk's rows in a buffer."""
@@ -152,8 +147,8 @@ class RolesHost:
         self._none: set[str] = set()
 
     def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
-        """One step, with a forward if something is scheduled. Makes little but calls: `bench step`
-        times it."""
+        """One step, with a forward if something is scheduled. Does little besides the calls, since
+        `bench step` times it."""
         finished = finished or self._none
         plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
         if scheduled:
@@ -164,4 +159,14 @@ class RolesHost:
             output = self._lifecycle.no_forward(plan, finished)
         self.scheduler.update_output(output)
         self.scheduler.take_events()
+        return output
+
+    def forward(self, request: HostRequest, blocks: Sequence[int], hit: int) -> WorkerOutput:
+        """Give a request its blocks, and compute all tokens after the hit in one step."""
+        request.block_ids = (list(blocks),)
+        request.num_computed_tokens = request.num_external_tokens = hit
+        self.scheduler.update_after_alloc(request, request.block_ids, hit)
+        request.num_scheduled_tokens = len(request.all_token_ids) - hit
+        output = self.step([request])
+        request.num_computed_tokens = len(request.all_token_ids)
         return output

@@ -1,16 +1,15 @@
-"""Reading records that an engine of another shape stored, beside reading as many straight.
+"""Reading records that an engine of another shape stored, beside reads that convert nothing.
 
-Engines of one shape store an 8B model's KV (32 layers, 8 kv heads, head_dim 128, bf16; one case an
-MLA model's); one rank of an engine of another shape reads it. A read is what a connector does with
-a chunk: copy the rank's rows from the record into staging, verify their leaves, copy them into
-blocks of random order. Records lie in memory, so that no disk takes part.
+Engines of one shape store the KV of an 8B model (32 layers, 8 kv heads, head_dim 128, bf16; in one
+case, of an MLA model); one rank of an engine of another shape reads it. A read does the work of a
+connector on a chunk: copy the rank's rows from the record into staging, verify their leaves, copy
+them into blocks of random order. Records lie in memory, so that no disk takes part.
 
 The straight read is the same for an engine that stored exactly these rows, with blocks that lie in
-memory as the rows do (HND, blocks of a chunk). `ratio` is the time of the converting read by that
-of the straight one, the median over rounds in which they take turns; `copy_ratio` that of the last
-step alone, from staging into blocks. One thread works, and its CPU time counts: the wall time of a
-machine with nothing else to do. Before anything is measured, all that was read is compared with
-what was stored.
+memory as the rows do (HND, blocks of a chunk). `ratio` is the time of the converting read divided
+by the time of the straight one, the median over rounds in which they take turns; `copy_ratio` is
+the same for the copy from staging into blocks alone. One thread works, and its CPU time counts. The
+benchmark compares all rows with the stored ones before it measures.
 
 On a machine with a GPU, rows of its copies follow: 1,024 tokens in blocks of 16 are gathered (and
 hashed) on the device and copied to the host, or copied to the device, (verified) and scattered.
@@ -140,13 +139,13 @@ def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
 
 
 class Reader:
-    """The first rank of an engine, that reads its rows of every record into its blocks."""
+    """The first rank of an engine, which reads its rows of every record into its blocks."""
 
     def __init__(self, group: KVGroup, shape: Shape, records: Rows, rng: random.Random) -> None:
         self._blocks = Blocks(group, shape, 0, len(records) * CHUNK_TOKENS, rng)
         self.heads = self._blocks.heads
         self._records = records[:, :, slice(*self.heads)]
-        # Allocated by torch, as well aligned as an engine's memory and a connector's staging.
+        # torch aligns memory as well as an engine and a connector do.
         staging = torch.empty((len(records), self._blocks.row_bytes), dtype=torch.uint8)
         self._staging = staging.numpy()
         self._rows = [self._blocks.rows(chunk) for chunk in self._staging]
@@ -168,11 +167,11 @@ class Reader:
             self._blocks.paged.scatter(rows, 0, runs, 0)
 
     def memcpy(self) -> None:
-        """As many bytes from the records to staging, in one piece if the records hold no others."""
+        """The rows from the records to staging, in one piece if the records hold no other rows."""
         np.copyto(self._staging, self._records.view(np.uint8).reshape(self._staging.shape))
 
     def in_blocks(self) -> Rows:
-        """What the blocks hold, `[chunk, layer, head, token, content]`."""
+        """The rows in the blocks, `[chunk, layer, head, token, content]`."""
         found = np.zeros((len(self._rows), *self._rows[0].shape), np.int16)
         for rows, runs in zip(found, self._blocks.runs, strict=True):
             self._blocks.paged.gather(rows, 0, runs, 0)
@@ -189,56 +188,70 @@ class Reader:
         ]
 
 
-def device_rows(
-    layout: str, num_tokens: int, rounds: int, seed: int, *, device: str = "cuda"
-) -> list[Row]:
-    """Copies between one rank's blocks on the device and rows of all its tokens in pinned memory,
-    each in turns with the plain copy of as many bytes. With "cpu" it shows that it runs, without a
-    GPU."""
-    group = group_of(16)
-    num_blocks = num_tokens // group.block_size
-    tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
-    fill_with_noise(tensors, seed)
-    shard = tensor_parallel_shard((group,), 0, 1).groups[0]
-    paged = PagedKV(tensors, group, shard, layout, copies=TorchCopies if device == "cpu" else None)
-    blocks = list(range(1, num_blocks + 1))
-    random.Random(seed).shuffle(blocks)
-    runs = paged.runs(blocks, 0, num_tokens)
-    shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
-    host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
-    other = torch.empty(shape, dtype=torch.int16, device=device)
-    paged.gather(host, 0, runs, 0)
-    other.copy_(host)
+class DeviceCopies:
+    """Copies between one rank's blocks on a device and rows of all their tokens in pinned memory.
 
-    def hashed(rows: torch.Tensor) -> bytes | None:
-        later = paged.digests_later(rows, LEAF_BYTES)
+    With the device "cpu" it runs without a GPU, for tests.
+    """
+
+    def __init__(self, layout: str, num_tokens: int, seed: int, device: str) -> None:
+        group = group_of(16)
+        num_blocks = num_tokens // group.block_size
+        tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
+        fill_with_noise(tensors, seed)
+        shard = tensor_parallel_shard((group,), 0, 1).groups[0]
+        copies = TorchCopies if device == "cpu" else None
+        self._paged = PagedKV(tensors, group, shard, layout, copies=copies)
+        blocks = list(range(1, num_blocks + 1))
+        random.Random(seed).shuffle(blocks)
+        self._runs = self._paged.runs(blocks, 0, num_tokens)
+        shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
+        self.host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
+        self.rows = torch.empty(shape, dtype=torch.int16, device=device)
+        self.gather()
+        self.rows.copy_(self.host)
+        self._digests = self._hashed(self.rows)
+
+    def gather(self) -> None:
+        self._paged.gather(self.host, 0, self._runs, 0)
+
+    def gather_and_hash(self) -> None:
+        self._paged.gather(self.rows, 0, self._runs, 0)
+        found = self._hashed(self.rows)
+        self.host.copy_(self.rows)
+        if found != self._digests:
+            raise LayoutError("what was gathered has other checksums than before")
+
+    def scatter(self) -> None:
+        self._paged.scatter(self.host, 0, self._runs, 0)
+
+    def verify_and_scatter(self) -> None:
+        rows = self.host.to(self.rows.device)
+        if self._hashed(rows) != self._digests:
+            raise LayoutError("what was copied has other checksums than before")
+        self._paged.scatter(rows, 0, self._runs, 0)
+
+    def _hashed(self, rows: torch.Tensor) -> bytes | None:
+        later = self._paged.digests_later(rows, LEAF_BYTES)
         if later is None:
             return None
         torch.cuda.current_stream().synchronize()
         return later()
 
-    digests = hashed(other)
 
-    def gather_and_hash() -> None:
-        paged.gather(other, 0, runs, 0)
-        found = hashed(other)
-        host.copy_(other)
-        if found != digests:
-            raise LayoutError("what was gathered has other checksums than before")
-
-    def verify_and_scatter() -> None:
-        rows = host.to(device)
-        if hashed(rows) != digests:
-            raise LayoutError("what was copied has other checksums than before")
-        paged.scatter(rows, 0, runs, 0)
-
-    to_device = partial(other.copy_, host)
-    to_host = partial(host.copy_, other)
+def device_rows(
+    layout: str, num_tokens: int, rounds: int, seed: int, *, device: str = "cuda"
+) -> list[Row]:
+    """`DeviceCopies`, each in turns with the plain copy of as many bytes."""
+    copies = DeviceCopies(layout, num_tokens, seed, device)
+    host = copies.host
+    to_device = partial(copies.rows.copy_, host)
+    to_host = partial(host.copy_, copies.rows)
     cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
-        ("gather to host", partial(paged.gather, host, 0, runs, 0), to_host),
-        ("gather, hash, to host", gather_and_hash, to_host),
-        ("from host, scatter", partial(paged.scatter, host, 0, runs, 0), to_device),
-        ("from host, verify, scatter", verify_and_scatter, to_device),
+        ("gather to host", copies.gather, to_host),
+        ("gather, hash, to host", copies.gather_and_hash, to_host),
+        ("from host, scatter", copies.scatter, to_device),
+        ("from host, verify, scatter", copies.verify_and_scatter, to_device),
     ]
     rows: list[Row] = []
     for name, work, plain in cases:
@@ -257,7 +270,7 @@ def device_rows(
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
-    """Until what `work` started on the device has ended."""
+    """Wall seconds until everything that `work` started on the device has ended."""
 
     def complete() -> None:
         work()

@@ -1,4 +1,4 @@
-"""What the machine can do without us: the plain operations that benchmarks are held against."""
+"""The plain operations of the machine that benchmarks compare with."""
 
 from __future__ import annotations
 
@@ -23,36 +23,33 @@ class Seconds(NamedTuple):
 
 
 def now() -> Seconds:
-    """The clocks."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
 def since(started: Seconds) -> Seconds:
-    """What has passed since."""
     wall, cpu = now()
     return Seconds(wall - started.wall, cpu - started.cpu)
 
 
 def timed(work: Callable[[], object]) -> Seconds:
-    """What one call takes."""
+    """The time of one call."""
     started = now()
     work()
     return since(started)
 
 
 class PlainFiles:
-    """As many bytes in new files, from one buffer, on some threads."""
+    """New files of `file_bytes`, `num_bytes` together, all written from one buffer."""
 
-    def __init__(self, directory: Path, file_bytes: int, num_bytes: int, threads: int) -> None:
+    def __init__(self, directory: Path, file_bytes: int, num_bytes: int) -> None:
         self._directory = directory
         self._buffer = memoryview(mmap.mmap(-1, file_bytes))
-        self._buffer[:] = os.urandom(1 << 20) * (len(self._buffer) >> 20)
-        self._count = num_bytes // len(self._buffer)
-        self._threads = threads
+        self._buffer[:] = os.urandom(1 << 20) * (file_bytes >> 20)
+        self._count = num_bytes // file_bytes
 
-    def write(self) -> None:
+    def write(self, threads: int) -> None:
         self._directory.mkdir()
-        on_threads(self._threads, self._write_one, range(self._count))
+        on_threads(threads, self._write_one, range(self._count))
 
     def _write_one(self, index: int) -> None:
         fd = os.open(self._directory / str(index), os.O_WRONLY | os.O_CREAT, 0o600)
@@ -68,11 +65,10 @@ class PlainFiles:
 
 
 class DirectRead:
-    """Plain O_DIRECT reads of whole files, or buffered ones where it does not work."""
+    """Plain O_DIRECT reads of whole files, or buffered ones where O_DIRECT does not work."""
 
-    def __init__(self, files: Sequence[Path], threads: int) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._threads = threads
         size = max(file.stat().st_size for file in files)
         self._buffers = threading.local()
         self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -82,8 +78,8 @@ class DirectRead:
         except OSError:
             self.works = False
 
-    def read(self) -> None:
-        on_threads(self._threads, self._read_one, self._files)
+    def read(self, threads: int) -> None:
+        on_threads(threads, self._read_one, self._files)
 
     def _read_one(self, file: Path) -> None:
         if not hasattr(self._buffers, "view"):
@@ -114,12 +110,9 @@ def drop_from_cache(files: Sequence[Path]) -> None:
 
 
 def bring_into_cache(files: Sequence[Path]) -> None:
-    """Have files in the page cache, where they stay for as long as there is room."""
-    buffer = bytearray(1 << 20)
+    """Read files, so that they are in the page cache, where they stay as long as there is room."""
     for file in files:
-        with file.open("rb", buffering=0) as opened:
-            while opened.readinto(buffer):
-                pass
+        file.read_bytes()
 
 
 def on_threads(num_threads: int, work: Callable[[T], None], items: Sequence[T]) -> None:

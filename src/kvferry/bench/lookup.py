@@ -1,11 +1,11 @@
 """Finding the stored prefix of a prompt: time per chunk and memory per known chunk, by store size.
 
-The store holds as many records as a row says: empty files under random keys, since a look-up opens
-none. First the store alone is asked for the keys, which is the index's part of a look-up. Then a
-prompt of 1,000 chunks, all stored, is looked up through the connector's scheduler role as hosts do:
-by a new request that finds all of it stored and none of it held, so that every chunk gets a slot to
-be fetched into; and by one that finds all of it held, and is promised it at once. The store is
-opened again for each row; requests that come while its index still fills are timed too.
+The records are empty files under random keys, since a look-up opens none. The first figure is of
+the store alone, asked for the keys: the part of the index in a look-up. Then a prompt of 1,000
+chunks, all stored, is looked up through the scheduler role as hosts do: by a new request that finds
+all chunks stored and none held, so that each gets a slot to be fetched into; and by a request that
+finds all chunks held, and is promised them at once. Each row opens its store afresh, and also times
+requests that come while the index still fills.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def rebuild(url: str, directory: Path) -> float:
 def while_filling(
     parts: Parts, scheduler: SchedulerRole, token_ids: list[int]
 ) -> tuple[float, float]:
-    """Worst time of one request's look-up, in ms, until the index is complete; and how long that
-    took, in seconds."""
+    """Until the index is complete: the worst time of a look-up, in ms; and the seconds until
+    then."""
     store = parts.store
     worst = 0.0
     begun = time.perf_counter()
@@ -155,13 +155,8 @@ def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
 
 
 def lookup_us(scheduler: SchedulerRole, token_ids: list[int], expected: int | None) -> float:
-    """Median microseconds per chunk of the first look-up of a request whose keys are known.
-
-    Args:
-        scheduler: the role.
-        token_ids: of the prompt.
-        expected: the answer: tokens, or None for "ask again".
-    """
+    """Median microseconds per chunk of the first look-up of a request whose keys are known. The
+    answer must be `expected` tokens, or None for "ask again"."""
 
     def look_up() -> float:
         prompt = HostRequest("prompt", token_ids, len(token_ids))
@@ -204,7 +199,7 @@ def keys_us(token_ids: list[int]) -> float:
 
 
 def median_us(seconds: Callable[[], float], count: int) -> float:
-    """Median microseconds for each of `count` things; the first few runs are left out."""
+    """Median microseconds per item, of `count` items in a run; the first few runs do not count."""
     return statistics.median([seconds() for _ in range(40)][5:]) / count * 1e6
 
 

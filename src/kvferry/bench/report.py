@@ -1,4 +1,4 @@
-"""What a benchmark's figures were measured on, and the table they are printed as.
+"""The machine that a benchmark ran on, and the table of its figures.
 
 No host, user or path names: a result can be published as it is.
 """
@@ -20,14 +20,12 @@ from rich.text import Text
 from kvferry.bench import Row
 from kvferry.store.filesystem import file_system
 
-MachineFacts = Mapping[str, str | int | float | None]
-
 _MAX_WIDTH = 80
 _MAX_TEXT = 18
 _GAP = 2
 
 
-def machine(directory: Path) -> MachineFacts:
+def machine(directory: Path) -> Row:
     """Facts about this machine that decide speed.
 
     Args:
@@ -57,8 +55,8 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def table(name: str, facts: MachineFacts, rows: Sequence[Row]) -> Group:
-    """The rows as a table; below it the machine, and what rows have as `note`.
+def table(name: str, facts: Row, rows: Sequence[Row]) -> Group:
+    """The rows as a table; below it the machine, and every `note` of a row.
 
     Columns beyond 80 characters stand in further tables, which repeat the leading columns of text.
     """
@@ -91,7 +89,7 @@ def _parts(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> list[list[s
 
 
 def _width(column: str, cells: Sequence[str]) -> int:
-    """The least at which no word of a name and no number is cut; a long text goes on below."""
+    """The least width that cuts no word of a name and no number; a long text wraps."""
     return max(*map(len, column.split("_")), min(_MAX_TEXT, max(map(len, cells))))
 
 
@@ -109,7 +107,7 @@ def _part(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> Table:
     return part
 
 
-def _caption(facts: MachineFacts) -> str:
+def _caption(facts: Row) -> str:
     shown = {**facts, "cores": f"{facts['cores']} cores", "torch": f"torch {facts['torch']}"}
     if isinstance(memory := facts["memory_bytes"], int):
         shown["memory_bytes"] = f"{memory / 2**30:.0f} GiB"
@@ -121,6 +119,6 @@ def _cell(value: str | float | None) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        # Four digits are more than a benchmark can vouch for, and none is lost in the JSON.
+        # No benchmark is exact to more than four digits; the JSON has them all.
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)

@@ -1,7 +1,7 @@
 """Time inside our hooks on a decode step: no hit, nothing to save, one request.
 
-Everything a host calls in such a step: the scheduler role's plan and output, the worker role's step
-in the lifecycle, both behind the guard, as the embedded engine runs them. The model is left out.
+A host calls the scheduler role for plan and output, and the worker role for its step in the
+lifecycle, both behind the guard. All of that is timed; the model is left out.
 `bench vllm` measures the same step through the one-class façade, inside vLLM.
 """
 
@@ -50,13 +50,11 @@ def run(options: BenchOptions) -> Sequence[Row]:
 
 def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:
     """Prefill one prompt, let its saves end, then time decode steps; median microseconds."""
-    request = HostRequest("r", list(range(PROMPT_TOKENS)), PROMPT_TOKENS, block_ids=(list(blocks),))
+    request = HostRequest("r", list(range(PROMPT_TOKENS)), PROMPT_TOKENS)
     host.scheduler.on_new_request(request)
     host.scheduler.lookup(request, 0)
-    host.scheduler.update_after_alloc(request, request.block_ids, 0)
-    request.num_scheduled_tokens = PROMPT_TOKENS
-    host.step([request])
-    request.num_computed_tokens, request.num_scheduled_tokens = PROMPT_TOKENS, 1
+    host.forward(request, blocks, 0)
+    request.num_scheduled_tokens = 1
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         host.step([request])

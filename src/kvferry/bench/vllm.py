@@ -1,15 +1,15 @@
 """`kvferry bench vllm`: what a connector costs and saves inside real vLLM.
 
-Run it with the Python of vLLM's environment. The model is a small random Llama. In each round every
-case stores in one process and reads in another; one process runs at a time, and each has a fresh
-engine (`vllm_child`). Medians are over prompts and rounds, and resolve a few per cent.
+Run it with the Python of the environment of vLLM. The model is a small random Llama. In each round
+every case stores in one process and reads in another; one process runs at a time, and each has a
+fresh engine (`vllm_child`). Medians are over prompts and rounds, and exact to a few per cent.
 
 Phases:
     cold     nothing is stored: time to first token, and CPU time until every save has ended
-    own_hit  the same prompt again in the same engine: the prefix cache that vLLM has itself
+    own_hit  the same prompt again in the same engine: a hit in the prefix cache of vLLM itself
     warm     another process, after `cold`: the hit comes from the connector; then the same prompt
-             again, which shows what the connector's hit takes beyond one of the engine's own
-    decode   steps of one request: what the hooks take of each
+             again, to compare with a hit in the engine's own prefix cache
+    decode   steps of one request: the time of the hooks in each
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ ENVIRONMENT = {
 COMMAND = (sys.executable, "-m", "kvferry.bench.vllm_child")
 
 PROCESS_SECONDS = 600.0
-"""How long a process may take."""
+"""Time limit of one process."""
 
 TOLERANCE = 1e-3
 """Of logprobs against those of the engine's own prefix hit."""
@@ -112,12 +112,12 @@ NOTES = {
 }
 
 REQUIRED = (ALONE, "kvferry")
-"""Without these the benchmark means nothing; others may fail."""
+"""The benchmark ends if one of these fails; other cases may fail."""
 
 
 def connectors(directory: Path) -> dict[str, Json | None]:
-    """The cases: vLLM's `kv_transfer_config` of each, which stores in `directory`. The first is
-    vLLM alone."""
+    """The cases, each with its `kv_transfer_config` of vLLM, which stores in `directory`. The first
+    is vLLM alone."""
     return {
         ALONE: None,
         "kvferry": {
@@ -162,10 +162,10 @@ class Measured:
     """The results of one case, as its processes print them.
 
     Attributes:
-        case: name of the case.
+        case: its name.
         cold: results of its storing processes, one per round, with `bytes_per_token` in the store.
         warm: results of its reading processes; empty for vLLM alone.
-        failure: why the case was given up, if it was.
+        failure: why the case was given up; None if it was not.
     """
 
     case: str
@@ -175,7 +175,7 @@ class Measured:
 
 
 class ChildFailedError(Exception):
-    """A process with an engine ended badly; the message is the end of its log, as one line."""
+    """A process with an engine failed; the message is one line from the end of its log."""
 
 
 def run(options: BenchOptions) -> Sequence[Row]:
@@ -203,8 +203,8 @@ def measure(
     Args:
         cases: names of `connectors`, vLLM alone first.
         sizes: of the work.
-        directory: for the model and the stores, which are removed as the run goes on.
-        rounds: how often.
+        directory: for the model and the stores; each store is removed after its use.
+        rounds: number of rounds.
         seed: of weights and prompts.
 
     Raises:
@@ -228,7 +228,7 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
     """One round of one case: add the results, or note why the case is given up.
 
     Raises:
-        ConfigError: the case is required, and failed.
+        ConfigError: a required case failed.
     """
     store, log = directory / "store", directory / "log"
     store.mkdir(parents=True)
@@ -251,18 +251,18 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
 def run_child(
     log: Path, work: Json, command: Sequence[str] = COMMAND, seconds: float = PROCESS_SECONDS
 ) -> Json:
-    """Start a process, hand it its work as JSON on stdin, and read the result from its stdout.
+    """Start a process, send its work as JSON to its stdin, and read the result from its stdout.
 
     The process leads a process group of its own, which ends with it.
 
     Args:
-        log: gets all else that the process prints.
+        log: receives the stderr of the process.
         work: see `vllm_child`.
         command: of the process.
-        seconds: how long it may take.
+        seconds: time limit.
 
     Raises:
-        ChildFailedError: it ended badly, or not in time.
+        ChildFailedError: the process failed, or took longer.
     """
     with (
         log.open("ab") as output,
@@ -297,7 +297,7 @@ def last_error(log: Path) -> str:
 
 
 def _work(sizes: Sizes, model: Path, source: random.Random) -> Json:
-    """The work of every storing process of a round, but for the connector."""
+    """The work of every storing process of a round, without the connector."""
 
     def tokens(count: int) -> list[int]:
         return [source.randrange(3, MODEL["vocab_size"]) for _ in range(count)]
@@ -327,8 +327,7 @@ def _bytes_in(directory: Path) -> int:
 
 
 def rows_of(found: Sequence[Measured]) -> list[Row]:
-    """Medians of what the processes measured, in the order of the cases; the first is vLLM
-    alone."""
+    """Medians over all processes, in the order of the cases; the first is vLLM alone."""
     alone = found[0]
     rows: list[Row] = []
     for measured in found:
@@ -408,7 +407,7 @@ def is_equal(ours: Json, reference: Json) -> bool:
         for chosen, here, theirs in zip(
             ours["tokens"], ours["logprobs"], reference["logprobs"], strict=True
         )
-        # The last of the listed ones may change places with one that is not listed.
+        # The least likely listed token may change places with one that is not listed.
         for token in {str(chosen)} | (here.keys() & theirs.keys())
     )
 

@@ -1,9 +1,9 @@
 """One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm_child`.
 
-Its work comes as one JSON object on stdin, and its result goes as one to stdout; all else that the
-process prints goes to stderr. The keys of the work are `arguments`, `connector`, `warm_up` and
-`stored` for the `Engine`; `prompts` and `max_tokens`, which are timed twice; and the arguments of
-`decode`, or null where the process does not decode.
+The process reads its work as one JSON object from stdin and writes its result as one to stdout;
+everything else that it prints goes to stderr. The keys of the work are `arguments`, `connector`,
+`warm_up` and `stored` for the `Engine`; `prompts`, which are timed twice, and `max_tokens`; and
+`decode`, the arguments of `decode` or null.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.bench.limits import bring_into_cache
 Json = dict[str, Any]
 
 IDLE_SECONDS = 0.001
-"""What vLLM's own loop sleeps after a step that ran no model."""
+"""Pause of vLLM's own loop after a step that ran no model."""
 
 SETTLE_SECONDS = 30.0
 
@@ -29,11 +29,11 @@ WARM_UP_ANSWER = 4
 """Tokens."""
 
 QUIET_SECONDS = 1.5
-"""For what a connector does behind an engine that has started."""
+"""For the background work of a connector after the engine has started."""
 
 UNCOUNTED_STEPS = 100
-"""CPython forgets what it has learnt about a class that changes, as when hooks are wrapped. Until
-it has learnt it again, hooks take longer."""
+"""CPython drops its specialised code for a class that changes, as when hooks are wrapped. Until it
+has specialised the code again, hooks take longer."""
 
 HOOKS = (
     # scheduler's half
@@ -60,14 +60,14 @@ HOOKS = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-"""What vLLM calls around a step. A hook that another one calls is counted within that one."""
+"""The calls of vLLM around a step. A hook that another hook calls is part of that hook's time."""
 
 
 class HookTimer:
     """Adds up the time spent in the hooks of connectors. One thread calls them all.
 
-    Wraps the methods of their classes, so that the instances stay as they are. The cost of
-    measuring is measured too, and taken off.
+    Wraps the methods of their classes, so that the instances stay as they are. The cost of timing
+    is measured too, and subtracted.
     """
 
     def __init__(self, connectors: Iterable[Any]) -> None:
@@ -102,7 +102,7 @@ class HookTimer:
         return timed
 
     def _measure_overhead(self) -> float:
-        """Nanoseconds that a hook of no content seems to take."""
+        """Nanoseconds measured for an empty hook."""
         empty = self._timed(lambda: None)
         best = float("inf")
         for _ in range(20):
@@ -120,8 +120,8 @@ class Engine:
     Args:
         arguments: of vLLM's `LLM`.
         connector: vLLM's `kv_transfer_config`.
-        warm_up: tokens of a short prompt, which is done at once.
-        stored: directory with what timed prompts will find; None if they find nothing.
+        warm_up: tokens of a short prompt, which runs at once.
+        stored: directory of the store that timed prompts will hit; None if they hit nothing.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Engine:
         return [self._scheduler.connector, get_kv_transfer_group()]
 
     def get_ready(self) -> None:
-        """Before a timed prompt that finds something stored: work a little, with all stored files
-        in the page cache. Some systems drop files that were idle for a few seconds."""
+        """Before a timed prompt that hits the store: bring its files into the page cache, from
+        which some systems drop idle files after seconds, and run a short prompt."""
         if self._stored is not None:
             bring_into_cache([path for path in self._stored.rglob("*") if path.is_file()])
             prompt(self, self._warm_up, WARM_UP_ANSWER)
@@ -187,7 +187,7 @@ class Engine:
         return bool(self._engine.has_unfinished_requests())
 
     def settle(self) -> None:
-        """Step until nothing is left to do, saves included.
+        """Step until all work is done, saves included.
 
         Raises:
             TimeoutError: there is still work after `SETTLE_SECONDS`.
@@ -230,7 +230,7 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
 
 
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
-    """Decode steps of one request: what hooks take of each, and how long it is."""
+    """Decode steps of one request: the time of the hooks in each, and of the whole step."""
     engine.add(tokens, UNCOUNTED_STEPS + num_steps + 2, logprobs=None)
     while not engine.step():
         pass
@@ -251,8 +251,7 @@ def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
 
 
 def timed_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Json]:
-    """Prompts one after the other, each on an engine that has just worked if it can find something
-    stored."""
+    """Time prompts one after the other."""
     answers = []
     for tokens in prompts:
         engine.get_ready()
@@ -261,7 +260,7 @@ def timed_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> 
 
 
 def measure(work: Json) -> Json:
-    """All that one process measures, with a new engine."""
+    """Everything that one process measures, with a new engine."""
     names = ("arguments", "connector", "warm_up", "stored")
     engine = Engine(**{name: work[name] for name in names})
     time.sleep(QUIET_SECONDS)
@@ -276,7 +275,7 @@ def measure(work: Json) -> Json:
 
 
 def main() -> None:
-    # vLLM prints; what it prints goes to the log with stderr, and the result stays alone.
+    # vLLM prints to stdout: that goes to stderr, so that stdout holds the result alone.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with answer:

@@ -21,17 +21,16 @@ def bench(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Where files are written and removed again; a temporary one if left out."
+            "--dir",
+            help="Directory for files, which are removed again; by default a temporary one.",
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, to see that it runs.")
     ] = False,
-    threads: Annotated[int, typer.Option("--threads", help="For I/O and copies.")] = 2,
-    seed: Annotated[int, typer.Option("--seed", help="Of all random content.")] = 0,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", help="How often vllm measures everything.")
-    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads for I/O and copies.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of all random content.")] = 0,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of the vllm benchmark.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Measure one part of kvferry beside the machine's own limits.

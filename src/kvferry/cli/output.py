@@ -1,4 +1,4 @@
-"""How commands speak: a table for people, JSON for programs."""
+"""What commands print: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,19 @@ if TYPE_CHECKING:
 
 
 def _check_target(context: typer.Context, target: str | None) -> str | None:
-    """Refuse before the work what could not be written after it."""
+    """Refuse, before the work, a target that could not be written after it."""
     if target is None or target == "-":
         return target
     path = Path(target)
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
     # The demonstration makes directories, and its result may go into one of them.
-    if not os.access(path.parent, os.W_OK) and (
-        path.parent.exists() or context.command_path != _DEMO
-    ):
+    will_be_made = context.info_name == "demo" and not path.parent.exists()
+    if not os.access(path.parent, os.W_OK) and not will_be_made:
         why = "Permission denied" if path.parent.is_dir() else "No such directory"
         raise ConfigError(f"cannot write {path}: {why}")
     return target
 
-
-_DEMO = "kvferry demo"
 
 JsonOption = Annotated[
     str | None,
@@ -67,20 +64,18 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType) -> None:
-    """Give the result of a command to its user.
+    """Print the result of a command.
 
     Args:
         value: the result, for programs.
         json_target: None for no JSON, "-" for JSON alone on stdout, else a file.
-        *renderables: the result, for people; text is shown as it is, a line of it on one line.
+        *renderables: the result, for people; text is shown as it is and not wrapped.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     if json_target == "-":
-        json.dump(value, sys.stdout, indent=2)
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(json.dumps(value, indent=2), flush=True)
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
@@ -126,8 +121,7 @@ def plain(text: str) -> Text:
 def make_table(
     columns: Mapping[str, str], rows: Iterable[Mapping[str, JsonValue]], *, title: str | None = None
 ) -> Table:
-    """A table of facts, one row each. Numbers stand to the right; a long text goes on in a second
-    line, so that nothing is cut off.
+    """A table of facts. Numbers are right-aligned; a long text wraps, so that nothing is cut off.
 
     Args:
         columns: heading to the name of the fact.
@@ -154,7 +148,7 @@ def make_table(
 
 
 def _readable(name: str, value: JsonValue) -> str:
-    """What a value means follows from its type and the end of its name."""
+    """A value as text, by its type and its name."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -200,7 +194,7 @@ def format_age(since: float, now: float | None = None) -> str:
 
 
 def require_size(option: str, text: str) -> int:
-    """Bytes meant by the text of `option`, which names its unit. Zero needs none.
+    """Bytes meant by the text of `option`; any number but zero needs a unit.
 
     Raises:
         ConfigError: it is not a size, or has no unit.

@@ -36,14 +36,14 @@ class Order(StrEnum):
 
 
 class _Shown(NamedTuple):
-    """A record, and its header or why that cannot be read."""
+    """A record with its header, or with the reason why the header cannot be read."""
 
     entry: Entry
     record: RecordInfo | MissReason
 
     @property
     def namespace(self) -> bytes:
-        """As the record says; what the index knows if it is not readable."""
+        """According to the record; according to the index if the record is not readable."""
         if isinstance(self.record, MissReason):
             return self.entry.namespace
         return self.record.schema.namespace
@@ -55,15 +55,14 @@ def ls(
         int, typer.Option("--limit", "-n", min=0, help="Records to show; 0 shows all.")
     ] = 50,
     sort: Annotated[
-        Order,
-        typer.Option("--sort", help="Order of the records; token reads the head of every one."),
+        Order, typer.Option(help="Order of the records; token reads the head of every one.")
     ] = Order.AGE,
     removed: Annotated[
-        bool, typer.Option("--removed", help="What went last instead: when, why, by whom.")
+        bool, typer.Option("--removed", help="List removed records instead, with the reason.")
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """List the records of a store, or those that went last.
+    """List the records of a store, or those that were removed last.
 
     Example: kvferry ls file:///var/cache/kvferry --sort size --limit 20
     """
@@ -74,21 +73,21 @@ def ls(
 
 
 def _list(store: FileStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
-    """The records to show, the names of their models, and how many records there are. Of the
-    records not shown at most one at a time is in memory."""
+    """The records to show, the names of their models, and the number of all records. At most one
+    record that is not shown is in memory at a time."""
     num_records = store.stat().num_records
     if sort is Order.TOKEN:
-        every = (_Shown(entry, inspect(store, entry)) for entry in store.scan())
+        every = (_Shown(entry, inspect(store, entry.key)) for entry in store.scan())
         shown = heapq.nsmallest(limit or max(1, num_records), every, key=_place)
     else:
         order = "last_used" if sort is Order.AGE else "num_bytes"
         chosen: Iterable[Entry] = store.scan(order, limit or -1)  # type: ignore[arg-type]
-        shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
+        shown = [_Shown(entry, inspect(store, entry.key)) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
 def _place(found: _Shown) -> tuple[bytes, int]:
-    """Unreadable records come first: they are what one looks for."""
+    """Unreadable records come first: they are the ones to look for."""
     if isinstance(found.record, MissReason):
         return b"", 0
     return found.namespace, found.record.first_token
@@ -98,16 +97,15 @@ def _show_records(
     shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
 ) -> None:
     value: list[JsonRow] = []
-    for entry, record in shown:
-        row: JsonRow = {**_entry_facts(entry), "model": None}
-        if isinstance(record, MissReason):
-            row["model"] = models.get(entry.namespace)
-            value.append({**row, "error": str(record)})
+    for found in shown:
+        row: JsonRow = {**_entry_facts(found.entry), "model": models.get(found.namespace)}
+        if isinstance(found.record, MissReason):
+            row["error"] = str(found.record)
         else:
-            schema = record.schema
-            row["model"] = models.get(schema.namespace)
-            row |= {"namespace": schema.namespace.hex(), "first_token": record.first_token}
-            value.append({**row, "num_tokens": schema.chunk_tokens})
+            row["namespace"] = found.namespace.hex()
+            row["first_token"] = found.record.first_token
+            row["num_tokens"] = found.record.schema.chunk_tokens
+        value.append(row)
     columns = {
         "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
         "size": "num_bytes", "used": "last_used",
@@ -125,11 +123,7 @@ def _show_records(
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
-    return {
-        "key": entry.key.hex(),
-        "num_bytes": entry.num_bytes,
-        "last_used": entry.last_used,
-    }
+    return {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": entry.last_used}
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
@@ -139,7 +133,7 @@ def _show_removals(removals: list[Removal], json: str | None) -> None:
         for row in value
     ]
     columns = {"key": "key", "size": "num_bytes", "when": "at", "why": "why", "by": "by"}
-    emit(value, json, make_table(columns, rows), f"{len(removals)} records went last")
+    emit(value, json, make_table(columns, rows), f"{len(removals)} records were removed last")
 
 
 def show(
@@ -158,7 +152,7 @@ def show(
 
     def look_at(store: FileStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
-        return entry, inspect(store, entry), check(store, entry)
+        return entry, inspect(store, entry.key), check(store, entry.key)
 
     entry, record, fault = look(url, look_at)
     facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}
@@ -206,11 +200,11 @@ def _components(record: RecordInfo) -> list[JsonRow]:
 
 
 def stat(url: UrlArgument, json: JsonOption = None) -> None:
-    """Show what a store holds by model, its quota, what went lately and why.
+    """Show the records of a store by model, its quota, and recent removals by reason.
 
-    `used_bytes` counts what all processes that share the store have stored or reserved, and what is
-    in quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes`
-    is the host memory for KV, per engine, unless the option of that name says otherwise.
+    `used_bytes` counts the records and reservations of all processes that share the store, and its
+    quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes` is
+    the default host memory for KV of one engine.
 
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
@@ -244,7 +238,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
         tables.append(make_table({**columns, "model": "model"}, rows, title=title))
     if since is not None:
         columns = {"why": "reason", "records": "num_records", "size": "num_bytes"}
-        title = f"went in the last {format_age(since)}"
+        title = f"removed in the last {format_age(since)}"
         tables.append(make_table({**columns, "last": "last_at"}, removed, title=title))
     lists = {"namespaces": list(namespaces), "removed": list(removed), "removed_since": since}
     emit({**facts, **lists}, json, *tables)

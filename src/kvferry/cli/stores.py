@@ -1,5 +1,5 @@
-"""A store and its records as commands look at them: without creating anything or, unless asked to,
-changing anything. Hostile bytes become a reason instead of an error."""
+"""How commands open a store and read its records: they create nothing, and change nothing unless
+asked to. Hostile bytes become a reason instead of an error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from kvferry.config import build_config, parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
-from kvferry.store.base import Entry, Source, Store
+from kvferry.store.base import Entry, Store
+from kvferry.store.checking import verify
 from kvferry.store.url import FileOptions, open_store
+from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
@@ -27,17 +29,15 @@ UrlArgument = Annotated[
 ]
 
 INDEX_SECONDS = 60.0
-"""How long a command waits for a large directory to be listed, where there is no index."""
-
-_WINDOW_BYTES = 1024 * 1024
+"""How long a command waits for the listing of a large directory that has no index."""
 
 _NO_INDEX = "none.sqlite3"
 """A file that no store has."""
 
 
 def look(url: str, question: Callable[[FileStore], T]) -> T:
-    """Answer `question` about the store at `url`, opened read-only: with its index, or from the
-    directory alone if the index turns out to be damaged or stays locked.
+    """Answer `question` about the store at `url`, opened read-only, from its index; from the
+    directory alone if the index is damaged or stays locked.
 
     Raises:
         ConfigError: see `open_existing`.
@@ -66,13 +66,13 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
             f"store URL {url!r}: a memory store ends with its process, so there is nothing to look "
             "at; use file:///absolute/directory"
         )
-    # Before options are changed here: a refusal should show the URL as it was given.
+    # First, so that a refusal shows the URL as it was given.
     given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")
     if writable and given.read_only:
         raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
     options = {**parsed.options, "create": "false", "read_only": str(not writable)}
-    # What a file URL opens; the class itself is not imported here, since that takes its time.
-    # No command asks what the store contains: a million keys need not be kept in memory.
+    # A file URL opens a FileStore, whose import would slow down the help. No command calls
+    # `contains`, so no command needs the keys in memory.
     opened = open_store(str(dataclasses.replace(parsed, options=options)), index=writable)
     store = cast("FileStore", opened)
     until = time.monotonic() + INDEX_SECONDS
@@ -112,38 +112,27 @@ def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, st
     return names
 
 
-def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
-    """Read the header of a value; hostile bytes and a failing medium become a reason."""
-    return _with_source(store, entry, _read_info)
-
-
-def check(store: Store, entry: Entry) -> MissReason | None:
-    """Read all of a value and compare every checksum; None if it is right. Changes nothing."""
-    return _with_source(store, entry, _check)
-
-
-def _with_source(store: Store, entry: Entry, read: Callable[[Source, Entry], T]) -> T | MissReason:
+def inspect(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
+    """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
-        source = store.open_read(entry.key)
+        source = store.open_read(key)
         if source is None:
             return MissReason.ABSENT
         with source:
-            return read(source, entry)
+            head = memoryview(bytearray(min(source.size, 8 + MAX_HEADER_BYTES)))
+            info = parse_head(head[: source.read_into(head, 0)], source.size)
     except StoreError:
         return MissReason.IO_ERROR
-
-
-def _read_info(source: Source, entry: Entry) -> RecordInfo | MissReason:
-    head = memoryview(bytearray(min(source.size, 8 + MAX_HEADER_BYTES)))
-    got = source.read_into(head, 0)
-    info = parse_head(head[:got], source.size)
-    if isinstance(info, RecordInfo) and info.key != entry.key:
+    if isinstance(info, RecordInfo) and info.key != key:
         return MissReason.WRONG_KEY
     return info
 
 
-def _check(source: Source, entry: Entry) -> MissReason | None:
-    # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.store.checking import check_source
-
-    return check_source(source, entry.key, memoryview(bytearray(_WINDOW_BYTES)))
+def check(store: Store, key: ChunkKey) -> MissReason | None:
+    """Compare every checksum of a record in a read-only store; None if it is right."""
+    report = verify(store, [key])
+    if report.bad:
+        return report.bad[0][1]
+    if report.num_unreadable:
+        return MissReason.IO_ERROR
+    return None if report.num_records else MissReason.ABSENT

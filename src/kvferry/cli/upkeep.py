@@ -64,14 +64,11 @@ def verify(
 def gc(
     url: UrlArgument,
     max_bytes: Annotated[
-        str | None,
-        typer.Option("--max-bytes", metavar="SIZE", help="Keep at most this much, e.g. 10GiB."),
+        str | None, typer.Option(metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            "--older-than", metavar="AGE", help="Delete what was not used for this long, e.g. 36h."
-        ),
+        typer.Option(metavar="AGE", help="Delete what was not used for this long, e.g. 36h."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")
@@ -116,13 +113,8 @@ def _estimate(store: FileStore, max_bytes: int | None, not_used_since: float | N
 def choose_victims(
     entries: Iterable[Entry], *, max_bytes: int | None, not_used_since: float | None
 ) -> list[Entry]:
-    """What to delete, least recently used first. Pure.
-
-    Args:
-        entries: everything stored.
-        max_bytes: keep at most this much; None for no bound.
-        not_used_since: delete what was last used before this time, whatever the size.
-    """
+    """What to delete, least recently used first: everything last used before `not_used_since`
+    (seconds since the epoch), then more until at most `max_bytes` are left. Pure."""
     oldest_first = sorted(entries, key=lambda entry: entry.last_used)
     kept_bytes = sum(entry.num_bytes for entry in oldest_first)
     victims = []

@@ -40,7 +40,7 @@ def default_document() -> str:
     """Chapters of the Python reference, which come with every CPython.
 
     Raises:
-        ConfigError: a Python without its `pydoc_data`.
+        ConfigError: this Python has no `pydoc_data`.
     """
     try:
         from pydoc_data.topics import topics
@@ -52,10 +52,10 @@ def default_document() -> str:
 
 
 def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; no hub is asked.
+    """The tokenizer of a model directory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory has no model or no tokenizer.
     """
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
@@ -71,7 +71,7 @@ def make_prompts(
     """One prompt per question: document first, question last, so that they start alike.
 
     Args:
-        tokenizer: of the model that is asked; its chat template is used if it has one.
+        tokenizer: of the model; its chat template is used if it has one.
         text: the document.
         num_tokens: the document is cut to this many tokens.
         questions: at least one.

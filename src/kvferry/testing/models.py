@@ -89,9 +89,6 @@ def make_tiny_model(
         seed: of the weights.
         overrides: config values, for example `num_hidden_layers=2`.
 
-    Returns:
-        `path`.
-
     Raises:
         ConfigError: an unknown architecture.
     """
@@ -105,8 +102,7 @@ def make_tiny_model(
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for name, parameter in sorted(model.named_parameters()):
-                # Larger than the usual initial values: attention that is nearly uniform would
-                # forgive a wrong key.
+                # Larger than the usual initial values: nearly uniform attention hides a wrong key.
                 if parameter.ndim > 1 and "embed" not in name:
                     parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     directory = Path(path)

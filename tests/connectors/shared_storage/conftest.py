@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.testing.host import SimulatedHost, make_groups, make_shared_storage_host
+from kvferry.testing.host import SimulatedHost
+from tests.connectors.shared_storage.hosts import make_groups, make_shared_storage_host
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
 

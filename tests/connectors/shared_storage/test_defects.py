@@ -55,8 +55,9 @@ from kvferry.layout.ops import LAYOUTS, PagedKV
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore
-from kvferry.testing.host import make_groups, prefix_seeds
+from kvferry.testing.host import prefix_seeds
 from kvferry.types import ExtraKeys, GroupShard, MultimodalItem
+from tests.connectors.shared_storage.hosts import make_groups
 
 PROMPT = list(range(41))
 

@@ -13,8 +13,8 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
-from kvferry.testing.host import make_groups
 from kvferry.topology import tensor_parallel_shard
+from tests.connectors.shared_storage.hosts import make_groups
 
 GROUPS = make_groups()
 

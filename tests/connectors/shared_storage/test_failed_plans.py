@@ -25,7 +25,8 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
-from kvferry.testing.host import HostStep, make_groups
+from kvferry.testing.host import HostStep
+from tests.connectors.shared_storage.hosts import make_groups
 from tests.connectors.shared_storage.simulated_device import job_without_a_thread
 
 from .keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, open_store, wait_for

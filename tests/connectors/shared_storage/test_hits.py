@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.keys import ChunkKeys
-from kvferry.testing.host import make_groups, make_shared_storage_host
+from tests.connectors.shared_storage.hosts import make_groups, make_shared_storage_host
 
 SIZES = [
     pytest.param(8, 4, id="block divides chunk"),

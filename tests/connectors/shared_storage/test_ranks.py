@@ -20,7 +20,8 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
 from kvferry.store.base import PutResult
 from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.host import HostStep, make_groups
+from kvferry.testing.host import HostStep
+from tests.connectors.shared_storage.hosts import make_groups
 
 from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
 

@@ -13,10 +13,10 @@ from kvferry.engine import LLM
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
-from kvferry.testing.host import make_groups
 from kvferry.testing.models import make_tiny_model
 from kvferry.topology import tensor_parallel_shard
 from kvferry.v1.types import KVConnectorRole
+from tests.connectors.shared_storage.hosts import make_groups
 from tests.connectors.shared_storage.test_v1 import make_config
 
 OLD = {"keep_bytes": 0}

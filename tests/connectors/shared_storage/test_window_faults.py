@@ -14,10 +14,11 @@ from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, flip_bit
-from kvferry.testing.host import HostStep, SimulatedHost, make_groups
+from kvferry.testing.host import HostStep, SimulatedHost
 from kvferry.testing.host_tables import HostTable
 from kvferry.types import KVGroup
 from tests.connectors.shared_storage.conftest import record_bytes
+from tests.connectors.shared_storage.hosts import make_groups
 from tests.connectors.shared_storage.windowed import MIXED, Vanishing, group, opened, stored
 
 # -- what is broken -------------------------------------------------------------------------------

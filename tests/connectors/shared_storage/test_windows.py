@@ -408,7 +408,7 @@ def pipeline(
                 layers=tuple(layer - spans[part.group][0] for layer in held),
                 layer_names=tuple(f"{part.group}.{layer}" for layer in held),
             )
-            for part in parts_of_tables(groups, tables)
+            for part in parts_of_tables(tables)
             for held in [[layer for layer in part.layers if layer in range(*spans[part.group])]]
         ]
         shard = RankShard(

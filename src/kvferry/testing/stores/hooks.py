@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Store
+from kvferry.store.base import Buffer, Source, Store
 from kvferry.types import ChunkKey
 
 awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
@@ -33,6 +33,13 @@ def make_value(num_bytes: int = 4097, number: int = 0) -> bytes:
     return random.Random(f"value {number}").randbytes(num_bytes)
 
 
+def open_value(store: Store, number: int = 0) -> Source:
+    """Open a value that must be there."""
+    source = store.open_read(make_key(number))
+    assert source is not None
+    return source
+
+
 def read_value(store: Store, key: ChunkKey) -> bytes | None:
     """The whole value as the API gives it; None if absent."""
     source = store.open_read(key)
@@ -46,8 +53,8 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
 
 
 def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:
-    """Whether the two are equal; asserted so because pytest's own comparison of two long values
-    that differ everywhere takes minutes."""
+    """Whether the two are equal. pytest's own comparison of two long values that differ everywhere
+    takes minutes."""
     return found == expected
 
 
@@ -56,19 +63,17 @@ def wait_until(
 ) -> None:
     """Poll until `condition` holds; fails after `patience` seconds."""
     deadline = time.monotonic() + patience
-    pause = threading.Event()
     while not condition():
         assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
-        pause.wait(0.005)
+        time.sleep(0.005)
 
 
-def run_together(*actions: Callable[[], None]) -> None:
-    """Run `actions` in one thread each, started as close together as threads allow. Raises the
-    first error of any."""
+def run_together(*actions: Callable[[], object]) -> None:
+    """Run `actions` at once, each in a thread of its own, and raise the first error of any."""
     barrier = threading.Barrier(len(actions))
     errors: list[BaseException] = []
 
-    def run(action: Callable[[], None]) -> None:
+    def run(action: Callable[[], object]) -> None:
         barrier.wait(PATIENCE_SECONDS)
         try:
             action()
@@ -86,7 +91,7 @@ def run_together(*actions: Callable[[], None]) -> None:
 
 
 class StoreHooks(ABC):
-    """The part of a conformance test that is the store's own."""
+    """What a conformance test needs to know about one kind of store."""
 
     persistent: ClassVar[bool] = False
     """True if a store made again at the same place holds what the last one held."""
@@ -124,5 +129,5 @@ class StoreHooks(ABC):
         return num_bytes
 
     def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default
-        """Wait until what was stored and touched so far decides what is evicted next, and until
-        counts are up to date. For stores that do such work in batches, behind."""
+        """Wait until everything stored and touched so far counts for the next eviction, and until
+        counts are up to date. For stores that do such work in batches, in the background."""

@@ -33,8 +33,8 @@ class StoreMachine(RuleBasedStateMachine):
     Without a quota the store must equal the dict. With one, values may go, but only in an action
     that needs room for a new value; what goes then leaves the dict, and everything else must stay.
 
-    `vanished_bytes` is what an honest store may still believe to hold: values removed behind its
-    back, and quarantined ones. They count as room that may be needed.
+    `vanished_bytes` is the size of values that were removed behind the store's back or
+    quarantined. A correct store may still count them.
     """
 
     hooks: StoreHooks

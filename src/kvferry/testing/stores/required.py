@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from kvferry.testing.stores.hooks import (
     awkward_sizes,
     make_key,
     make_value,
+    open_value,
     read_value,
     run_together,
     same_bytes,
@@ -50,14 +53,11 @@ class ValueTests(StoreHooks):
 
     def test_buffers_are_joined_whatever_they_are(self, store: Store) -> None:
         value = make_value(3 * 4099)
-        parts: list[Buffer] = [
-            value[i : i + 11] for i in range(0, 4099, 11)
-        ]  # more than IOV_MAX in one call
-        parts += [b"", bytearray(value[4099:8000])]
-        parts += [memoryview(bytearray(value[8000:]))]
-        whole = b"".join(parts)
-        assert store.put(make_key(), [*parts, *[b"x"] * 2000]) is PutResult.STORED
-        assert same_bytes(read_value(store, make_key()), whole + b"x" * 2000)
+        parts: list[Buffer] = [value[at : at + 11] for at in range(0, 4103, 11)]
+        parts += [b"", bytearray(value[4103:8000]), memoryview(bytearray(value[8000:]))]
+        parts += [b"x"] * 2000  # more than IOV_MAX in one call
+        assert store.put(make_key(), parts) is PutResult.STORED
+        assert same_bytes(read_value(store, make_key()), value + b"x" * 2000)
 
     def test_a_buffer_may_be_reused_after_put(self, store: Store) -> None:
         value = make_value(70_001)
@@ -69,9 +69,7 @@ class ValueTests(StoreHooks):
     def test_ranges_are_read_at_any_offset_and_end_where_the_value_ends(self, store: Store) -> None:
         value = make_value(9001)
         store.put(make_key(), [value])
-        source = store.open_read(make_key())
-        assert source is not None
-        with source:
+        with open_value(store) as source:
             assert source.size == len(value)
             for offset, length in [(0, 9001), (1, 1), (4095, 2), (4096, 4096), (8999, 2)]:
                 buffer = bytearray(length)
@@ -81,9 +79,7 @@ class ValueTests(StoreHooks):
     def test_reading_past_the_end_returns_what_is_there(self, store: Store) -> None:
         value = make_value(9001)
         store.put(make_key(), [value])
-        source = store.open_read(make_key())
-        assert source is not None
-        with source:
+        with open_value(store) as source:
             buffer = bytearray(b"?" * 100)
             assert source.read_into(memoryview(buffer), 9000) == 1
             assert same_bytes(buffer, value[9000:] + b"?" * 99)
@@ -140,9 +136,7 @@ class ValueTests(StoreHooks):
     def test_an_open_value_stays_readable_when_it_is_deleted(self, store: Store) -> None:
         value = make_value(8193)
         store.put(make_key(), [value])
-        source = store.open_read(make_key())
-        assert source is not None
-        with source:
+        with open_value(store) as source:
             store.delete(make_key())
             buffer = bytearray(8193)
             assert source.read_into(memoryview(buffer), 0) == 8193
@@ -180,11 +174,17 @@ class QuotaTests(StoreHooks):
     """One thread, `max_bytes` set: the quota holds, and makes room by recency without
     evicting more than it must."""
 
-    def _room_for(self, num_values: int) -> int:
-        return num_values * self.charge(SIZE)
+    @contextmanager
+    def _full_store(self, tmp_path: Path) -> Iterator[Store]:
+        """A store that holds values 0, 1 and 2, put in this order, and has room for no other."""
+        with self.make_store(tmp_path, max_bytes=3 * self.charge(SIZE)) as store:
+            for number in range(3):
+                assert store.put(make_key(number), [make_value(SIZE, number)]) is PutResult.STORED
+                self.settle(store)
+            yield store
 
     def test_the_quota_is_never_exceeded(self, tmp_path: Path) -> None:
-        quota = self._room_for(4) + self.charge(1)
+        quota = 4 * self.charge(SIZE) + self.charge(1)
         with self.make_store(tmp_path, max_bytes=quota) as store:
             for number in range(23):
                 value = make_value(1 + (number * 2731) % (2 * SIZE), number)
@@ -196,19 +196,14 @@ class QuotaTests(StoreHooks):
             assert store.stat().max_bytes == quota
 
     def test_the_least_recently_put_goes_first(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(4):
-                self.settle(store)
-                assert store.put(make_key(number), [make_value(SIZE)]) is PutResult.STORED
+        with self._full_store(tmp_path) as store:
+            assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
             assert store.open_read(make_key(0)) is None
             assert not store.contains(make_key(0))
             assert same_bytes(read_value(store, make_key(3)), make_value(SIZE))
 
     def test_a_touched_value_outlives_an_untouched_one(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE)])
-                self.settle(store)
+        with self._full_store(tmp_path) as store:
             store.touch([make_key(0)])
             self.settle(store)
             store.put(make_key(3), [make_value(SIZE)])
@@ -217,10 +212,7 @@ class QuotaTests(StoreHooks):
 
     def test_of_one_touched_chain_the_root_outlives_the_end(self, tmp_path: Path) -> None:
         # A chain without its root is useless; without its end it is only shorter.
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE)])
-                self.settle(store)
+        with self._full_store(tmp_path) as store:
             store.touch(make_key(number) for number in range(3))
             self.settle(store)
             store.put(make_key(3), [make_value(SIZE)])
@@ -228,38 +220,28 @@ class QuotaTests(StoreHooks):
             assert self.peek(store, make_key(2)) is None
 
     def test_reading_does_not_make_recent(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE)])
-                self.settle(store)
+        with self._full_store(tmp_path) as store:
             assert read_value(store, make_key(0)) is not None
             self.settle(store)
             store.put(make_key(3), [make_value(SIZE)])
             assert self.peek(store, make_key(0)) is None
 
     def test_a_value_that_can_never_fit_evicts_nothing(self, tmp_path: Path) -> None:
-        quota = self._room_for(3)
-        with self.make_store(tmp_path, max_bytes=quota) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE, number)])
-            too_large = make_value(quota + 1)
+        with self._full_store(tmp_path) as store:
+            too_large = make_value(3 * self.charge(SIZE) + 1)
             assert store.put(make_key(9), [too_large]) is PutResult.NO_SPACE
             assert store.open_read(make_key(9)) is None
             for number in range(3):
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
 
     def test_an_existing_key_evicts_nothing(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE, number)])
+        with self._full_store(tmp_path) as store:
             assert store.put(make_key(0), [make_value(SIZE)]) is PutResult.EXISTS
             for number in range(3):
                 assert same_bytes(self.peek(store, make_key(number)), make_value(SIZE, number))
 
     def test_deleting_gives_the_space_back(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=self._room_for(3)) as store:
-            for number in range(3):
-                store.put(make_key(number), [make_value(SIZE)])
+        with self._full_store(tmp_path) as store:
             store.delete(make_key(2))
             assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
             for number in (0, 1, 3):
@@ -298,7 +280,7 @@ class RaceTests(StoreHooks):
                 read = functools.partial(read_until_there, store, number)
                 halves = [value[:150_001], value[150_001:]]
                 write = functools.partial(store.put, make_key(number), halves)
-                run_together(read, read, write)  # type: ignore[arg-type]  # result unused
+                run_together(read, read, write)
         assert len(seen) == 2 * ROUNDS
         assert set(seen) == {value}
 
@@ -358,7 +340,7 @@ class RaceTests(StoreHooks):
             assert 0 < sum(value is not None for value in held) <= 5
             assert {value for value in held if value is not None} == {make_value(size)}
             assert store.stat().used_bytes <= quota
-            # What the race did must not have lost room: a full quota's worth fits when it is empty.
+            # The race must not have lost room: what fits the quota fits the empty store.
             for number in range(3 * ROUNDS):
                 store.delete(make_key(number))
             for number in range(5):
@@ -401,12 +383,7 @@ class LifecycleTests(StoreHooks):
 
     def test_close_in_two_threads_is_one(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path)
-        closers = [threading.Thread(target=store.close, daemon=True) for _ in range(3)]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(20)
-        assert not any(closer.is_alive() for closer in closers)
+        run_together(store.close, store.close, store.close)
 
     def test_a_closed_store_answers_every_call(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path)
@@ -441,9 +418,7 @@ class LifecycleTests(StoreHooks):
     def test_a_source_outlives_its_store(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path)
         store.put(make_key(), [make_value()])
-        source = store.open_read(make_key())
-        assert source is not None
-        with source:
+        with open_value(store) as source:
             store.close()
             buffer = bytearray(source.size)
             assert source.read_into(memoryview(buffer), 0) == source.size
