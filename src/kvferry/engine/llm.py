@@ -16,7 +16,6 @@ import torch
 
 from kvferry.config import build_config
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -289,13 +288,14 @@ class LLM:
         """
         self._check_open()
         step = self._scheduler.schedule()
+        work = step.run_step()
         logits: dict[str, torch.Tensor] = {}
 
         def sample(request: Request) -> int:
             return self._generations[request.request_id].sample(logits[request.request_id])
 
         try:
-            rows = self._runner.run(step.run_step())
+            rows = self._runner.run(work)
             wanted = [entry.request.request_id for entry in step.scheduled if entry.wants_logits]
             logits.update(zip(wanted, rows, strict=True))
         except BaseException:
@@ -303,9 +303,7 @@ class LLM:
                 self._scheduler.abort(entry.request.request_id)
             raise
         finally:
-            # Taken, so that no step gets the report of another.
-            output, self._runner.output = self._runner.output, EMPTY_OUTPUT
-            self._scheduler.update(step, output, sample)
+            self._scheduler.update(step, self._runner.output, sample)
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
 
