@@ -8,24 +8,18 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvferry.engine.request import BlockHash, Request
-from kvferry.types import ExtraKeys
 
 NULL_BLOCK = 0
 """Never allocated, so that a slot number of 0 can mean "nowhere"."""
 
 
-def extend_hashes(
-    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys
-) -> None:
+def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
     """Append the hashes of the full blocks of `token_ids` (prompt and generated tokens so far) that
     `hashes` lacks.
 
-    Local to one engine and one process: the identity of stored KV is `kvferry.keys`, not this.
+    The hashes are local to one engine; `kvferry.keys` makes the keys of stored KV.
     """
-    if hashes:
-        parent = hashes[-1].digest
-    else:
-        parent = hashlib.blake2b(repr(extra_keys).encode(), digest_size=16).digest()
+    parent = hashes[-1].digest if hashes else b""
     stop = len(token_ids) // block_size * block_size
     for start in range(len(hashes) * block_size, stop, block_size):
         content = array("q", token_ids[start : start + block_size]).tobytes()
@@ -131,12 +125,9 @@ class BlockPool:
         self._hash_of.clear()
         self._block_of.clear()
 
-    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise AssertionError if the books do not balance; for tests.
-
-        Args:
-            tables: block ids of every holder; if given, counts must be exactly theirs.
-        """
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError if the pool contradicts itself or `tables`, the block ids of every
+        holder; for tests."""
         held = {i for i in range(1, self.num_blocks) if self._ref_counts[i] > 0}
         assert min(self._ref_counts) >= 0, "a block was freed more often than held"
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
@@ -146,8 +137,6 @@ class BlockPool:
         assert len(self._block_of) == len(self._hash_of), "cache maps differ in size"
         for block_id, block_hash in self._hash_of.items():
             assert self._block_of[block_hash.digest] == block_id, "cache maps disagree"
-        if tables is None:
-            return
         counts = [0] * self.num_blocks
         for table in tables:
             for block_id in table:
@@ -215,13 +204,9 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """Offer the blocks that computed tokens fill to the prefix cache."""
         full = request.num_computed_tokens // self.block_size
-        if full <= request.num_cached_blocks:
-            return
-        # Hashes end where whole blocks of tokens end, which is never before computed tokens do.
-        hashes = self._hashes(request)
-        if hashes:
-            for index in range(request.num_cached_blocks, full):
-                self.pool.cache(request.block_ids[index], hashes[index])
+        hashes = self._hashes(request)[:full]
+        for index in range(request.num_cached_blocks, len(hashes)):
+            self.pool.cache(request.block_ids[index], hashes[index])
         request.num_cached_blocks = full
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
@@ -254,8 +239,7 @@ class KVCache:
         self.pool.free(self.take(request))
 
     def _hashes(self, request: Request) -> list[BlockHash]:
-        if not self._prefix_caching or not request.extra_keys.cacheable:
-            return []
-        hashes = request.block_hashes
-        extend_hashes(hashes, request.all_token_ids, self.block_size, request.extra_keys)
-        return hashes
+        """Of all full blocks; none without prefix caching."""
+        if self._prefix_caching:
+            extend_hashes(request.block_hashes, request.all_token_ids, self.block_size)
+        return request.block_hashes

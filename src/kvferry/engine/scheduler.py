@@ -17,7 +17,7 @@ from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutpu
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool, KVCache
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request, RequestStatus
+from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
@@ -60,6 +60,12 @@ class Scheduler:
     Requests run first come, first served, and the last to come is the first to be preempted. The
     order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
 
+    A request is in one place, which says what blocks it owns:
+        waiting   none; or, at the head of the queue, those that its async load filled
+        loading   those that its async load fills
+        running   those of all its computed tokens
+        finished  none: `_lent` has those that the connector still uses
+
     Guarantees: `request_finished` is called once per request; no request gets blocks that a
     connector may still touch; ids of no load or save under way, repeated ones included, are counted
     as `unknown_report` and ignored; no request waits for the connector beyond the deadline.
@@ -91,9 +97,10 @@ class Scheduler:
         self._observer = observer or Observer()
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()  # LOADED ones first
-        self._running: list[Request] = []
-        self._loading: dict[str, float] = {}  # async loads under way, and their deadlines
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, Request] = {}  # in the order of admission
+        self._loading: dict[str, float] = {}  # deadlines of async loads
+        self._asking: dict[str, float] = {}  # deadlines of look-ups answered by "ask again"
         self._lent: dict[tuple[str, _LentFor], _Loan] = {}
         self._finished_ids: set[str] = set()  # since the last schedule
 
@@ -173,7 +180,7 @@ class Scheduler:
         spoiled = self._spoil(output.invalid_block_ids)
         for entry in step.scheduled:
             request = entry.request
-            if request.status is not RequestStatus.RUNNING or request.request_id in spoiled:
+            if request.request_id not in self._running or request.request_id in spoiled:
                 continue
             request.num_computed_tokens += entry.num_scheduled_tokens
             self._kv.commit(request)
@@ -193,15 +200,14 @@ class Scheduler:
     # ---- running requests
 
     def _schedule_running(self, step: EngineStep) -> None:
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            request = self._running[index]
-            remaining = request.num_tokens - request.num_computed_tokens
-            num_tokens = min(remaining, step.budget)
+        for request in list(self._running.values()):
+            # The last ones may just have lost their blocks to one before them.
+            if step.budget == 0 or request.request_id not in self._running:
+                break
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
             if not self._make_room(request, request.num_computed_tokens + num_tokens, step):
                 break
             step.add(request, num_tokens)
-            index += 1
 
     def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
         """Grow a running request, at the cost of the last that came; False if that is itself."""
@@ -216,25 +222,25 @@ class Scheduler:
         return True
 
     def _last_holder(self) -> Request:
-        """Who is preempted next. What was loaded and has not run since is the cheapest to lose."""
-        loaded = [request for request in self._waiting if request.status is RequestStatus.LOADED]
-        return loaded[-1] if loaded else self._running[-1]
+        """The next to be preempted. A request that has not run since its load is the cheapest."""
+        loaded = self._loaded()
+        return loaded[-1] if loaded else next(reversed(self._running.values()))
+
+    def _loaded(self) -> list[Request]:
+        """Requests whose async load has ended and that wait for tokens."""
+        return [request for request in self._waiting if request.block_ids]
 
     def _preempt(self, request: Request, step: EngineStep) -> None:
         self._observer.count("preempted")
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        else:
+        if self._running.pop(request.request_id, None) is None:
             self._waiting.remove(request)
         self._kv.release(request)
-        request.status = RequestStatus.PREEMPTED
         step.preempted_request_ids.add(request.request_id)
         self._queue_first(request)
 
     def _queue_first(self, request: Request) -> None:
         """Put a request at the head of the queue, but behind those that hold blocks."""
-        held = sum(1 for other in self._waiting if other.status is RequestStatus.LOADED)
-        self._waiting.insert(0 if request.status is RequestStatus.LOADED else held, request)
+        self._waiting.insert(0 if request.block_ids else len(self._loaded()), request)
 
     # ---- waiting requests
 
@@ -255,7 +261,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(skipped))
 
     def _admit(self, request: Request, step: EngineStep) -> _Admission:
-        if request.status is RequestStatus.LOADED:
+        if request.block_ids:
             return self._admit_loaded(request, step)
         hit = self._kv.local_hit(request)
         num_local = len(hit) * self._config.block_size
@@ -272,7 +278,6 @@ class Scheduler:
             request.hit = Hit(num_local, num_external)
         self._role.update_after_alloc(request, (request.block_ids,), num_external)
         if is_async:
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
             self._loading[request.request_id] = self._deadline()
         else:
             self._run(request, num_tokens, step)
@@ -288,20 +293,16 @@ class Scheduler:
             return MISS
         result = self._role.lookup(request, num_local_tokens)
         if result.num_tokens is not None:
-            request.asked_since = None
+            self._asking.pop(request.request_id, None)
             return result
-        now = self._clock()
-        if request.asked_since is None:
-            request.asked_since = now
-        if now - request.asked_since < self._config.load_deadline_seconds:
+        if self._clock() < self._asking.setdefault(request.request_id, self._deadline()):
             return ASK_AGAIN
         self._observer.count("lookup_deadline")
         request.num_failed_loads = MAX_FAILED_LOADS
         return MISS
 
     def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
-        remaining = request.num_tokens - request.num_computed_tokens
-        num_tokens = min(remaining, step.budget)
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
             return _Admission.NO_ROOM
         # Nothing is left to load: the second call of an async load.
@@ -310,18 +311,13 @@ class Scheduler:
         return _Admission.ADMITTED
 
     def _run(self, request: Request, num_tokens: int, step: EngineStep) -> None:
-        request.status = RequestStatus.RUNNING
-        self._running.append(request)
+        self._running[request.request_id] = request
         step.add(request, num_tokens)
 
     def _unblock(self, request: Request, step: EngineStep) -> None:
         """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
         others that were loaded, or, if a connector never gave blocks back, end the request."""
-        holders = [
-            other
-            for other in self._waiting
-            if other.status is RequestStatus.LOADED and other is not request
-        ]
+        holders = [other for other in self._loaded() if other is not request]
         if holders:
             self._preempt(holders[-1], step)
         elif not self._awaits_lent_blocks():
@@ -366,13 +362,11 @@ class Scheduler:
         request = self._requests[request_id]
         if request.num_computed_tokens == 0:
             self._kv.release(request)
-            request.status = RequestStatus.WAITING
             request.hit = None
         else:
             # All of it may have been loaded; the last token is computed, for its logits.
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             self._kv.commit(request)
-            request.status = RequestStatus.LOADED
         self._queue_first(request)
 
     def _abandon_overdue_loads(self) -> None:
@@ -386,7 +380,6 @@ class Scheduler:
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
-            request.status = RequestStatus.WAITING
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -412,11 +405,9 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
         deadline = self._loading.pop(request_id, None)
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif deadline is None:
+        if self._running.pop(request_id, None) is None and deadline is None:
             self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
+        self._asking.pop(request_id, None)
         del self._requests[request_id]
         self._finished_ids.add(request_id)
         num_blocks = self._kv.num_blocks_for(request.num_computed_tokens)
@@ -431,21 +422,16 @@ class Scheduler:
             self._kv.release(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
+        """Raise AssertionError if blocks and queues contradict each other; for tests."""
         tables = [request.block_ids for request in self._requests.values()]
         self._kv.pool.check_integrity([*tables, *self._lent_tables()])
-        loading = [self._requests[request_id] for request_id in self._loading]
-        queued = [*self._waiting, *self._running, *loading]
-        ids = sorted(request.request_id for request in queued)
-        assert ids == sorted(self._requests), "a request is in no queue, or in two"
-        for request in queued:
-            status, num_blocks = request.status, len(request.block_ids)
-            assert (status is RequestStatus.RUNNING) == (request in self._running), f"{request!r}"
-            assert (status is RequestStatus.WAITING_FOR_REMOTE_KV) == (request in loading)
-            assert status is not RequestStatus.FINISHED, f"{request!r} is still in a queue"
-            if status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                assert num_blocks == 0, f"{request!r} waits, yet holds blocks"
+        ids = [*(request.request_id for request in self._waiting), *self._running, *self._loading]
+        assert sorted(ids) == sorted(self._requests), "a request is in no queue, or in two"
+        assert all(self._requests[request_id].block_ids for request_id in self._running)
+        loaded = self._loaded()
+        assert loaded == list(self._waiting)[: len(loaded)], "a loaded request is not at the head"
+        for request in self._waiting:
+            if request not in loaded:
                 assert request.num_computed_tokens == 0, f"{request!r} has KV without blocks"
-            elif request not in loading:
-                assert num_blocks > 0, f"{request!r} holds no blocks"
-                assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"
+        for request in [*loaded, *self._running.values()]:
+            assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"
