@@ -22,7 +22,7 @@ from kvferry.engine.paged_attention import (
     ATTENTION_NAME,
     AttentionCall,
     AttentionContext,
-    attention,
+    causal_attention,
     register_attention,
 )
 from kvferry.engine.tensor_parallel import RankGroup, split_layers
@@ -89,7 +89,7 @@ class Probe:
             for name, argument in rest.items()
             if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
         }
-        return attention(query, key, value, scores, is_causal=True).transpose(1, 2)
+        return causal_attention(query, key, value, scores).transpose(1, 2)
 
     def check(self, geometry: ModelGeometry, model_dir: Path) -> None:
         """Refuse what was seen if it is not plain attention of the expected shape."""
