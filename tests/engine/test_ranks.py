@@ -11,7 +11,7 @@ import torch
 
 from kvferry.engine import SamplingParams
 from kvferry.engine.rank_process import report_failure
-from kvferry.engine.ranks import Channel, Ranks
+from kvferry.engine.ranks import Channel
 from kvferry.errors import ConfigError, RankError, StoreError
 from kvferry.observe import Counters
 from tests.engine.rank_threads import RankThread, ThreadedLLM
@@ -122,9 +122,7 @@ class BrokenRank(FailingRank):
 )
 def test_a_rank_that_cannot_start_is_named(model_dir, launch, error, reason):
     class Engine(ThreadedLLM):
-        def _start_ranks(self, model, engine, num_blocks, choice):
-            args = (model.model_dir, engine, num_blocks, choice, self._observer)
-            return Ranks(*args, launch=launch)
+        _launch = launch
 
     with pytest.raises(error, match=reason):
         Engine(model_dir(), tensor_parallel_size=2)

@@ -121,9 +121,6 @@ def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> Engi
     )
 
 
-_NOTHING = Plan()
-
-
 class NoScheduler(SchedulerRole):
     """Answers every look-up with a miss."""
 
@@ -136,7 +133,7 @@ class NoScheduler(SchedulerRole):
         pass
 
     def build_plan(self, step: StepView) -> Plan:
-        return _NOTHING
+        return Plan()
 
     def update_output(self, output: WorkerOutput) -> None:
         pass

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -45,24 +45,20 @@ class RankObserver(Observer):
     """Keeps what is counted on this rank until it is sent along with a step. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._durations: list[tuple[str, float]] = []
+        self._counts: deque[tuple[str, int]] = deque()
+        self._durations: deque[tuple[str, float]] = deque()
 
     def count(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + amount
+        self._counts.append((name, amount))
 
     def observe(self, name: str, seconds: float) -> None:
-        with self._lock:
-            self._durations.append((name, seconds))
+        self._durations.append((name, seconds))
 
     def done(self, output: WorkerOutput) -> StepDone:
-        """The report of a step, with what was counted since the last."""
-        with self._lock:
-            counts, durations = self._counts, self._durations
-            self._counts, self._durations = {}, []
-        return StepDone(output, tuple(counts.items()), tuple(durations))
+        """The report of a step, with all that was counted since the last."""
+        counts = tuple(self._counts.popleft() for _ in range(len(self._counts)))
+        durations = tuple(self._durations.popleft() for _ in range(len(self._durations)))
+        return StepDone(output, counts, durations)
 
 
 class RankProcess:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,25 +105,18 @@ class Channel:
         self._socket.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Load this model.
-
-    Attributes:
-        rank: of the process that reads this.
-        model_dir: of the model.
-        engine: options, the same for all ranks.
-        num_blocks: of the KV pool, the same for all ranks.
-        connector: None for an engine without a store.
-        rendezvous: where the ranks meet.
-    """
+class Start(NamedTuple):
+    """Load this model. All but `rank` is the same for all ranks."""
 
     rank: int
     model_dir: Path
     engine: EngineConfig
     num_blocks: int
+    """Of the KV pool."""
     connector: ConnectorChoice | None
+    """None for an engine without a store."""
     rendezvous: Path
+    """Where the ranks meet."""
 
 
 class WeightsLoaded(NamedTuple):
@@ -174,8 +166,7 @@ def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
+class _Child(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     channel: Channel
@@ -184,9 +175,8 @@ class _Child:
 class Ranks:
     """The child processes of ranks 1 and up.
 
-    If one of them fails, dies or does not answer, all are ended, and this call and every further
-    one raises a `RankError` that names it: the engine cannot go on, because the state of the others
-    is unknown.
+    If one of them fails, dies or does not answer, all are ended, because the state of the others is
+    unknown. This call and every further one then raises a `RankError` that names the rank.
 
     Runs in: the first rank's process.
     """
@@ -207,17 +197,10 @@ class Ranks:
         self._children: list[_Child] = []
         self._failed: dict[int, Failed] = {}
         self._failure: KVError | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="kvferry-ranks-"))
+        self._rendezvous = Path(tempfile.mkdtemp(prefix="kvferry-ranks-")) / "rendezvous"
         try:
             for rank in range(1, self.size):
-                start = Start(
-                    rank=rank,
-                    model_dir=model_dir,
-                    engine=engine,
-                    num_blocks=num_blocks,
-                    connector=connector,
-                    rendezvous=self._rendezvous,
-                )
+                start = Start(rank, model_dir, engine, num_blocks, connector, self._rendezvous)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._children.append(_Child(rank, launch(theirs), Channel(ours)))
@@ -225,10 +208,6 @@ class Ranks:
         except BaseException:
             self._end(RankError("the engine could not start"))
             raise
-
-    @property
-    def _rendezvous(self) -> Path:
-        return self._directory / "rendezvous"
 
     def connect(self, device: torch.device) -> RankGroup:
         """Wait until all have loaded, then meet them. The caller splits its own model at once:
@@ -269,9 +248,9 @@ class Ranks:
         return outputs
 
     def explain(self, reason: str, *, patience_seconds: float = 0.0) -> KVError:
-        """A step came to nothing: end all ranks. The error names the one that is to blame, if it is
-        found within `patience_seconds`, or else gives `reason`. A `ConfigError` if a rank ended by
-        one, else a `RankError`."""
+        """End all ranks after a step failed, and return the error to raise. It names the rank that
+        is to blame, if that is found within `patience_seconds`, or else gives `reason`. It is a
+        `ConfigError` if that rank ended by one, else a `RankError`."""
         deadline = time.monotonic() + patience_seconds
         while self._failure is None:
             blame = self._blame()
@@ -300,7 +279,7 @@ class Ranks:
             child.channel.close()
             child.process.kill()
             child.process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._rendezvous.parent, ignore_errors=True)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
