@@ -148,10 +148,6 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash.digest]
 
-    def __repr__(self) -> str:
-        held = self.num_usable - self.num_free
-        return f"BlockPool({held} held, {self.num_free} free, {self.num_cached} cached)"
-
 
 class KVCache:
     """Block tables of all requests over one pool, and the local prefix cache between them.

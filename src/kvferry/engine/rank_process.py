@@ -86,7 +86,7 @@ class RankProcess:
             self._say(WeightsLoaded())
             self._expect(Connect)
             size = engine.tensor_parallel_size
-            model.split(RankGroup.connect(start.rank, size, start.rendezvous, model.device))
+            model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
             worker = GuardedWorker(half.worker, self._observer)
             runner = ModelRunner(
                 model, worker, engine, num_blocks=start.num_blocks, observer=self._observer

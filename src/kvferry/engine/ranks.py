@@ -219,7 +219,7 @@ class Ranks:
         for child in self._children:
             self._expect(child, WeightsLoaded, LOAD_SECONDS)
         self._send(Connect())
-        return RankGroup.connect(0, self.size, self._rendezvous, device)
+        return RankGroup(0, self.size, self._rendezvous, device)
 
     def expect_ready(self) -> None:
         """Wait until steps may come.

@@ -1,14 +1,14 @@
 """One rank's share of a model, and the sums that join it to the other ranks.
 
-As in Megatron-LM: each rank keeps the rows of the projections that make its heads, and the columns
-of the projection that takes them, whose outputs add up over the ranks; likewise the MLP where its
-shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
+As in Megatron-LM, each rank keeps the rows of the projections that make its heads, and the columns
+of the projection that reads them. Its outputs add up over the ranks. MLPs are split likewise, where
+their shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
 
 The names of a layer's projections say how to split it. `PagedModel.split` checks the result against
 the whole model.
 
-Process groups are made directly and handed around, not through torch's process-wide default group:
-an application may have one of its own, and a process may hold several engines.
+Process groups are made directly. Torch's process-wide default group may belong to the application,
+and a process may hold several engines.
 """
 
 # ruff: noqa: ANN401 - torch's process groups and Transformers' modules have no typed surface.
@@ -49,48 +49,39 @@ class RankGroup:
     """One rank's end of a tensor-parallel group.
 
     Runs in: every rank, on the model runner's thread.
-
-    Attributes:
-        rank: in `[0, size)`.
-        size: number of ranks.
     """
 
-    def __init__(self, rank: int, size: int, process_group: Any) -> None:
-        self.rank = rank
-        self.size = size
-        self._process_group = process_group
-
-    @classmethod
-    def connect(
-        cls,
+    def __init__(
+        self,
         rank: int,
         size: int,
         rendezvous: Path,
         device: torch.device,
         *,
         timeout_seconds: float = RANK_TIMEOUT_SECONDS,
-    ) -> RankGroup:
+    ) -> None:
         """Meet the other ranks, all of which call this with the same `rendezvous`.
 
         Args:
             rank: in `[0, size)`.
             size: number of ranks.
             rendezvous: a file that does not exist yet, in a directory of our own.
-            device: where tensors live: NCCL on CUDA, gloo elsewhere.
+            device: of the tensors: NCCL on CUDA, gloo elsewhere.
             timeout_seconds: for this and for every sum.
 
         Raises:
             RankError: the others did not come.
         """
+        self.rank = rank
+        self.size = size
         timeout = timedelta(seconds=timeout_seconds)
         distributed: Any = dist
         try:
             store = distributed.FileStore(str(rendezvous), size)
             store.set_timeout(timeout)
-            group = _process_group(device, store, rank, size, timeout)
+            self._process_group = _process_group(device, store, rank, size, timeout)
         except RuntimeError as error:
             raise RankError(f"rank {rank} of {size} cannot reach the others: {error}") from error
-        return cls(rank, size, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, equal to the bit on all of them; added up in float32. May write
