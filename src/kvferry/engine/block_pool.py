@@ -1,4 +1,4 @@
-"""Which KV blocks are free, held or remembered, and which requests hold them. No tensors."""
+"""Knows which KV blocks are free, held or cached, and which requests hold them. No tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size:
 
 
 class BlockPool:
-    """A fixed number of blocks, reference counted, with a prefix cache over the full ones.
+    """A fixed number of reference-counted blocks, and a prefix cache of the full ones.
 
-    Every block but the null block is either held (count > 0) or free. A cached block stays findable
-    while it is free, until it is needed: free blocks are reused in the order in which they were
-    freed, those without content first.
+    Every block but the null block is either held (count > 0) or free. A free block stays in the
+    cache until it is allocated again. Free blocks are allocated in the order in which they were
+    freed, those that are not cached first.
 
     Not thread-safe; belongs to the scheduler.
     """
@@ -150,11 +150,10 @@ class BlockPool:
 
 
 class KVCache:
-    """Block tables of all requests over one pool, and the local prefix cache between them.
+    """Grows and frees the block tables of requests, and shares cached prefixes between them.
 
-    A block is offered to the prefix cache only when the KV of all its tokens is really there: after
-    the step that computed or loaded it has reported success. So no request shares a block that a
-    failed load left empty.
+    A block enters the prefix cache only after the step that computed or loaded it has reported
+    success, so no request shares a block that a failed load left empty.
 
     Not thread-safe; belongs to the scheduler.
     """
@@ -222,7 +221,8 @@ class KVCache:
         return False
 
     def take(self, request: Request) -> list[int]:
-        """The request lets go of its blocks and computed tokens, the caller now holds them."""
+        """Take the blocks from the request, whose computed tokens are gone; the caller holds them
+        now."""
         block_ids = request.block_ids
         # A new list: views of the last step must not see what happens to the old one.
         request.block_ids = []

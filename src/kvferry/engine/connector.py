@@ -1,4 +1,4 @@
-"""The engine's connector: how it is chosen and made, and the one of an engine without a store."""
+"""Chooses and creates the engine's connector; with roles that do nothing, for no store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which request computes what in the next step, and what a step's outcome means for each.
+"""Decides which requests compute how many tokens in the next step, and updates them after it.
 
-The host side of the connector contract: look-ups, allocations, plans, loads that end well or not,
-blocks that a connector still uses. Decides only; tensors and I/O are elsewhere.
+The host side of the connector contract: look-ups, allocations, plans, loads that succeed or fail,
+blocks that a connector still uses. No tensors and no I/O.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
@@ -24,20 +24,12 @@ from kvferry.observe import Observer
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_LOADS = 3
-"""After so many failed loads a request is not offered a hit again. A connector that keeps promising
-what it cannot bring would otherwise keep the request going round for ever."""
-
-
-class _Admission(Enum):
-    """What became of a waiting request in a scan."""
-
-    ADMITTED = auto()
-    ASK_AGAIN = auto()
-    NO_ROOM = auto()
+"""After so many failed loads the connector is not asked about a request again. A connector that
+never keeps its promises would otherwise keep the request waiting for ever."""
 
 
 class _LentFor(Enum):
-    """Which report gives blocks back that a connector still uses."""
+    """Which report of the connector gives lent blocks back."""
 
     LOAD = "finished_recving"
     SAVE = "finished_sending"
@@ -46,8 +38,8 @@ class _LentFor(Enum):
 class _Loan(NamedTuple):
     """Blocks that no request owns any more but the connector may still read or write.
 
-    An overdue loan is not ended, since the connector might still write: it only stops counting as
-    something to wait for. One request may have a loan of each kind.
+    An overdue loan does not end, since the connector might still write; but no request waits for it
+    any more. One request may have a loan of each kind.
     """
 
     block_ids: list[int]
@@ -87,7 +79,7 @@ class Scheduler:
         Args:
             config: budget, number of requests, block size, deadline.
             pool: the engine's blocks.
-            role: the connector's scheduler role, behind a guard: its answers are taken at its word.
+            role: the connector's scheduler role, behind a guard: its answers are not checked here.
             observer: receives counts.
             clock: seconds, for deadlines.
         """
@@ -132,8 +124,8 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """True while there is a reason to step: requests, ends that workers do not know of,
-        lent blocks that are not overdue, or the connector says so."""
+        """True while there is a reason to step: requests, ended requests that the workers do not
+        know of yet, lent blocks that are not overdue, or work of the connector."""
         return bool(
             self._requests
             or self._finished_ids
@@ -146,7 +138,8 @@ class Scheduler:
         self._kv.pool.reset()
 
     def schedule(self) -> EngineStep:
-        """Decide the next step; its plan is built last, once, also without a token."""
+        """Decide the next step. The connector builds its plan last, also for a step without
+        tokens."""
         step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
@@ -160,13 +153,13 @@ class Scheduler:
     def update(
         self, step: EngineStep, output: WorkerOutput, sample: Callable[[Request], int]
     ) -> None:
-        """Take in what a step brought.
+        """Update requests after a step.
 
         Args:
             step: from the last `schedule`.
             output: of the workers, aggregated.
-            sample: gives the next token of a request whose last token was in the step; not called
-                for requests whose step came to nothing.
+            sample: returns the next token of a request whose last token was in the step; not called
+                for requests that were aborted or whose blocks failed to load.
         """
         # A report cannot be about blocks that are lent only now, as this step ends a request.
         sent = sorted(
@@ -195,7 +188,7 @@ class Scheduler:
         for request_id in sent:
             self._take_back(request_id, _LentFor.SAVE)
         for _ in self._role.take_events():
-            pass  # this engine has no subscribers; what is not drained piles up
+            pass  # this engine has no subscribers, but events that are not drained pile up
 
     # ---- running requests
 
@@ -210,7 +203,8 @@ class Scheduler:
             step.add(request, num_tokens)
 
     def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
-        """Grow a running request, at the cost of the last that came; False if that is itself."""
+        """Grow a running request, if need be by preempting the last to come; False if that is the
+        request itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
             alone = victim is request and len(self._running) == 1
@@ -250,29 +244,32 @@ class Scheduler:
             if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
                 break
             request = self._waiting.popleft()
-            admission = self._admit(request, step)
-            if admission is _Admission.ASK_AGAIN:
-                skipped.append(request)
-            elif admission is _Admission.NO_ROOM:
+            if request.block_ids:
+                has_room = self._admit_loaded(request, step)
+            else:
+                hit = self._kv.local_hit(request)
+                answer = self._ask(request, len(hit) * self._config.block_size)
+                if answer.num_tokens is None:
+                    skipped.append(request)
+                    continue
+                has_room = self._admit(request, hit, answer.num_tokens, answer.is_async, step)
+            if not has_room:
                 self._waiting.appendleft(request)
                 if not self._running and not self._loading:
                     self._unblock(request, step)
                 break
         self._waiting.extendleft(reversed(skipped))
 
-    def _admit(self, request: Request, step: EngineStep) -> _Admission:
-        if request.block_ids:
-            return self._admit_loaded(request, step)
-        hit = self._kv.local_hit(request)
+    def _admit(
+        self, request: Request, hit: list[int], num_external: int, is_async: bool, step: EngineStep
+    ) -> bool:
+        """Begin a request with its local hit and `num_external` tokens of the connector. False if
+        the pool has no room."""
         num_local = len(hit) * self._config.block_size
-        answer = self._ask(request, num_local)
-        num_external, is_async = answer.num_tokens, answer.is_async
-        if num_external is None:
-            return _Admission.ASK_AGAIN
         num_computed = num_local + num_external
         num_tokens = 0 if is_async else min(request.num_tokens - num_computed, step.budget)
         if not self._kv.admit(request, hit, num_computed + num_tokens):
-            return _Admission.NO_ROOM
+            return False
         request.num_computed_tokens = num_computed
         if request.hit is None:
             request.hit = Hit(num_local, num_external)
@@ -281,14 +278,12 @@ class Scheduler:
             self._loading[request.request_id] = self._deadline()
         else:
             self._run(request, num_tokens, step)
-        return _Admission.ADMITTED
+        return True
 
     def _ask(self, request: Request, num_local_tokens: int) -> LookupResult:
-        """What the connector can bring beyond the local hit; `num_tokens` None to ask again.
-
-        A request gets a miss, and the connector is not asked again, once the connector has answered
-        "ask again" for longer than the deadline, or its loads have failed too often.
-        """
+        """The connector's answer to a look-up beyond the local hit. It is a miss, without another
+        question, once the answer has been "ask again" until the deadline, or loads of the request
+        have failed too often."""
         if request.num_failed_loads >= MAX_FAILED_LOADS:
             return MISS
         result = self._role.lookup(request, num_local_tokens)
@@ -301,22 +296,23 @@ class Scheduler:
         request.num_failed_loads = MAX_FAILED_LOADS
         return MISS
 
-    def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
+    def _admit_loaded(self, request: Request, step: EngineStep) -> bool:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
-            return _Admission.NO_ROOM
+            return False
         # Nothing is left to load: the second call of an async load.
         self._role.update_after_alloc(request, (request.block_ids,), 0)
         self._run(request, num_tokens, step)
-        return _Admission.ADMITTED
+        return True
 
     def _run(self, request: Request, num_tokens: int, step: EngineStep) -> None:
         self._running[request.request_id] = request
         step.add(request, num_tokens)
 
     def _unblock(self, request: Request, step: EngineStep) -> None:
-        """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
-        others that were loaded, or, if a connector never gave blocks back, end the request."""
+        """Called when nothing runs or loads, and the first in the queue finds no room. Preempts
+        another request that was loaded; without one, if the connector never gave lent blocks back,
+        the request ends with an error."""
         holders = [other for other in self._loaded() if other is not request]
         if holders:
             self._preempt(holders[-1], step)
@@ -342,7 +338,7 @@ class Scheduler:
             request.limit_hit()
 
     def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
-        """Take back what was computed on blocks whose load failed, for everyone who uses them."""
+        """Reset every request that uses blocks whose load failed to before these blocks."""
         spoiled: set[str] = set()
         if not invalid_block_ids:
             return spoiled
@@ -370,7 +366,7 @@ class Scheduler:
         self._queue_first(request)
 
     def _abandon_overdue_loads(self) -> None:
-        """Let requests go whose load does not end. The blocks stay lent: it may still end."""
+        """Queue requests again whose load is overdue. Its blocks stay lent: it may still end."""
         now = self._clock()
         for request_id in [each for each, deadline in self._loading.items() if deadline <= now]:
             request = self._requests[request_id]
@@ -397,7 +393,7 @@ class Scheduler:
         return [loan.block_ids for loan in self._lent.values()]
 
     def _deadline(self) -> float:
-        """When what the connector begins now is overdue."""
+        """Of what the connector begins now."""
         return self._clock() + self._config.load_deadline_seconds
 
     # ---- the end
@@ -414,7 +410,7 @@ class Scheduler:
         result = self._role.request_finished(request, (request.block_ids[:num_blocks],))
         request.outcome = Outcome(reason, result.params)
         if deadline is not None:
-            # Whatever the role said: the load is reported once, and that report gives them back.
+            # Even without `delay_free`: the load is reported once, and that gives the blocks back.
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), deadline)
         elif result.delay_free:
             self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
