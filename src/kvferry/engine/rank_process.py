@@ -34,7 +34,7 @@ from kvferry.engine.ranks import (
 )
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
-from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
+from kvferry.engine.tensor_parallel import RankGroup, device_of_rank
 from kvferry.errors import ContractError, RankError
 from kvferry.observe import Observer
 
@@ -83,7 +83,7 @@ class RankProcess:
         model = PagedModel(ModelConfig(start.model_dir, engine), device)
         half = create_worker(start.connector, start.rank, self._observer)
         try:
-            self._say(WeightsLoaded())
+            self._channel.send(WeightsLoaded())
             self._expect(Connect)
             size = engine.tensor_parallel_size
             model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
@@ -91,7 +91,7 @@ class RankProcess:
             runner = ModelRunner(
                 model, worker, engine, num_blocks=start.num_blocks, observer=self._observer
             )
-            self._say(Ready())
+            self._channel.send(Ready())
             self._run_steps(runner)
         finally:
             half.worker.close()
@@ -105,16 +105,13 @@ class RankProcess:
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
             runner.run(message)
-            self._say(self._observer.done(runner.output))
+            self._channel.send(self._observer.done(runner.output))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)
         if not isinstance(message, kind):
             raise ContractError(f"{message!r} came instead of {kind.__name__}")
         return message
-
-    def _say(self, message: object) -> None:
-        self._channel.send(message, RANK_TIMEOUT_SECONDS)
 
 
 def report_failure(channel: Channel, run: Callable[[], None]) -> int:
@@ -123,7 +120,7 @@ def report_failure(channel: Channel, run: Callable[[], None]) -> int:
         run()
     except Exception as error:  # the outermost frame of this process
         with contextlib.suppress(RankError):  # it is gone, or has seen enough
-            channel.send(Failed(first_line(error), type(error).__name__), 1.0)
+            channel.send(Failed(first_line(error), type(error).__name__))
         return 1
     return 0
 

@@ -9,7 +9,6 @@ ends.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import shutil
 import socket
 import struct
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,8 +47,6 @@ _DYING_SECONDS = 2.0
 
 _Message = TypeVar("_Message")
 
-_LENGTH = struct.Struct("<Q")
-
 
 class Channel:
     """One end of the socket pair between the first rank's process and a child of it.
@@ -59,20 +57,22 @@ class Channel:
     Not thread-safe; after any error it is of no more use.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, end: socket.socket, *, send_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
+        """Take over `end`; `send_seconds` limits how long `send` waits for a reader."""
+        seconds, rest = divmod(send_seconds, 1.0)
+        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._connection = Connection(end.detach())
 
-    def send(self, message: object, timeout_seconds: float) -> None:
+    def send(self, message: object) -> None:
         """Hand over a message.
 
         Raises:
             RankError: the other end is gone, or does not read.
         """
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            self._socket.settimeout(timeout_seconds)
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
-        except OSError as error:  # TimeoutError is one
+            self._connection.send(message)
+        except OSError as error:
             raise RankError(f"cannot reach the other process: {error}") from error
 
     def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
@@ -80,29 +80,18 @@ class Channel:
 
         Raises:
             TimeoutError: nothing has come yet; may be called again.
-            RankError: the other end is gone, or stopped within a message.
+            RankError: the other end is gone, or closed within a message.
         """
-        self._socket.settimeout(timeout_seconds)
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, may_time_out=True))
-        return pickle.loads(self._exactly(length))
-
-    def _exactly(self, count: int, *, may_time_out: bool = False) -> bytes:
-        received = bytearray()
-        while len(received) < count:
-            try:
-                part = self._socket.recv(min(count - len(received), 1 << 20))
-            except OSError as error:  # TimeoutError is one
-                if isinstance(error, TimeoutError) and may_time_out and not received:
-                    raise
-                raise RankError(f"the other process is gone: {error}") from error
-            if not part:
-                raise RankError("the other process is gone: it closed")
-            received += part
-        return bytes(received)
+        try:
+            if self._connection.poll(timeout_seconds):
+                return self._connection.recv()
+        except (OSError, EOFError) as error:
+            raise RankError(f"the other process is gone: {str(error) or 'it closed'}") from error
+        raise TimeoutError
 
     def close(self) -> None:
         """Idempotent. The other end sees it."""
-        self._socket.close()
+        self._connection.close()
 
 
 class Start(NamedTuple):
@@ -291,7 +280,7 @@ class Ranks:
 
     def _send_to(self, child: _Child, message: object) -> None:
         try:
-            child.channel.send(message, RANK_TIMEOUT_SECONDS)
+            child.channel.send(message)
         except RankError as error:
             reason = f"rank {child.rank}: {error}"
             raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error
