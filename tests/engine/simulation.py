@@ -103,7 +103,7 @@ class Choices:
         return []
 
     def strangers(self) -> frozenset[str]:
-        """Ids that are reported although nobody waits for them."""
+        """Ids that are reported although no request waits for them."""
         return frozenset()
 
 

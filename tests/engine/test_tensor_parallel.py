@@ -105,7 +105,7 @@ def test_heads_that_do_not_divide_are_refused_before_there_are_ranks(model_dir):
 
 
 def test_a_split_that_changes_the_logits_is_refused(model_dir, tmp_path):
-    """An MLP whose gate looks at all of its width at once, which no name tells."""
+    """An MLP whose gate looks at all of its width at once, which no name shows."""
 
     class Normed(torch.nn.SiLU):
         def forward(self, hidden):
@@ -140,7 +140,7 @@ def stores(tmp_path_factory):
 
 
 def children() -> set[int]:
-    """Processes of this one that still exist, dead ones that nobody waited for included."""
+    """Processes of this one that still exist, those that died and were not waited for included."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     return {int(pid) for pid in listed.split()}
 

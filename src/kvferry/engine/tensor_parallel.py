@@ -120,7 +120,7 @@ def _process_group(
 
 
 def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) -> int:
-    """Leave of every layer what this rank computes.
+    """Keep of every layer the part that this rank computes.
 
     Returns:
         The number of attention layers split.
@@ -145,7 +145,7 @@ def _split_attention(
     module: nn.Module, children: dict[str, nn.Module], geometry: ModelGeometry, group: RankGroup
 ) -> None:
     num_heads, num_kv_heads = geometry.num_query_heads, geometry.num_kv_heads
-    mine = _share(num_heads, group)
+    mine = heads_of_rank(num_heads, group.rank, group.size)
     known = {*_PER_QUERY_HEAD, *_PER_KV_HEAD, *_OUTPUTS, *_BEFORE_HEADS}
     for name, child in children.items():
         if not isinstance(child, nn.Linear):
@@ -173,15 +173,11 @@ def _split_attention(
 def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
     size = output.in_features
     if size % group.size or any(each.out_features != size for each in inputs):
-        return  # replicated: right as well, but slower
-    mine = _share(size, group)
+        return  # replicated: correct, but slower
+    mine = heads_of_rank(size, group.rank, group.size)  # heads of size 1
     for each in inputs:
         _keep_rows(each, mine, size)
     _keep_columns(output, mine, size, group)
-
-
-def _share(count: int, group: RankGroup) -> tuple[int, int]:
-    return group.rank * count // group.size, (group.rank + 1) * count // group.size
 
 
 def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
@@ -209,5 +205,5 @@ def _keep_columns(linear: Any, mine: tuple[int, int], count: int, group: RankGro
 
 
 def _frozen(part: torch.Tensor) -> nn.Parameter:
-    """A copy, so that the memory of the whole is let go."""
+    """A copy, so that the memory of the whole is freed."""
     return nn.Parameter(part.detach().clone(), requires_grad=False)

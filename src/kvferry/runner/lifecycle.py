@@ -3,10 +3,9 @@
     begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
 
 A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
-the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error
-goes on. Faults of the worker are not handled here: the caller hands over a `GuardedWorker`
-(`kvferry.contract.guard`) where a fault of the cache must not reach the engine, and the bare role
-where a test wants to see it.
+the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error is
+raised. Faults of the worker are raised as well; a `GuardedWorker` (`kvferry.contract.guard`) keeps
+them from the engine.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class StepLifecycle:
             self.finish(finished_request_ids)
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """A step without tokens. Loads start, saves are flushed and ends are reported as in any
-        other step: an engine that only waits for the cache has nothing but these."""
+        """A step without tokens. It starts loads, saves, and reports like any other step, since an
+        engine that only waits for the cache has no other steps."""
         with self.step(plan, finished_request_ids):
             self._worker.wait(IDLE_WAIT_SECONDS)
         return self.output

@@ -53,8 +53,8 @@ EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
 class KVConnectorModelRunnerMixin:
     """Drives `self.kv_connector` through the steps of a model runner.
 
-    Either wrap each forward in `maybe_get_kv_connector_output` and run steps without tokens by
-    `kv_connector_no_forward`; or call `maybe_setup_kv_connector`, the forward,
+    Either wrap each forward in `maybe_get_kv_connector_output`, and call `kv_connector_no_forward`
+    for steps without tokens; or call `maybe_setup_kv_connector`, the forward,
     `maybe_wait_for_kv_save` and `get_finished_kv_transfers`, which ends the step.
 
     Runs in: worker, on the model runner's thread.
@@ -140,12 +140,7 @@ class KVConnectorModelRunnerMixin:
         self, scheduler_output: StepMessage, vllm_config: object | None = None
     ) -> Any:  # noqa: ANN401 - the host's
         """A step without tokens. Returns the shared `empty_model_runner_output` if the report is
-        empty.
-
-        Args:
-            scheduler_output: the step.
-            vllm_config: not read; hosts pass it.
-        """
+        empty. Hosts pass `vllm_config`, which is not read."""
         with self.maybe_get_kv_connector_output(scheduler_output) as kv_connector_output:
             pass
         if kv_connector_output is None or kv_connector_output.is_empty():
