@@ -7,7 +7,7 @@ import threading
 
 from kvferry.engine import LLM
 from kvferry.engine.rank_process import RankProcess, report_failure
-from kvferry.engine.ranks import Channel, Ranks
+from kvferry.engine.ranks import Channel
 
 
 class RankThread:
@@ -37,6 +37,4 @@ class RankThread:
 class ThreadedLLM(LLM):
     """`LLM` with ranks in threads."""
 
-    def _start_ranks(self, model, engine, num_blocks, choice):
-        args = (model.model_dir, engine, num_blocks, choice, self._observer)
-        return Ranks(*args, launch=RankThread)
+    _launch = RankThread

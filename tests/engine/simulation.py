@@ -23,7 +23,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import Request, RequestStatus
+from kvferry.engine.request import Request
 from kvferry.engine.scheduler import Scheduler
 from kvferry.observe import Counters
 
@@ -103,7 +103,7 @@ class Choices:
         return []
 
     def strangers(self) -> frozenset[str]:
-        """Ids that are reported although nobody waits for them."""
+        """Ids that are reported although no request waits for them."""
         return frozenset()
 
 
@@ -270,11 +270,9 @@ class Simulation:
         output = self._rot(output)
         self._forward(step)
         output = self._collect(output)
-        before = {r.request_id: r.status for r in self.requests.values()}
         self.scheduler.update(step, output, self._sample)
         for request in self.requests.values():
-            if before[request.request_id] is not request.status:
-                self._remember_lent(request)
+            self._remember_lent(request)
         self.check()
         return step
 
@@ -290,7 +288,7 @@ class Simulation:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for request in self.requests.values():
-            if request.status not in (RequestStatus.RUNNING, RequestStatus.LOADED):
+            if request.request_id in self.scheduler._loading:
                 continue
             expected = digests(request.all_token_ids)
             for position in range(request.num_computed_tokens):
@@ -337,7 +335,7 @@ class Simulation:
         in_use = {
             request.block_ids[position // self.block_size]
             for request in self.requests.values()
-            if request.status is RequestStatus.RUNNING
+            if request.request_id in self.scheduler._running
             for position in range(request.num_computed_tokens)
         }
         rotten = self.choices.rotten(sorted(in_use - lent))

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.engine.block_pool import BlockPool, extend_hashes
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 SIZE = 3
 
 
-def chain(*token_ids: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS):
+def chain(*token_ids: int):
     hashes = []
-    extend_hashes(hashes, token_ids, SIZE, extra_keys)
+    extend_hashes(hashes, token_ids, SIZE)
     return hashes
 
 
@@ -29,11 +28,10 @@ def cached(pool: BlockPool, hashes) -> list[int]:
 def test_hashes_cover_full_blocks_and_the_whole_prefix():
     grown = chain(1, 2, 3)
     assert len(grown) == 1
-    extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7], SIZE, NO_EXTRA_KEYS)
+    extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7], SIZE)
     assert grown == chain(1, 2, 3, 4, 5, 6)
     assert chain(1, 2) == []
     assert chain(9, 2, 3, 4, 5, 6)[1] != chain(1, 2, 3, 4, 5, 6)[1]
-    assert chain(1, 2, 3, extra_keys=ExtraKeys(cache_salt="a")) != chain(1, 2, 3)
     # Token ids are of fixed width: no two sequences run together.
     assert chain(1, 256, 3) != chain(257, 0, 3)
 
@@ -101,7 +99,7 @@ def test_integrity_check_sees_a_double_free():
     pool.free([block])
     pool.free([block])
     with pytest.raises(AssertionError, match="freed more often"):
-        pool.check_integrity()
+        pool.check_integrity([])
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -129,7 +129,8 @@ def test_a_restarted_engine_reads_what_the_last_one_computed(model_dir, behaviou
         assert_same(completions, expected)
     for completion, length in zip(completions, LENGTHS, strict=True):
         whole = length if behaviour.get("is_async") else length - 1
-        # While one is told to ask again, another of the batch may compute what both begin with.
+        # While the connector answers "ask again" for one request, another of the batch may compute
+        # their common prefix.
         hit = completion.num_external_tokens + completion.num_cached_tokens
         assert hit == whole // 16 * 16
     assert completions[-1].num_external_tokens >= 64

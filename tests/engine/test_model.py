@@ -19,6 +19,7 @@ from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.paged_attention import AttentionCall, Scores
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
+from kvferry.topology import tensor_parallel_shard
 
 
 def write_config(path, model_type: str, **values):
@@ -188,9 +189,10 @@ def test_layers_of_one_window_are_a_group_and_all_are_in_one_table(model_dir):
 def test_a_latent_is_one_head_that_every_rank_holds(model_dir):
     engine = EngineConfig(tensor_parallel_size=4)
     model = ModelConfig(model_dir("deepseek_v3"), engine)
+    spec = engine_spec(model, engine)
+    (group,) = spec.groups
     for rank in range(4):
-        spec = engine_spec(model, engine, rank)
-        (group,), (shard,) = spec.groups, spec.shard.groups
+        (shard,) = tensor_parallel_shard(spec.groups, rank, 4).groups
         assert (group.num_kv_heads, group.content_size) == (1, 16 + 8)
         assert (shard.heads, shard.writes) == ((0, 1), rank == 0)
 

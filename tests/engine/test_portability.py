@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
     @property
     def hit(self) -> int:
-        """Tokens that a reader of this shape finds of a prompt that somebody stored."""
+        """Tokens that a reader of this shape finds of a stored prompt."""
         whole = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
         return min(whole, NUM_TOKENS - 1) // self.block_size * self.block_size
 

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.engine import SamplingParams
 from kvferry.engine.rank_process import report_failure
-from kvferry.engine.ranks import Channel, Ranks
+from kvferry.engine.ranks import Channel
 from kvferry.errors import ConfigError, RankError, StoreError
 from kvferry.observe import Counters
 from tests.engine.rank_threads import RankThread, ThreadedLLM
@@ -61,7 +61,7 @@ def test_what_one_rank_finds_broken_is_computed_by_all(model_dir, tmp_path):
         assert completions[0].num_external_tokens == 0
         assert llm.drain(10.0)
     assert observer["hook_failed"] == 0
-    # Counted on the second rank, told to the observer of the engine.
+    # Counted on the second rank, reported to the observer of the engine.
     assert observer["records_corrupt"] > 0
 
 
@@ -122,26 +122,24 @@ class BrokenRank(FailingRank):
 )
 def test_a_rank_that_cannot_start_is_named(model_dir, launch, error, reason):
     class Engine(ThreadedLLM):
-        def _start_ranks(self, model, engine, num_blocks, choice):
-            args = (model.model_dir, engine, num_blocks, choice, self._observer)
-            return Ranks(*args, launch=launch)
+        _launch = launch
 
     with pytest.raises(error, match=reason):
         Engine(model_dir(), tensor_parallel_size=2)
 
 
 def test_a_channel_says_when_the_other_end_is_gone_or_only_slow():
-    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours, theirs = (Channel(end, send_seconds=0.05) for end in socket.socketpair())
     with pytest.raises(TimeoutError):
         ours.receive(0.01)
-    theirs.send({"a": b"x" * 100_000}, 5.0)
+    theirs.send({"a": b"x" * 100_000})
     assert ours.receive(5.0) == {"a": b"x" * 100_000}
     with pytest.raises(RankError, match="cannot reach"):
-        ours.send(b"x" * 10_000_000, 0.05)  # nobody reads
+        ours.send(b"x" * 10_000_000)  # the other end does not read
     ours.close()
     theirs.close()
     with pytest.raises(RankError, match="cannot reach"):
-        theirs.send(1, 1.0)
+        theirs.send(1)
 
 
 def test_a_channel_that_is_closed_within_a_message_is_gone():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
-from kvferry.engine.request import FinishReason, RequestStatus
+from kvferry.engine.request import FinishReason
 from kvferry.engine.scheduler import MAX_FAILED_LOADS
 from kvferry.errors import ContractError
 from tests.engine.simulation import Choices, Simulation, reference
@@ -334,7 +334,7 @@ def test_delayed_free_keeps_blocks_until_sent():
     sim = Simulation(choices, prefix_caching=False)
     request = sim.add(prompt(9), max_tokens=1)
     sim.step()
-    assert request.status is RequestStatus.FINISHED
+    assert request.outcome is not None
     assert sim.pool.num_free == sim.pool.num_usable - 3
     for _ in range(3):
         assert sim.scheduler.has_work()
@@ -425,7 +425,7 @@ def test_a_running_request_waits_for_blocks_that_are_about_to_come_back():
     running = sim.add(prompt(13), max_tokens=10)
     for _ in range(8):
         sim.step()
-    assert running.status is RequestStatus.RUNNING
+    assert running.block_ids
     assert running.num_tokens == 17, "stopped at the end of its fourth block"
     sim.abort(loading)
     choices.hold = False

@@ -32,7 +32,7 @@ def on_ranks(size: int, rendezvous: Path, body):
     """Results of `body(group)` on `size` ranks, each a thread."""
 
     def run(rank: int):
-        group = RankGroup.connect(rank, size, rendezvous, torch.device("cpu"), timeout_seconds=20.0)
+        group = RankGroup(rank, size, rendezvous, torch.device("cpu"), timeout_seconds=20.0)
         return body(group)
 
     with ThreadPoolExecutor(size) as threads:
@@ -105,7 +105,7 @@ def test_heads_that_do_not_divide_are_refused_before_there_are_ranks(model_dir):
 
 
 def test_a_split_that_changes_the_logits_is_refused(model_dir, tmp_path):
-    """An MLP whose gate looks at all of its width at once, which no name tells."""
+    """An MLP whose gate looks at all of its width at once, which no name shows."""
 
     class Normed(torch.nn.SiLU):
         def forward(self, hidden):
@@ -127,7 +127,7 @@ def test_a_split_that_changes_the_logits_is_refused(model_dir, tmp_path):
 def test_a_rank_whose_peer_never_comes_gives_up(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2 cannot reach the others"):
-        RankGroup.connect(0, 2, tmp_path / "meet", torch.device("cpu"), timeout_seconds=0.3)
+        RankGroup(0, 2, tmp_path / "meet", torch.device("cpu"), timeout_seconds=0.3)
     assert time.monotonic() - started < 10
 
 
@@ -140,7 +140,7 @@ def stores(tmp_path_factory):
 
 
 def children() -> set[int]:
-    """Processes of this one that still exist, dead ones that nobody waited for included."""
+    """Processes of this one that still exist, those that died and were not waited for included."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     return {int(pid) for pid in listed.split()}
 

@@ -1,4 +1,4 @@
-"""A worker role that writes down what is done to it, and reports what it is told to."""
+"""A worker role that records the calls to it, and reports what the test sets."""
 
 from __future__ import annotations
 

@@ -65,11 +65,10 @@ def test_a13_a_step_without_tokens_runs_every_hook():
 
 def test_a_failed_forward_is_not_saved_but_collected_ended_and_raised():
     run = Run(WorkerOutput(invalid_block_ids=frozenset({3})))
-    step = run.lifecycle.step(Plan(), ids("gone"))
-    with pytest.raises(ZeroDivisionError), step:
+    with pytest.raises(ZeroDivisionError), run.lifecycle.step(Plan(), ids("gone")):
         raise ZeroDivisionError
     assert run.worker.calls == ["begin_step", "start_load", "collect", "end_step"]
-    assert step.output.invalid_block_ids == {3}
+    assert run.lifecycle.output.invalid_block_ids == {3}
     run.step()
     assert run.worker.calls[4:] == NORMAL_STEP
 

@@ -1,4 +1,4 @@
-"""A host small enough to read: runs and dies like vLLM, on KV that tells right from wrong.
+"""A host small enough to read: runs and dies like vLLM, on KV in which wrong content shows.
 
 The KV of a token is a number that depends on the KV of the token before it, so anything wrong in a
 block spreads to all that follows, down to the generated tokens. Freed blocks are overwritten. Where

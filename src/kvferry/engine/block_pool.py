@@ -1,4 +1,4 @@
-"""Which KV blocks are free, held or remembered, and which requests hold them. No tensors."""
+"""Knows which KV blocks are free, held or cached, and which requests hold them. No tensors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvferry.engine.request import BlockHash, Request
-from kvferry.types import ExtraKeys
 
 NULL_BLOCK = 0
 """Never allocated, so that a slot number of 0 can mean "nowhere"."""
 
 
-def extend_hashes(
-    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys
-) -> None:
+def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
     """Append the hashes of the full blocks of `token_ids` (prompt and generated tokens so far) that
     `hashes` lacks.
 
-    Local to one engine and one process: the identity of stored KV is `kvferry.keys`, not this.
+    The hashes are local to one engine; `kvferry.keys` makes the keys of stored KV.
     """
-    if hashes:
-        parent = hashes[-1].digest
-    else:
-        parent = hashlib.blake2b(repr(extra_keys).encode(), digest_size=16).digest()
+    parent = hashes[-1].digest if hashes else b""
     stop = len(token_ids) // block_size * block_size
     for start in range(len(hashes) * block_size, stop, block_size):
         content = array("q", token_ids[start : start + block_size]).tobytes()
@@ -35,11 +29,11 @@ def extend_hashes(
 
 
 class BlockPool:
-    """A fixed number of blocks, reference counted, with a prefix cache over the full ones.
+    """A fixed number of reference-counted blocks, and a prefix cache of the full ones.
 
-    Every block but the null block is either held (count > 0) or free. A cached block stays findable
-    while it is free, until it is needed: free blocks are reused in the order in which they were
-    freed, those without content first.
+    Every block but the null block is either held (count > 0) or free. A free block stays in the
+    cache until it is allocated again. Free blocks are allocated in the order in which they were
+    freed, those that are not cached first.
 
     Not thread-safe; belongs to the scheduler.
     """
@@ -131,12 +125,9 @@ class BlockPool:
         self._hash_of.clear()
         self._block_of.clear()
 
-    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise AssertionError if the books do not balance; for tests.
-
-        Args:
-            tables: block ids of every holder; if given, counts must be exactly theirs.
-        """
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError if the pool contradicts itself or `tables`, the block ids of every
+        holder; for tests."""
         held = {i for i in range(1, self.num_blocks) if self._ref_counts[i] > 0}
         assert min(self._ref_counts) >= 0, "a block was freed more often than held"
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
@@ -146,8 +137,6 @@ class BlockPool:
         assert len(self._block_of) == len(self._hash_of), "cache maps differ in size"
         for block_id, block_hash in self._hash_of.items():
             assert self._block_of[block_hash.digest] == block_id, "cache maps disagree"
-        if tables is None:
-            return
         counts = [0] * self.num_blocks
         for table in tables:
             for block_id in table:
@@ -159,17 +148,12 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash.digest]
 
-    def __repr__(self) -> str:
-        held = self.num_usable - self.num_free
-        return f"BlockPool({held} held, {self.num_free} free, {self.num_cached} cached)"
-
 
 class KVCache:
-    """Block tables of all requests over one pool, and the local prefix cache between them.
+    """Grows and frees the block tables of requests, and shares cached prefixes between them.
 
-    A block is offered to the prefix cache only when the KV of all its tokens is really there: after
-    the step that computed or loaded it has reported success. So no request shares a block that a
-    failed load left empty.
+    A block enters the prefix cache only after the step that computed or loaded it has reported
+    success, so no request shares a block that a failed load left empty.
 
     Not thread-safe; belongs to the scheduler.
     """
@@ -215,13 +199,9 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """Offer the blocks that computed tokens fill to the prefix cache."""
         full = request.num_computed_tokens // self.block_size
-        if full <= request.num_cached_blocks:
-            return
-        # Hashes end where whole blocks of tokens end, which is never before computed tokens do.
-        hashes = self._hashes(request)
-        if hashes:
-            for index in range(request.num_cached_blocks, full):
-                self.pool.cache(request.block_ids[index], hashes[index])
+        hashes = self._hashes(request)[:full]
+        for index in range(request.num_cached_blocks, len(hashes)):
+            self.pool.cache(request.block_ids[index], hashes[index])
         request.num_cached_blocks = full
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
@@ -241,7 +221,8 @@ class KVCache:
         return False
 
     def take(self, request: Request) -> list[int]:
-        """The request lets go of its blocks and computed tokens, the caller now holds them."""
+        """Take the blocks from the request, whose computed tokens are gone; the caller holds them
+        now."""
         block_ids = request.block_ids
         # A new list: views of the last step must not see what happens to the old one.
         request.block_ids = []
@@ -254,8 +235,7 @@ class KVCache:
         self.pool.free(self.take(request))
 
     def _hashes(self, request: Request) -> list[BlockHash]:
-        if not self._prefix_caching or not request.extra_keys.cacheable:
-            return []
-        hashes = request.block_hashes
-        extend_hashes(hashes, request.all_token_ids, self.block_size, request.extra_keys)
-        return hashes
+        """Of all full blocks; none without prefix caching."""
+        if self._prefix_caching:
+            extend_hashes(request.block_hashes, request.all_token_ids, self.block_size)
+        return request.block_hashes

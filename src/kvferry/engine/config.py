@@ -16,6 +16,16 @@ KV_LAYOUTS = {
 """Orders of the KV pool's axes in memory, by name: layer, block, kv head, token, content. The first
 three names are those of vLLM; with "cross_layer" all layers of a block lie together."""
 
+_LEAST = {
+    "block_size": 1,
+    "num_blocks": 2,
+    "kv_cache_bytes": 1,
+    "max_batched_tokens": 1,
+    "max_num_seqs": 1,
+    "tensor_parallel_size": 1,
+    "num_threads": 1,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -28,8 +38,8 @@ class EngineConfig:
             full length, but at most 1 GiB.
         max_batched_tokens: tokens in one step; longer prompts are prefilled in chunks.
         max_num_seqs: requests that run or load at the same time.
-        kv_layout: order of the KV pool's axes in memory, a key of `KV_LAYOUTS`. No part of what is
-            stored.
+        kv_layout: order of the KV pool's axes in memory, a key of `KV_LAYOUTS`. Stored KV does not
+            depend on it.
         dtype: "float32", "bfloat16", "float16", or "auto" for what the model's config says.
         device: torch device of weights and KV; with ranks on "cuda", each has the device of its
             number.
@@ -54,24 +64,15 @@ class EngineConfig:
     load_deadline_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
-            _require(name, getattr(self, name), at_least=1)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be {least} or more")
         if self.kv_layout not in KV_LAYOUTS:
             raise ConfigError(
                 f"kv_layout is {self.kv_layout!r}; it must be one of {', '.join(KV_LAYOUTS)}"
             )
-        if self.num_blocks is not None:
-            _require("num_blocks", self.num_blocks, at_least=2)
-        if self.kv_cache_bytes is not None:
-            _require("kv_cache_bytes", self.kv_cache_bytes, at_least=1)
-        if self.num_threads is not None:
-            _require("num_threads", self.num_threads, at_least=1)
         if not self.load_deadline_seconds > 0:
             raise ConfigError(
                 f"load_deadline_seconds is {self.load_deadline_seconds}; it must be more than 0"
             )
-
-
-def _require(name: str, value: int, *, at_least: int) -> None:
-    if value < at_least:
-        raise ConfigError(f"{name} is {value}; it must be {at_least} or more")

@@ -1,4 +1,4 @@
-"""The engine's connector: how it is chosen and made, and the one of an engine without a store."""
+"""Chooses and creates the engine's connector; with roles that do nothing, for no store."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def create_worker(choice: ConnectorChoice | None, rank: int, observer: Observer)
     return registry.create_worker(choice.name, replace(spec, shard=shard), choice.options, observer)
 
 
-def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> EngineSpec:
-    """What a connector must know of a rank of an engine that runs `model` with these options.
+def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
+    """What the connector on rank 0 must know of an engine that runs `model` with these options.
 
-    Layers of one window are a group. All are in one block table without a window: the engine keeps
-    the KV of every token in every layer, whatever part of it a layer looks at.
+    Layers of one window are a group. All are in one block table without a window, because the
+    engine keeps the KV of every token in every layer.
 
     Raises:
         TopologyError: kv heads that cannot be divided among the ranks.
@@ -116,12 +116,9 @@ def engine_spec(model: ModelConfig, engine: EngineConfig, rank: int = 0) -> Engi
             name=str(model.model_dir),
         ),
         groups=tuple(groups),
-        shard=tensor_parallel_shard(groups, rank, engine.tensor_parallel_size),
+        shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
         tables=tuple(parts),
     )
-
-
-_NOTHING = Plan()
 
 
 class NoScheduler(SchedulerRole):
@@ -136,7 +133,7 @@ class NoScheduler(SchedulerRole):
         pass
 
     def build_plan(self, step: StepView) -> Plan:
-        return _NOTHING
+        return Plan()
 
     def update_output(self, output: WorkerOutput) -> None:
         pass

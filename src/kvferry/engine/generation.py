@@ -1,4 +1,4 @@
-"""What a caller asks for and gets: sampling parameters, tokens, text, times."""
+"""Requests and results as callers see them: sampling parameters, tokens, text, times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for.
+    """How to complete one prompt.
 
     Attributes:
         max_tokens: tokens to generate at most; fewer where the context or the KV pool ends.
@@ -64,8 +64,8 @@ class TokenLogprobs(NamedTuple):
 class Sampler:
     """Chooses tokens for one request.
 
-    The random numbers of position i depend on the seed and on i alone: neither the batch a step
-    happens to have, nor a preemption, nor a step that had to be repeated changes a sample.
+    The random numbers of position i depend on the seed and on i alone, so neither other requests of
+    the batch nor a preemption nor a repeated step changes a sample.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -141,7 +141,7 @@ class Completion:
         num_external_tokens: prompt tokens beyond these that the connector brought.
         ttft_seconds: from queueing to the first token, None if there is none.
         first_logits: `[vocab]` float32 logits of the first generated position, if asked for.
-        params: what the connector has for the client, mostly None.
+        params: from the connector for the client, mostly None.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The KV pool: its size, its memory, and what of a token's attention it keeps."""
+"""The KV pool: its size, its memory, and what it keeps of each token."""
 
 from __future__ import annotations
 
@@ -73,26 +73,19 @@ def allocate_pool(
 
 
 class KVCodec:
-    """Between what attention layers compute and rows of the pool: keys and values side by side.
+    """Turns the keys and values of attention layers into rows of the pool, side by side, and back.
     One per model."""
 
     def encode(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Rows of the tokens that a layer has just computed: `[1, num_kv_heads, num_tokens,
-        content]`.
-
-        Args:
-            layer_index: the layer's own number.
-            key: `[1, heads, num_tokens, key_size]`, as the layer hands it to attention.
-            value: `[1, heads, num_tokens, value_size]`.
-        """
-        del layer_index
+        content]`. Keys and values as the layer hands them to attention: `[1, heads, num_tokens,
+        size]`."""
         return torch.cat((key, value), dim=-1)
 
     def decode(
         self, layer_index: int, rows: torch.Tensor, key_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as `encode` got them, from rows as it gave them."""
-        del layer_index
         return rows[..., :key_size], rows[..., key_size:]
 
 
@@ -100,8 +93,8 @@ class LatentCodec(KVCodec):
     """Multi-head latent attention: one latent and one rotated key for all heads, expanded to keys
     and values of every head when they are read.
 
-    Layers offer the latent to a Transformers cache before they expand it. This object is handed to
-    the model in place of that cache: it notes what it is offered and keeps nothing.
+    Layers pass the latent to the `update` of a Transformers cache before they expand it. The model
+    gets this object in place of that cache; `encode` hands out what `update` got.
 
     Rows hold the latent, then the rotated key with the two numbers of each rotated pair side by
     side, as vLLM keeps them; Transformers' DeepSeek-V3 has the first numbers of all pairs first.
@@ -129,15 +122,13 @@ class LatentCodec(KVCodec):
         return latent, rotated
 
     def encode(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """See `KVCodec`. What the layer offered, which it did right before."""
-        del key, value
+        """See `KVCodec`. The layer has called `update` just before."""
         return self._offered.pop(layer_index)
 
     def decode(
         self, layer_index: int, rows: torch.Tensor, key_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVCodec`."""
-        del key_size
         layer = self._layers[layer_index]
         latent, rotated = rows[..., : layer.kv_lora_rank], rows[..., layer.kv_lora_rank :]
         if self._pairs_apart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from operator import index
@@ -16,11 +17,10 @@ import torch
 
 from kvferry.config import build_config
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.connector import ConnectorChoice, choose_connector, create_roles
+from kvferry.engine.connector import choose_connector, create_roles
 from kvferry.engine.generation import (
     Completion,
     Generation,
@@ -31,7 +31,7 @@ from kvferry.engine.generation import (
 from kvferry.engine.kv_pool import num_blocks_for
 from kvferry.engine.model import PagedModel, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.ranks import ParallelRunner, Ranks
+from kvferry.engine.ranks import ParallelRunner, Ranks, launch_process
 from kvferry.engine.request import FinishReason, Request
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
@@ -48,8 +48,8 @@ CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
 
 READY_SECONDS = 0.5
-"""How long opening the engine waits for the connector to know what is stored. The first prompts
-find the whole of a small store; a large one goes on filling its index behind them."""
+"""How long opening the engine waits for the connector's index. The first prompts then find
+everything in a small store; the index of a large store goes on filling behind them."""
 
 Prompt = str | Sequence[int]
 
@@ -63,6 +63,8 @@ class LLM:
         >>> with LLM("path/to/model", store="file:///var/cache/kvferry") as llm:  # doctest: +SKIP
         ...     print(llm.generate(["The capital of France is"])[0].text)
     """
+
+    _launch = staticmethod(launch_process)  # replaced by tests
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class LLM:
         choice = None
         if roles is None:
             choice = choose_connector(connector, store, connector_options, model, engine)
-            # Before the weights: a store's index fills while they are read.
+            # Before the weights, so that the store's index fills while they are read.
             roles = create_roles(choice, self._observer)
         self._roles = replace(
             roles,
@@ -114,22 +116,19 @@ class LLM:
         self._ranks: Ranks | None = None
         try:
             if engine.tensor_parallel_size > 1:
-                self._ranks = self._start_ranks(model, engine, num_blocks, choice)
+                self._ranks = Ranks(
+                    model.model_dir,
+                    engine,
+                    num_blocks,
+                    choice,
+                    self._observer,
+                    launch=self._launch,
+                )
             self._load(model, engine, num_blocks)
-            # The index filled while weights were read; of a small model they are read sooner.
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_parts()
             raise
-
-    def _start_ranks(
-        self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        num_blocks: int,
-        choice: ConnectorChoice | None,
-    ) -> Ranks:
-        return Ranks(model.model_dir, engine, num_blocks, choice, self._observer)
 
     def _load(self, model: ModelConfig, engine: EngineConfig, num_blocks: int) -> None:
         if engine.num_threads is not None:
@@ -190,7 +189,9 @@ class LLM:
         finally:
             for generation in generations:
                 self._drop(generation)
-        self._report_ends()
+        # The connector learns of the ends now, and not only when the next request comes.
+        if not self._generations:
+            self._step()
         return [generation.completion() for generation in generations]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -275,27 +276,28 @@ class LLM:
         self._scheduler.add(generation.request)
 
     def _drop(self, generation: Generation) -> None:
-        """The caller wants nothing more of it; aborted if it has not ended."""
+        """Forget a generation, and abort its request if it has not ended."""
         request_id = generation.request.request_id
         self._generations.pop(request_id, None)
         self._scheduler.abort(request_id)
 
     def _step(self) -> None:
-        """One engine step: schedule, run, learn. Without a token to compute it still lets the
-        connector work, then pauses.
+        """One engine step: schedule, run, update. A step without tokens still runs the connector,
+        then pauses.
 
         If the forward raises, the requests of the step are aborted, since the content of their
-        blocks is unknown; the scheduler still gets the connector's report, and the error goes on.
+        blocks is unknown; the scheduler still gets the connector's report, and the error is raised.
         """
         self._check_open()
         step = self._scheduler.schedule()
+        work = step.run_step()
         logits: dict[str, torch.Tensor] = {}
 
         def sample(request: Request) -> int:
             return self._generations[request.request_id].sample(logits[request.request_id])
 
         try:
-            rows = self._runner.run(step.run_step())
+            rows = self._runner.run(work)
             wanted = [entry.request.request_id for entry in step.scheduled if entry.wants_logits]
             logits.update(zip(wanted, rows, strict=True))
         except BaseException:
@@ -303,23 +305,15 @@ class LLM:
                 self._scheduler.abort(entry.request.request_id)
             raise
         finally:
-            # Taken, so that no step gets the report of another.
-            output, self._runner.output = self._runner.output, EMPTY_OUTPUT
-            self._scheduler.update(step, output, sample)
+            self._scheduler.update(step, self._runner.output, sample)
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
-
-    def _report_ends(self) -> None:
-        """One more step if nothing runs, so that the connector learns now what ended, and not only
-        when the next request comes."""
-        if not self._generations:
-            self._step()
 
     # ---- the end
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Let the connector finish what it does behind the engine's back: saves under way become
-        visible, blocks it was lent come back. Call while nothing is generating.
+        """Let the connector finish its background work: saves under way become visible, blocks that
+        it still uses come back. Call while nothing is generating.
 
         Returns:
             True if nothing is left; False if the time ran out before.
@@ -327,9 +321,6 @@ class LLM:
         self._check_open()
         if self._generations:
             raise ContractError("drain is called while requests are running")
-        return self._drain(timeout_seconds)
-
-    def _drain(self, timeout_seconds: float) -> bool:
         deadline = time.monotonic() + timeout_seconds
         while self._scheduler.has_work():
             if time.monotonic() >= deadline:
@@ -345,7 +336,7 @@ class LLM:
         try:
             for generation in list(self._generations.values()):
                 self._drop(generation)
-            if not self._drain(CLOSE_SECONDS):
+            if not self.drain(CLOSE_SECONDS):
                 logger.warning("the connector did not finish within %.0f s", CLOSE_SECONDS)
         except RankError as error:
             logger.warning("closing an engine that cannot run: %s", error)
@@ -354,16 +345,13 @@ class LLM:
             self._close_parts()
 
     def _close_parts(self) -> None:
-        try:
+        with ExitStack() as closing:  # in reverse order
+            closing.callback(self._roles.close_last)
+            closing.callback(self._roles.scheduler.close)
+            closing.callback(self._roles.worker.close)
             # The other ranks first: they would wait for sums of this one.
             if self._ranks is not None:
-                self._ranks.close()
-            self._roles.worker.close()
-        finally:
-            try:
-                self._roles.scheduler.close()
-            finally:
-                self._roles.close_last()
+                closing.callback(self._ranks.close)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -382,7 +370,7 @@ class LLM:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Whole numbers of any kind (NumPy's, torch's) as Python's."""
+    """Python's integers from those of any kind (NumPy's, torch's)."""
     try:
         return [index(token_id) for token_id in prompt]
     except TypeError as error:

@@ -22,7 +22,7 @@ from kvferry.engine.paged_attention import (
     ATTENTION_NAME,
     AttentionCall,
     AttentionContext,
-    attention,
+    causal_attention,
     register_attention,
 )
 from kvferry.engine.tensor_parallel import RankGroup, split_layers
@@ -32,7 +32,7 @@ from kvferry.topology.shards import heads_of_rank
 _HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
 )
-"""What layers pass to attention that changes nothing here: inference, no Transformers cache."""
+"""Arguments of attention without effect in inference without a Transformers cache."""
 
 _UNLOADABLE = (
     OSError,
@@ -44,16 +44,16 @@ _UNLOADABLE = (
     SafetensorError,
     pickle.UnpicklingError,
 )
-"""What Transformers lets through when weight files are damaged or belong to another config."""
+"""Errors of Transformers for weight files that are damaged or belong to another config."""
 
 _UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
-"""What a model raises whose config contradicts itself."""
+"""Errors of a model whose config contradicts itself."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 _LOADING = threading.Lock()
-"""Held while Transformers loads: it patches torch and its own settings for the whole process, so
-that of two models loaded by two threads one can end up without its tied weights."""
+"""Held while Transformers loads. It patches torch and its own settings for the whole process: when
+two threads load models at once, one model can end up without its tied weights."""
 
 _PROBE_TOKENS = 5
 
@@ -63,8 +63,8 @@ wrong split is off by as much as the logits themselves; 16-bit sums in another o
 
 
 class Probe:
-    """Looks at a model's attention, to refuse at load what the engine would serve wrongly. As an
-    attention context it attends among the tokens it gets, causally."""
+    """An attention context that records what a model asks of attention, so that models which the
+    engine would serve wrongly are refused at load. Attends causally among the tokens it gets."""
 
     def __init__(self, codec: KVCodec) -> None:
         self._codec = codec
@@ -89,10 +89,10 @@ class Probe:
             for name, argument in rest.items()
             if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
         }
-        return attention(query, key, value, scores, is_causal=True).transpose(1, 2)
+        return causal_attention(query, key, value, scores).transpose(1, 2)
 
     def check(self, geometry: ModelGeometry, model_dir: Path) -> None:
-        """Refuse what was seen if it is not plain attention of the expected shape."""
+        """Raise ConfigError unless all calls were causal attention of the expected shape."""
         if self._unknown:
             raise ConfigError(
                 f"{model_dir}: its attention uses {', '.join(sorted(self._unknown))}, "
@@ -156,8 +156,8 @@ class PagedModel:
             ) from error
 
     def split(self, group: RankGroup) -> None:
-        """Leave of every layer what this rank computes; from now on every forward meets those of
-        the other ranks. Checked against the whole model, which is gone afterwards.
+        """Keep of every layer the part that this rank computes. Every later forward needs those of
+        the other ranks at the same time. The logits are checked against those of the whole model.
 
         Raises:
             ConfigError: a model that the engine cannot split.
@@ -258,7 +258,7 @@ def _load_weights(config: ModelConfig) -> Any:
             raise ConfigError(
                 f"cannot load the weights in {model_dir}: {first_line(error)}"
             ) from error
-    # Transformers makes up what does not fit or is missing, and only logs it.
+    # Transformers initialises missing and unfitting tensors at random, and only logs it.
     if info["mismatched_keys"]:
         name, stored, configured = min(info["mismatched_keys"])
         raise ConfigError(
@@ -338,8 +338,8 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of Transformers inside, which it draws for every load and save, and none of
-    its reports on weights that do not fit: what matters of them becomes an error of ours."""
+    """Turns off Transformers' progress bars and its reports on weights that do not fit, which
+    become errors of ours."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()

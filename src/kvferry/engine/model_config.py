@@ -1,4 +1,4 @@
-"""What a model directory says of its model, judged before any weight is read."""
+"""Reads and checks the config of a model directory, before any weights are read."""
 
 # ruff: noqa: ANN401 - the configs of Transformers share no typed surface.
 
@@ -30,7 +30,7 @@ _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGeometry:
-    """What the KV pool must know of a model; of the whole of it, whatever a rank holds.
+    """The shape of a whole model's KV, whatever part a rank holds.
 
     Attributes:
         num_query_heads: attention heads.
@@ -67,15 +67,14 @@ class ModelGeometry:
 
 
 class ModelConfig:
-    """The config of a model directory, judged before any weight is read.
+    """The config of a model directory that the engine can serve.
 
     Attributes:
-        model_dir: the directory.
         transformers_config: Transformers' own object.
         geometry: what the KV pool must know of the model.
 
     Raises:
-        ConfigError: not a model directory, or a model this engine cannot serve, and why.
+        ConfigError: not a model directory, or a model that the engine cannot serve.
     """
 
     def __init__(self, model_dir: Path, engine: EngineConfig) -> None:

@@ -1,8 +1,8 @@
 """Attention over paged KV, as one function of Transformers' attention interface.
 
 Transformers calls the registered function in every layer with what the layer computed for the
-tokens of this step; which requests these tokens belong to, and where their KV lives, comes along
-as the keyword argument `kvferry_context` of the model's forward.
+tokens of this step. The keyword argument `kvferry_context` of the model's forward says which
+requests these tokens belong to and where their KV lies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.errors import ConfigError
 ATTENTION_NAME = "kvferry_paged"
 
 MAX_MASK_ELEMENTS = 1 << 24
-"""Long chunks over long prefixes are worked off in tiles whose mask stays below this (64 MiB)."""
+"""Of a mask (64 MiB). Queries whose mask would be larger are computed in tiles."""
 
 
 class Scores(NamedTuple):
@@ -42,34 +42,61 @@ class Scores(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
-def attention(
+def causal_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scores: Scores,
-    mask: torch.Tensor | None = None,
     *,
-    is_causal: bool = False,
+    max_mask_elements: int = MAX_MASK_ELEMENTS,
 ) -> torch.Tensor:
-    """Attention: `[1, num_heads, num_queries, value_dim]`.
+    """Attention of the last tokens of a request: `[1, num_heads, num_queries, value_dim]`.
 
     Args:
         query: `[1, num_heads, num_queries, head_dim]`.
-        key: `[1, num_kv_heads, num_keys, head_dim]`.
+        key: `[1, num_kv_heads, num_keys, head_dim]`: from the first key that any query sees to that
+            of the last query.
         value: `[1, num_kv_heads, num_keys, value_dim]`.
         scores: what is special about the layer.
-        mask: `[num_queries, num_keys]`, added to the scores.
-        is_causal: instead of a mask: query i sees keys 0 to i.
+        max_mask_elements: see `MAX_MASK_ELEMENTS`.
     """
+    num_queries, num_keys, window = query.shape[2], key.shape[2], scores.window
+    offset = num_keys - num_queries
+    if scores.is_plain and offset == 0 and (window is None or num_keys <= window):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=True
+        )
+    if scores.is_plain and num_queries == 1:
+        # One query sees every key: heads that share a kv head stand in for its query axis.
+        grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
+        output = scaled_dot_product_attention(grouped, key, value, scale=scores.scaling)
+        return output.reshape(*query.shape[:3], -1)
+    tile = max(1, max_mask_elements // num_keys)
+    parts = []
+    for start in range(0, num_queries, tile):
+        part = query[:, :, start : start + tile]
+        mask = _mask(offset + start, num_keys, window, part)
+        parts.append(_masked_attention(part, key, value, scores, mask))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _mask(offset: int, num_keys: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
+    """Additive mask `[num_queries, num_keys]`; query i stands at key `offset + i`."""
+    position = torch.arange(offset, offset + query.shape[2], device=query.device)
+    distance = position[:, None] - torch.arange(num_keys, device=query.device)[None, :]
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor
+) -> torch.Tensor:
     if scores.is_plain:
         return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scores.scaling,
-            enable_gqa=True,
+            query, key, value, attn_mask=mask, scale=scores.scaling, enable_gqa=True
         )
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
@@ -77,12 +104,7 @@ def attention(
     weights = query @ key.transpose(2, 3) * scaling
     if scores.softcap is not None:
         weights = torch.tanh(weights / scores.softcap) * scores.softcap
-    if is_causal:
-        hidden = torch.full(weights.shape[2:], float("-inf"), device=weights.device)
-        mask = hidden.triu(1)
-    if mask is not None:
-        weights = weights + mask
-    weights = weights.float()
+    weights = (weights + mask).float()
     if scores.sinks is not None:
         sinks = scores.sinks.float().reshape(1, -1, 1, 1).expand(*weights.shape[:3], 1)
         weights = torch.cat((weights, sinks), dim=-1)
@@ -145,15 +167,14 @@ class PagedAttention:
                 content]`, in any order in memory.
             codec: what the content is.
             layerwise: the connector's layer hooks.
-            max_mask_elements: size of the masks that are made, and of those kept for a step.
+            max_mask_elements: see `MAX_MASK_ELEMENTS`.
         """
         self._kv_caches = kv_caches
         self._codec = codec
         self._layerwise = layerwise
         self._max_mask_elements = max_mask_elements
         self._spans: list[_Span] = []
-        self._slots = (torch.empty(0), torch.empty(0))
-        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._written = (torch.empty(0), torch.empty(0))  # block id and offset of each new token
         self._gathered = torch.empty(0)
 
     def begin_step(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
@@ -164,7 +185,6 @@ class PagedAttention:
         """
         kv_cache = self._kv_caches[0][1]
         self._spans = []
-        self._masks = {}
         positions, block_ids, start = [], [], 0
         for entry in batch:
             first, stop = entry.num_computed_tokens, start + len(entry.token_ids)
@@ -174,8 +194,7 @@ class PagedAttention:
             block_ids.append(table[positions[-1] // kv_cache.shape[2]])
             start = stop
         position = torch.cat(positions)
-        # Block id of every token, and its offset in the block.
-        self._slots = (
+        self._written = (
             torch.cat(block_ids).to(kv_cache.device),
             (position % kv_cache.shape[2]).to(kv_cache.device),
         )
@@ -188,7 +207,7 @@ class PagedAttention:
         name, kv_cache = self._kv_caches[layer_index]
         if self._layerwise is not None:
             self._layerwise.wait_for_layer_load(name)
-        block_ids, offsets = self._slots
+        block_ids, offsets = self._written
         rows = self._codec.encode(layer_index, key, value)
         kv_cache[block_ids, :, offsets] = rows[0].transpose(0, 1)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -198,7 +217,10 @@ class PagedAttention:
             if span.num_computed_tokens > 0:
                 rows = self._gather(kv_cache, span, scores.window)
                 seen = self._codec.decode(layer_index, rows, query.shape[-1])
-            output[:, new] = self._attend_span(query[:, :, new], *seen, scores).transpose(1, 2)
+            attended = causal_attention(
+                query[:, :, new], *seen, scores, max_mask_elements=self._max_mask_elements
+            )
+            output[:, new] = attended.transpose(1, 2)
         if self._layerwise is not None:
             self._layerwise.save_layer(name, kv_cache, self._spans)
         return output
@@ -222,61 +244,15 @@ class PagedAttention:
             blocks = kv_cache.index_select(0, block_table)
             return blocks.transpose(0, 1).reshape(num_heads, -1, content)
         size = num_heads * num_blocks * block_size * content
-        # Kept between calls: fresh memory of this size would be page-faulted in on every call.
+        # Kept between calls: the page faults of fresh memory would double the time of a copy.
         if self._gathered.numel() < size:
             self._gathered = torch.empty(size * 5 // 4, dtype=kv_cache.dtype)
         out = self._gathered[:size].view(num_heads, num_blocks, block_size, content)
-        # Head by head, each block is one run of memory on both sides, which is faster than to index
-        # whole blocks and transpose the result.
+        # Head by head, each block is one run of memory on both sides. That is faster than copying
+        # whole blocks and transposing the result.
         for head in range(num_heads):
             torch.index_select(kv_cache[:, head], 0, block_table, out=out[head])
         return out.view(num_heads, num_blocks * block_size, content)
-
-    def _attend_span(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        """Causal attention of the last tokens of a request to the keys up to the last of them."""
-        num_queries, num_keys, window = query.shape[2], key.shape[2], scores.window
-        offset = num_keys - num_queries
-        if offset == 0 and (window is None or num_keys <= window) and scores.is_plain:
-            return attention(query, key, value, scores, is_causal=True)
-        if num_queries == 1 and scores.is_plain:
-            # One query sees every key: heads that share a kv head stand in for its query axis.
-            grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
-            return attention(grouped, key, value, scores).reshape(*query.shape[:3], -1)
-        tile = max(1, self._max_mask_elements // num_keys)
-        parts = []
-        for start in range(0, num_queries, tile):
-            part = query[:, :, start : start + tile]
-            mask = self._mask(offset + start, part.shape[2], num_keys, window, part)
-            parts.append(attention(part, key, value, scores, mask))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def _mask(
-        self, offset: int, num_queries: int, num_keys: int, window: int | None, like: torch.Tensor
-    ) -> torch.Tensor:
-        """Additive mask `[num_queries, num_keys]`; query i stands at key `offset + i`. All layers
-        of a step ask for the same few, so small sets of them are kept."""
-        wanted = (offset, num_queries, num_keys, window)
-        mask = self._masks.get(wanted)
-        if mask is not None:
-            return mask
-        distance = (
-            torch.arange(num_queries, device=like.device)[:, None]
-            + offset
-            - torch.arange(num_keys, device=like.device)[None, :]
-        )
-        hidden = distance < 0
-        if window is not None:
-            hidden |= distance >= window
-        mask = torch.zeros(num_queries, num_keys, dtype=like.dtype, device=like.device)
-        mask.masked_fill_(hidden, float("-inf"))
-        if (
-            sum(kept.numel() for kept in self._masks.values()) + mask.numel()
-            <= self._max_mask_elements
-        ):
-            self._masks[wanted] = mask
-        return mask
 
 
 def paged_attention(

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ from kvferry.engine.ranks import (
 )
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
-from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup, device_of_rank
+from kvferry.engine.tensor_parallel import RankGroup, device_of_rank
 from kvferry.errors import ContractError, RankError
 from kvferry.observe import Observer
 
@@ -45,24 +45,20 @@ class RankObserver(Observer):
     """Keeps what is counted on this rank until it is sent along with a step. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._durations: list[tuple[str, float]] = []
+        self._counts: deque[tuple[str, int]] = deque()
+        self._durations: deque[tuple[str, float]] = deque()
 
     def count(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + amount
+        self._counts.append((name, amount))
 
     def observe(self, name: str, seconds: float) -> None:
-        with self._lock:
-            self._durations.append((name, seconds))
+        self._durations.append((name, seconds))
 
     def done(self, output: WorkerOutput) -> StepDone:
-        """The report of a step, with what was counted since the last."""
-        with self._lock:
-            counts, durations = self._counts, self._durations
-            self._counts, self._durations = {}, []
-        return StepDone(output, tuple(counts.items()), tuple(durations))
+        """The report of a step, with all that was counted since the last."""
+        counts = tuple(self._counts.popleft() for _ in range(len(self._counts)))
+        durations = tuple(self._durations.popleft() for _ in range(len(self._durations)))
+        return StepDone(output, counts, durations)
 
 
 class RankProcess:
@@ -87,15 +83,15 @@ class RankProcess:
         model = PagedModel(ModelConfig(start.model_dir, engine), device)
         half = create_worker(start.connector, start.rank, self._observer)
         try:
-            self._say(WeightsLoaded())
+            self._channel.send(WeightsLoaded())
             self._expect(Connect)
             size = engine.tensor_parallel_size
-            model.split(RankGroup.connect(start.rank, size, start.rendezvous, model.device))
+            model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
             worker = GuardedWorker(half.worker, self._observer)
             runner = ModelRunner(
                 model, worker, engine, num_blocks=start.num_blocks, observer=self._observer
             )
-            self._say(Ready())
+            self._channel.send(Ready())
             self._run_steps(runner)
         finally:
             half.worker.close()
@@ -109,16 +105,13 @@ class RankProcess:
             if not isinstance(message, RunStep):
                 raise ContractError(f"{message!r} came instead of a step")
             runner.run(message)
-            self._say(self._observer.done(runner.output))
+            self._channel.send(self._observer.done(runner.output))
 
     def _expect(self, kind: type[_Message]) -> _Message:
         message = self._channel.receive(None)
         if not isinstance(message, kind):
             raise ContractError(f"{message!r} came instead of {kind.__name__}")
         return message
-
-    def _say(self, message: object) -> None:
-        self._channel.send(message, RANK_TIMEOUT_SECONDS)
 
 
 def report_failure(channel: Channel, run: Callable[[], None]) -> int:
@@ -127,7 +120,7 @@ def report_failure(channel: Channel, run: Callable[[], None]) -> int:
         run()
     except Exception as error:  # the outermost frame of this process
         with contextlib.suppress(RankError):  # it is gone, or has seen enough
-            channel.send(Failed(first_line(error), type(error).__name__), 1.0)
+            channel.send(Failed(first_line(error), type(error).__name__))
         return 1
     return 0
 

@@ -9,7 +9,6 @@ ends.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import shutil
 import socket
 import struct
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,8 +47,6 @@ _DYING_SECONDS = 2.0
 
 _Message = TypeVar("_Message")
 
-_LENGTH = struct.Struct("<Q")
-
 
 class Channel:
     """One end of the socket pair between the first rank's process and a child of it.
@@ -60,20 +57,22 @@ class Channel:
     Not thread-safe; after any error it is of no more use.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, end: socket.socket, *, send_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
+        """Take over `end`; `send_seconds` limits how long `send` waits for a reader."""
+        seconds, rest = divmod(send_seconds, 1.0)
+        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._connection = Connection(end.detach())
 
-    def send(self, message: object, timeout_seconds: float) -> None:
+    def send(self, message: object) -> None:
         """Hand over a message.
 
         Raises:
             RankError: the other end is gone, or does not read.
         """
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            self._socket.settimeout(timeout_seconds)
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
-        except OSError as error:  # TimeoutError is one
+            self._connection.send(message)
+        except OSError as error:
             raise RankError(f"cannot reach the other process: {error}") from error
 
     def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
@@ -81,50 +80,32 @@ class Channel:
 
         Raises:
             TimeoutError: nothing has come yet; may be called again.
-            RankError: the other end is gone, or stopped within a message.
+            RankError: the other end is gone, or closed within a message.
         """
-        self._socket.settimeout(timeout_seconds)
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, may_time_out=True))
-        return pickle.loads(self._exactly(length))
-
-    def _exactly(self, count: int, *, may_time_out: bool = False) -> bytes:
-        received = bytearray()
-        while len(received) < count:
-            try:
-                part = self._socket.recv(min(count - len(received), 1 << 20))
-            except OSError as error:  # TimeoutError is one
-                if isinstance(error, TimeoutError) and may_time_out and not received:
-                    raise
-                raise RankError(f"the other process is gone: {error}") from error
-            if not part:
-                raise RankError("the other process is gone: it closed")
-            received += part
-        return bytes(received)
+        try:
+            if self._connection.poll(timeout_seconds):
+                return self._connection.recv()
+        except (OSError, EOFError) as error:
+            raise RankError(f"the other process is gone: {str(error) or 'it closed'}") from error
+        raise TimeoutError
 
     def close(self) -> None:
         """Idempotent. The other end sees it."""
-        self._socket.close()
+        self._connection.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Load this model.
-
-    Attributes:
-        rank: of the process that reads this.
-        model_dir: of the model.
-        engine: options, the same for all ranks.
-        num_blocks: of the KV pool, the same for all ranks.
-        connector: None for an engine without a store.
-        rendezvous: where the ranks meet.
-    """
+class Start(NamedTuple):
+    """Load this model. All but `rank` is the same for all ranks."""
 
     rank: int
     model_dir: Path
     engine: EngineConfig
     num_blocks: int
+    """Of the KV pool."""
     connector: ConnectorChoice | None
+    """None for an engine without a store."""
     rendezvous: Path
+    """Where the ranks meet."""
 
 
 class WeightsLoaded(NamedTuple):
@@ -174,8 +155,7 @@ def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
+class _Child(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     channel: Channel
@@ -184,9 +164,8 @@ class _Child:
 class Ranks:
     """The child processes of ranks 1 and up.
 
-    If one of them fails, dies or does not answer, all are ended, and this call and every further
-    one raises a `RankError` that names it: the engine cannot go on, because the state of the others
-    is unknown.
+    If one of them fails, dies or does not answer, all are ended, because the state of the others is
+    unknown. This call and every further one then raises a `RankError` that names the rank.
 
     Runs in: the first rank's process.
     """
@@ -207,17 +186,10 @@ class Ranks:
         self._children: list[_Child] = []
         self._failed: dict[int, Failed] = {}
         self._failure: KVError | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="kvferry-ranks-"))
+        self._rendezvous = Path(tempfile.mkdtemp(prefix="kvferry-ranks-")) / "rendezvous"
         try:
             for rank in range(1, self.size):
-                start = Start(
-                    rank=rank,
-                    model_dir=model_dir,
-                    engine=engine,
-                    num_blocks=num_blocks,
-                    connector=connector,
-                    rendezvous=self._rendezvous,
-                )
+                start = Start(rank, model_dir, engine, num_blocks, connector, self._rendezvous)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._children.append(_Child(rank, launch(theirs), Channel(ours)))
@@ -225,10 +197,6 @@ class Ranks:
         except BaseException:
             self._end(RankError("the engine could not start"))
             raise
-
-    @property
-    def _rendezvous(self) -> Path:
-        return self._directory / "rendezvous"
 
     def connect(self, device: torch.device) -> RankGroup:
         """Wait until all have loaded, then meet them. The caller splits its own model at once:
@@ -240,7 +208,7 @@ class Ranks:
         for child in self._children:
             self._expect(child, WeightsLoaded, LOAD_SECONDS)
         self._send(Connect())
-        return RankGroup.connect(0, self.size, self._rendezvous, device)
+        return RankGroup(0, self.size, self._rendezvous, device)
 
     def expect_ready(self) -> None:
         """Wait until steps may come.
@@ -269,9 +237,9 @@ class Ranks:
         return outputs
 
     def explain(self, reason: str, *, patience_seconds: float = 0.0) -> KVError:
-        """A step came to nothing: end all ranks. The error names the one that is to blame, if it is
-        found within `patience_seconds`, or else gives `reason`. A `ConfigError` if a rank ended by
-        one, else a `RankError`."""
+        """End all ranks after a step failed, and return the error to raise. It names the rank that
+        is to blame, if that is found within `patience_seconds`, or else gives `reason`. It is a
+        `ConfigError` if that rank ended by one, else a `RankError`."""
         deadline = time.monotonic() + patience_seconds
         while self._failure is None:
             blame = self._blame()
@@ -300,7 +268,7 @@ class Ranks:
             child.channel.close()
             child.process.kill()
             child.process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._rendezvous.parent, ignore_errors=True)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -312,7 +280,7 @@ class Ranks:
 
     def _send_to(self, child: _Child, message: object) -> None:
         try:
-            child.channel.send(message, RANK_TIMEOUT_SECONDS)
+            child.channel.send(message)
         except RankError as error:
             reason = f"rank {child.rank}: {error}"
             raise self.explain(reason, patience_seconds=_DYING_SECONDS) from error

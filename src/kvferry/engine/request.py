@@ -8,23 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvferry.contract.messages import Plan
-from kvferry.types import NO_EXTRA_KEYS, BlockTable, ExtraKeys
-
-
-class RequestStatus(StrEnum):
-    """Where a request stands. Block ownership follows it.
-
-    WAITING and PREEMPTED own no blocks. WAITING_FOR_REMOTE_KV owns the blocks an async load writes
-    into; LOADED owns them after it and waits for tokens. RUNNING owns blocks for every computed
-    token. A finished request owns none: what a connector still uses is held by the scheduler.
-    """
-
-    WAITING = "waiting"
-    PREEMPTED = "preempted"
-    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
-    LOADED = "loaded"
-    RUNNING = "running"
-    FINISHED = "finished"
+from kvferry.types import NO_EXTRA_KEYS, BlockTable
 
 
 class FinishReason(StrEnum):
@@ -76,13 +60,13 @@ class Request:
     Attributes:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
-        block_hashes: of its leading full blocks, as far as they were asked for.
-        asked_since: when the connector first answered "ask again" to the look-up that goes on; None
-            without one.
+        block_hashes: of its leading full blocks, as many as the prefix cache has needed.
         num_failed_loads: loads that did not bring all that was promised.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
     """
+
+    extra_keys = NO_EXTRA_KEYS  # the engine serves text alone
 
     def __init__(
         self,
@@ -91,20 +75,16 @@ class Request:
         *,
         max_total_tokens: int,
         stop_token_ids: frozenset[int] = frozenset(),
-        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         self.request_id = request_id
         self.all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.stop_token_ids = stop_token_ids
         self.max_total_tokens = max_total_tokens
-        self.extra_keys = extra_keys
-        self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         self.block_hashes: list[BlockHash] = []
-        self.asked_since: float | None = None
         self.num_failed_loads = 0
         self.hit: Hit | None = None
         self.outcome: Outcome | None = None
@@ -135,8 +115,8 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id}, {self.status}, {self.num_computed_tokens}/"
-            f"{self.num_tokens} tokens, {len(self.block_ids)} blocks)"
+            f"Request({self.request_id}, {self.num_computed_tokens}/{self.num_tokens} tokens, "
+            f"{len(self.block_ids)} blocks)"
         )
 
 

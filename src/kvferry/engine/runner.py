@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
+from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import allocate_pool
@@ -15,7 +15,7 @@ from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import PagedAttention
 from kvferry.engine.request import BatchEntry, RunStep
 from kvferry.observe import Observer
-from kvferry.runner import lifecycle
+from kvferry.runner.lifecycle import StepLifecycle
 
 
 class ModelRunner:
@@ -23,9 +23,6 @@ class ModelRunner:
 
     The pool is one tensor, with the heads that this rank holds; attention and connector see one
     `[num_blocks, num_kv_heads, block_size, content]` view per layer.
-
-    Attributes:
-        output: what the worker reports on the last step, also if its forward raised.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class ModelRunner:
             LayoutError: the worker cannot serve this layout.
         """
         geometry = model.geometry
-        self.output: WorkerOutput = EMPTY_OUTPUT
         self._model = model
         kv_caches = allocate_pool(
             geometry.layer_names,
@@ -53,9 +49,14 @@ class ModelRunner:
             kv_layout=engine.kv_layout,
             device=model.device,
         )
-        self._lifecycle = lifecycle.StepLifecycle(worker, observer=observer)
+        self._lifecycle = StepLifecycle(worker, observer=observer)
         self._attention = PagedAttention(kv_caches, model.codec, self._lifecycle.layerwise)
         worker.register_kv_caches(dict(kv_caches))
+
+    @property
+    def output(self) -> WorkerOutput:
+        """The worker's report on the last step, also if its forward raised."""
+        return self._lifecycle.output
 
     def run(self, step: RunStep) -> torch.Tensor:
         """Run a step: load, compute its tokens if it has any, save.
@@ -64,16 +65,11 @@ class ModelRunner:
             `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
             in order. Those of a request whose load fails in this step are wrong.
         """
-        self.output = EMPTY_OUTPUT
         if not step.batch:
-            self.output = self._lifecycle.no_forward(step.plan, step.finished_request_ids)
+            self._lifecycle.no_forward(step.plan, step.finished_request_ids)
             return torch.empty(0)
-        around = self._lifecycle.step(step.plan, step.finished_request_ids)
-        try:
-            with around:
-                return self._forward(step.batch)
-        finally:
-            self.output = around.output
+        with self._lifecycle.step(step.plan, step.finished_request_ids):
+            return self._forward(step.batch)
 
     def _forward(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
         positions = self._attention.begin_step(batch)

@@ -1,7 +1,7 @@
-"""Which request computes what in the next step, and what a step's outcome means for each.
+"""Decides which requests compute how many tokens in the next step, and updates them after it.
 
-The host side of the connector contract: look-ups, allocations, plans, loads that end well or not,
-blocks that a connector still uses. Decides only; tensors and I/O are elsewhere.
+The host side of the connector contract: look-ups, allocations, plans, loads that succeed or fail,
+blocks that a connector still uses. No tensors and no I/O.
 """
 
 from __future__ import annotations
@@ -10,34 +10,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool, KVCache
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request, RequestStatus
+from kvferry.engine.request import EngineStep, FinishReason, Hit, Outcome, Request
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_LOADS = 3
-"""After so many failed loads a request is not offered a hit again. A connector that keeps promising
-what it cannot bring would otherwise keep the request going round for ever."""
-
-
-class _Admission(Enum):
-    """What became of a waiting request in a scan."""
-
-    ADMITTED = auto()
-    ASK_AGAIN = auto()
-    NO_ROOM = auto()
+"""After so many failed loads the connector is not asked about a request again. A connector that
+never keeps its promises would otherwise keep the request waiting for ever."""
 
 
 class _LentFor(Enum):
-    """Which report gives blocks back that a connector still uses."""
+    """Which report of the connector gives lent blocks back."""
 
     LOAD = "finished_recving"
     SAVE = "finished_sending"
@@ -46,8 +38,8 @@ class _LentFor(Enum):
 class _Loan(NamedTuple):
     """Blocks that no request owns any more but the connector may still read or write.
 
-    An overdue loan is not ended, since the connector might still write: it only stops counting as
-    something to wait for. One request may have a loan of each kind.
+    An overdue loan does not end, since the connector might still write; but no request waits for it
+    any more. One request may have a loan of each kind.
     """
 
     block_ids: list[int]
@@ -59,6 +51,12 @@ class Scheduler:
 
     Requests run first come, first served, and the last to come is the first to be preempted. The
     order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
+
+    A request is in one place, which says what blocks it owns:
+        waiting   none; or, at the head of the queue, those that its async load filled
+        loading   those that its async load fills
+        running   those of all its computed tokens
+        finished  none: `_lent` has those that the connector still uses
 
     Guarantees: `request_finished` is called once per request; no request gets blocks that a
     connector may still touch; ids of no load or save under way, repeated ones included, are counted
@@ -81,7 +79,7 @@ class Scheduler:
         Args:
             config: budget, number of requests, block size, deadline.
             pool: the engine's blocks.
-            role: the connector's scheduler role, behind a guard: its answers are taken at its word.
+            role: the connector's scheduler role, behind a guard: its answers are not checked here.
             observer: receives counts.
             clock: seconds, for deadlines.
         """
@@ -91,9 +89,10 @@ class Scheduler:
         self._observer = observer or Observer()
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()  # LOADED ones first
-        self._running: list[Request] = []
-        self._loading: dict[str, float] = {}  # async loads under way, and their deadlines
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, Request] = {}  # in the order of admission
+        self._loading: dict[str, float] = {}  # deadlines of async loads
+        self._asking: dict[str, float] = {}  # deadlines of look-ups answered by "ask again"
         self._lent: dict[tuple[str, _LentFor], _Loan] = {}
         self._finished_ids: set[str] = set()  # since the last schedule
 
@@ -125,8 +124,8 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """True while there is a reason to step: requests, ends that workers do not know of,
-        lent blocks that are not overdue, or the connector says so."""
+        """True while there is a reason to step: requests, ended requests that the workers do not
+        know of yet, lent blocks that are not overdue, or work of the connector."""
         return bool(
             self._requests
             or self._finished_ids
@@ -139,7 +138,8 @@ class Scheduler:
         self._kv.pool.reset()
 
     def schedule(self) -> EngineStep:
-        """Decide the next step; its plan is built last, once, also without a token."""
+        """Decide the next step. The connector builds its plan last, also for a step without
+        tokens."""
         step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
@@ -153,13 +153,13 @@ class Scheduler:
     def update(
         self, step: EngineStep, output: WorkerOutput, sample: Callable[[Request], int]
     ) -> None:
-        """Take in what a step brought.
+        """Update requests after a step.
 
         Args:
             step: from the last `schedule`.
             output: of the workers, aggregated.
-            sample: gives the next token of a request whose last token was in the step; not called
-                for requests whose step came to nothing.
+            sample: returns the next token of a request whose last token was in the step; not called
+                for requests that were aborted or whose blocks failed to load.
         """
         # A report cannot be about blocks that are lent only now, as this step ends a request.
         sent = sorted(
@@ -173,7 +173,7 @@ class Scheduler:
         spoiled = self._spoil(output.invalid_block_ids)
         for entry in step.scheduled:
             request = entry.request
-            if request.status is not RequestStatus.RUNNING or request.request_id in spoiled:
+            if request.request_id not in self._running or request.request_id in spoiled:
                 continue
             request.num_computed_tokens += entry.num_scheduled_tokens
             self._kv.commit(request)
@@ -188,23 +188,23 @@ class Scheduler:
         for request_id in sent:
             self._take_back(request_id, _LentFor.SAVE)
         for _ in self._role.take_events():
-            pass  # this engine has no subscribers; what is not drained piles up
+            pass  # this engine has no subscribers, but events that are not drained pile up
 
     # ---- running requests
 
     def _schedule_running(self, step: EngineStep) -> None:
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            request = self._running[index]
-            remaining = request.num_tokens - request.num_computed_tokens
-            num_tokens = min(remaining, step.budget)
+        for request in list(self._running.values()):
+            # The last ones may just have lost their blocks to one before them.
+            if step.budget == 0 or request.request_id not in self._running:
+                break
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
             if not self._make_room(request, request.num_computed_tokens + num_tokens, step):
                 break
             step.add(request, num_tokens)
-            index += 1
 
     def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
-        """Grow a running request, at the cost of the last that came; False if that is itself."""
+        """Grow a running request, if need be by preempting the last to come; False if that is the
+        request itself."""
         while not self._kv.grow(request, num_tokens):
             victim = self._last_holder()
             alone = victim is request and len(self._running) == 1
@@ -216,25 +216,25 @@ class Scheduler:
         return True
 
     def _last_holder(self) -> Request:
-        """Who is preempted next. What was loaded and has not run since is the cheapest to lose."""
-        loaded = [request for request in self._waiting if request.status is RequestStatus.LOADED]
-        return loaded[-1] if loaded else self._running[-1]
+        """The next to be preempted. A request that has not run since its load is the cheapest."""
+        loaded = self._loaded()
+        return loaded[-1] if loaded else next(reversed(self._running.values()))
+
+    def _loaded(self) -> list[Request]:
+        """Requests whose async load has ended and that wait for tokens."""
+        return [request for request in self._waiting if request.block_ids]
 
     def _preempt(self, request: Request, step: EngineStep) -> None:
         self._observer.count("preempted")
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        else:
+        if self._running.pop(request.request_id, None) is None:
             self._waiting.remove(request)
         self._kv.release(request)
-        request.status = RequestStatus.PREEMPTED
         step.preempted_request_ids.add(request.request_id)
         self._queue_first(request)
 
     def _queue_first(self, request: Request) -> None:
         """Put a request at the head of the queue, but behind those that hold blocks."""
-        held = sum(1 for other in self._waiting if other.status is RequestStatus.LOADED)
-        self._waiting.insert(0 if request.status is RequestStatus.LOADED else held, request)
+        self._waiting.insert(0 if request.block_ids else len(self._loaded()), request)
 
     # ---- waiting requests
 
@@ -244,84 +244,76 @@ class Scheduler:
             if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
                 break
             request = self._waiting.popleft()
-            admission = self._admit(request, step)
-            if admission is _Admission.ASK_AGAIN:
-                skipped.append(request)
-            elif admission is _Admission.NO_ROOM:
+            if request.block_ids:
+                has_room = self._admit_loaded(request, step)
+            else:
+                hit = self._kv.local_hit(request)
+                answer = self._ask(request, len(hit) * self._config.block_size)
+                if answer.num_tokens is None:
+                    skipped.append(request)
+                    continue
+                has_room = self._admit(request, hit, answer.num_tokens, answer.is_async, step)
+            if not has_room:
                 self._waiting.appendleft(request)
                 if not self._running and not self._loading:
                     self._unblock(request, step)
                 break
         self._waiting.extendleft(reversed(skipped))
 
-    def _admit(self, request: Request, step: EngineStep) -> _Admission:
-        if request.status is RequestStatus.LOADED:
-            return self._admit_loaded(request, step)
-        hit = self._kv.local_hit(request)
+    def _admit(
+        self, request: Request, hit: list[int], num_external: int, is_async: bool, step: EngineStep
+    ) -> bool:
+        """Begin a request with its local hit and `num_external` tokens of the connector. False if
+        the pool has no room."""
         num_local = len(hit) * self._config.block_size
-        answer = self._ask(request, num_local)
-        num_external, is_async = answer.num_tokens, answer.is_async
-        if num_external is None:
-            return _Admission.ASK_AGAIN
         num_computed = num_local + num_external
         num_tokens = 0 if is_async else min(request.num_tokens - num_computed, step.budget)
         if not self._kv.admit(request, hit, num_computed + num_tokens):
-            return _Admission.NO_ROOM
+            return False
         request.num_computed_tokens = num_computed
         if request.hit is None:
             request.hit = Hit(num_local, num_external)
         self._role.update_after_alloc(request, (request.block_ids,), num_external)
         if is_async:
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
             self._loading[request.request_id] = self._deadline()
         else:
             self._run(request, num_tokens, step)
-        return _Admission.ADMITTED
+        return True
 
     def _ask(self, request: Request, num_local_tokens: int) -> LookupResult:
-        """What the connector can bring beyond the local hit; `num_tokens` None to ask again.
-
-        A request gets a miss, and the connector is not asked again, once the connector has answered
-        "ask again" for longer than the deadline, or its loads have failed too often.
-        """
+        """The connector's answer to a look-up beyond the local hit. It is a miss, without another
+        question, once the answer has been "ask again" until the deadline, or loads of the request
+        have failed too often."""
         if request.num_failed_loads >= MAX_FAILED_LOADS:
             return MISS
         result = self._role.lookup(request, num_local_tokens)
         if result.num_tokens is not None:
-            request.asked_since = None
+            self._asking.pop(request.request_id, None)
             return result
-        now = self._clock()
-        if request.asked_since is None:
-            request.asked_since = now
-        if now - request.asked_since < self._config.load_deadline_seconds:
+        if self._clock() < self._asking.setdefault(request.request_id, self._deadline()):
             return ASK_AGAIN
         self._observer.count("lookup_deadline")
         request.num_failed_loads = MAX_FAILED_LOADS
         return MISS
 
-    def _admit_loaded(self, request: Request, step: EngineStep) -> _Admission:
-        remaining = request.num_tokens - request.num_computed_tokens
-        num_tokens = min(remaining, step.budget)
+    def _admit_loaded(self, request: Request, step: EngineStep) -> bool:
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
-            return _Admission.NO_ROOM
+            return False
         # Nothing is left to load: the second call of an async load.
         self._role.update_after_alloc(request, (request.block_ids,), 0)
         self._run(request, num_tokens, step)
-        return _Admission.ADMITTED
+        return True
 
     def _run(self, request: Request, num_tokens: int, step: EngineStep) -> None:
-        request.status = RequestStatus.RUNNING
-        self._running.append(request)
+        self._running[request.request_id] = request
         step.add(request, num_tokens)
 
     def _unblock(self, request: Request, step: EngineStep) -> None:
-        """Nothing runs and nothing loads, yet the first in the queue finds no room: take it from
-        others that were loaded, or, if a connector never gave blocks back, end the request."""
-        holders = [
-            other
-            for other in self._waiting
-            if other.status is RequestStatus.LOADED and other is not request
-        ]
+        """Called when nothing runs or loads, and the first in the queue finds no room. Preempts
+        another request that was loaded; without one, if the connector never gave lent blocks back,
+        the request ends with an error."""
+        holders = [other for other in self._loaded() if other is not request]
         if holders:
             self._preempt(holders[-1], step)
         elif not self._awaits_lent_blocks():
@@ -346,7 +338,7 @@ class Scheduler:
             request.limit_hit()
 
     def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
-        """Take back what was computed on blocks whose load failed, for everyone who uses them."""
+        """Reset every request that uses blocks whose load failed to before these blocks."""
         spoiled: set[str] = set()
         if not invalid_block_ids:
             return spoiled
@@ -366,17 +358,15 @@ class Scheduler:
         request = self._requests[request_id]
         if request.num_computed_tokens == 0:
             self._kv.release(request)
-            request.status = RequestStatus.WAITING
             request.hit = None
         else:
             # All of it may have been loaded; the last token is computed, for its logits.
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             self._kv.commit(request)
-            request.status = RequestStatus.LOADED
         self._queue_first(request)
 
     def _abandon_overdue_loads(self) -> None:
-        """Let requests go whose load does not end. The blocks stay lent: it may still end."""
+        """Queue requests again whose load is overdue. Its blocks stay lent: it may still end."""
         now = self._clock()
         for request_id in [each for each, deadline in self._loading.items() if deadline <= now]:
             request = self._requests[request_id]
@@ -386,7 +376,6 @@ class Scheduler:
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
-            request.status = RequestStatus.WAITING
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -404,7 +393,7 @@ class Scheduler:
         return [loan.block_ids for loan in self._lent.values()]
 
     def _deadline(self) -> float:
-        """When what the connector begins now is overdue."""
+        """Of what the connector begins now."""
         return self._clock() + self._config.load_deadline_seconds
 
     # ---- the end
@@ -412,18 +401,16 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
         deadline = self._loading.pop(request_id, None)
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif deadline is None:
+        if self._running.pop(request_id, None) is None and deadline is None:
             self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
+        self._asking.pop(request_id, None)
         del self._requests[request_id]
         self._finished_ids.add(request_id)
         num_blocks = self._kv.num_blocks_for(request.num_computed_tokens)
         result = self._role.request_finished(request, (request.block_ids[:num_blocks],))
         request.outcome = Outcome(reason, result.params)
         if deadline is not None:
-            # Whatever the role said: the load is reported once, and that report gives them back.
+            # Even without `delay_free`: the load is reported once, and that gives the blocks back.
             self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), deadline)
         elif result.delay_free:
             self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
@@ -431,21 +418,16 @@ class Scheduler:
             self._kv.release(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if blocks, queues and statuses contradict each other; for tests."""
+        """Raise AssertionError if blocks and queues contradict each other; for tests."""
         tables = [request.block_ids for request in self._requests.values()]
         self._kv.pool.check_integrity([*tables, *self._lent_tables()])
-        loading = [self._requests[request_id] for request_id in self._loading]
-        queued = [*self._waiting, *self._running, *loading]
-        ids = sorted(request.request_id for request in queued)
-        assert ids == sorted(self._requests), "a request is in no queue, or in two"
-        for request in queued:
-            status, num_blocks = request.status, len(request.block_ids)
-            assert (status is RequestStatus.RUNNING) == (request in self._running), f"{request!r}"
-            assert (status is RequestStatus.WAITING_FOR_REMOTE_KV) == (request in loading)
-            assert status is not RequestStatus.FINISHED, f"{request!r} is still in a queue"
-            if status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                assert num_blocks == 0, f"{request!r} waits, yet holds blocks"
+        ids = [*(request.request_id for request in self._waiting), *self._running, *self._loading]
+        assert sorted(ids) == sorted(self._requests), "a request is in no queue, or in two"
+        assert all(self._requests[request_id].block_ids for request_id in self._running)
+        loaded = self._loaded()
+        assert loaded == list(self._waiting)[: len(loaded)], "a loaded request is not at the head"
+        for request in self._waiting:
+            if request not in loaded:
                 assert request.num_computed_tokens == 0, f"{request!r} has KV without blocks"
-            elif request not in loading:
-                assert num_blocks > 0, f"{request!r} holds no blocks"
-                assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"
+        for request in [*loaded, *self._running.values()]:
+            assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"

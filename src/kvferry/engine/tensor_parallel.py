@@ -1,14 +1,14 @@
 """One rank's share of a model, and the sums that join it to the other ranks.
 
-As in Megatron-LM: each rank keeps the rows of the projections that make its heads, and the columns
-of the projection that takes them, whose outputs add up over the ranks; likewise the MLP where its
-shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
+As in Megatron-LM, each rank keeps the rows of the projections that make its heads, and the columns
+of the projection that reads them. Its outputs add up over the ranks. MLPs are split likewise, where
+their shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
 
 The names of a layer's projections say how to split it. `PagedModel.split` checks the result against
 the whole model.
 
-Process groups are made directly and handed around, not through torch's process-wide default group:
-an application may have one of its own, and a process may hold several engines.
+Process groups are made directly. Torch's process-wide default group may belong to the application,
+and a process may hold several engines.
 """
 
 # ruff: noqa: ANN401 - torch's process groups and Transformers' modules have no typed surface.
@@ -49,48 +49,39 @@ class RankGroup:
     """One rank's end of a tensor-parallel group.
 
     Runs in: every rank, on the model runner's thread.
-
-    Attributes:
-        rank: in `[0, size)`.
-        size: number of ranks.
     """
 
-    def __init__(self, rank: int, size: int, process_group: Any) -> None:
-        self.rank = rank
-        self.size = size
-        self._process_group = process_group
-
-    @classmethod
-    def connect(
-        cls,
+    def __init__(
+        self,
         rank: int,
         size: int,
         rendezvous: Path,
         device: torch.device,
         *,
         timeout_seconds: float = RANK_TIMEOUT_SECONDS,
-    ) -> RankGroup:
+    ) -> None:
         """Meet the other ranks, all of which call this with the same `rendezvous`.
 
         Args:
             rank: in `[0, size)`.
             size: number of ranks.
             rendezvous: a file that does not exist yet, in a directory of our own.
-            device: where tensors live: NCCL on CUDA, gloo elsewhere.
+            device: of the tensors: NCCL on CUDA, gloo elsewhere.
             timeout_seconds: for this and for every sum.
 
         Raises:
             RankError: the others did not come.
         """
+        self.rank = rank
+        self.size = size
         timeout = timedelta(seconds=timeout_seconds)
         distributed: Any = dist
         try:
             store = distributed.FileStore(str(rendezvous), size)
             store.set_timeout(timeout)
-            group = _process_group(device, store, rank, size, timeout)
+            self._process_group = _process_group(device, store, rank, size, timeout)
         except RuntimeError as error:
             raise RankError(f"rank {rank} of {size} cannot reach the others: {error}") from error
-        return cls(rank, size, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, equal to the bit on all of them; added up in float32. May write
@@ -129,7 +120,7 @@ def _process_group(
 
 
 def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) -> int:
-    """Leave of every layer what this rank computes.
+    """Keep of every layer the part that this rank computes.
 
     Returns:
         The number of attention layers split.
@@ -154,7 +145,7 @@ def _split_attention(
     module: nn.Module, children: dict[str, nn.Module], geometry: ModelGeometry, group: RankGroup
 ) -> None:
     num_heads, num_kv_heads = geometry.num_query_heads, geometry.num_kv_heads
-    mine = _share(num_heads, group)
+    mine = heads_of_rank(num_heads, group.rank, group.size)
     known = {*_PER_QUERY_HEAD, *_PER_KV_HEAD, *_OUTPUTS, *_BEFORE_HEADS}
     for name, child in children.items():
         if not isinstance(child, nn.Linear):
@@ -182,15 +173,11 @@ def _split_attention(
 def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
     size = output.in_features
     if size % group.size or any(each.out_features != size for each in inputs):
-        return  # replicated: right as well, but slower
-    mine = _share(size, group)
+        return  # replicated: correct, but slower
+    mine = heads_of_rank(size, group.rank, group.size)  # heads of size 1
     for each in inputs:
         _keep_rows(each, mine, size)
     _keep_columns(output, mine, size, group)
-
-
-def _share(count: int, group: RankGroup) -> tuple[int, int]:
-    return group.rank * count // group.size, (group.rank + 1) * count // group.size
 
 
 def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
@@ -218,5 +205,5 @@ def _keep_columns(linear: Any, mine: tuple[int, int], count: int, group: RankGro
 
 
 def _frozen(part: torch.Tensor) -> nn.Parameter:
-    """A copy, so that the memory of the whole is let go."""
+    """A copy, so that the memory of the whole is freed."""
     return nn.Parameter(part.detach().clone(), requires_grad=False)

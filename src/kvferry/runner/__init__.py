@@ -1,7 +1,7 @@
 """Drives a connector's worker through the steps of a model runner, and allocates KV memory.
 
-The names below are those of vLLM's model-runner mixin. They load on first use: driving a step needs
-no torch.
+The names below are those of vLLM's model-runner mixin. They are imported on first use, because
+driving a step needs no torch.
 """
 
 from __future__ import annotations

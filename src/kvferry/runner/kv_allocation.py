@@ -1,9 +1,9 @@
 """One KV tensor over all layers, in which a block's KV of every layer can lie together.
 
 A transfer of a block is then one copy instead of one per layer. Names, conditions and shapes are
-those of vLLM 0.12 to 0.14; a `LayoutError` replaces vLLM's assertions. The attention backend (its
-stride order) decides where the layers stand among the axes, so a block's layers need not be
-contiguous even in one tensor.
+those of vLLM 0.12 to 0.14; a `LayoutError` replaces vLLM's assertions. The stride order of the
+attention backend decides where the layer axis lies in memory, so the layers of a block need not be
+contiguous.
 
 Runs in: worker, when KV memory is set up.
 """
@@ -21,8 +21,6 @@ from kvferry.errors import LayoutError
 from kvferry.topology import AttentionBackend
 
 logger = logging.getLogger(__name__)
-
-_ANY_NUM_BLOCKS = 1234  # a number that no other axis has
 
 
 class StridedBackend(AttentionBackend, Protocol):
@@ -90,10 +88,8 @@ class UniformKVCaches(NamedTuple):
 def use_uniform_kv_cache(
     attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str, *, connector: object | None
 ) -> bool:
-    """Whether the layers' KV can be one tensor, and the connector wants it so.
-
-    True for a connector with `prefer_cross_layer_blocks`, a model of one group of attention layers,
-    blocks without padding, and a backend whose stride order has a place for the layers.
+    """True for a connector with `prefer_cross_layer_blocks`, a model with one group of attention
+    layers, blocks without padding, and a backend whose stride order includes the layers.
 
     Args:
         attn_groups: the model's attention groups, by KV cache group.
@@ -106,8 +102,8 @@ def use_uniform_kv_cache(
         group, spec = _only_group(attn_groups)
     except LayoutError:
         return False
-    shape = _shape_of_layer(group.backend, spec, _ANY_NUM_BLOCKS, spec.block_size, cache_dtype)
-    if prod(shape) * spec.dtype.itemsize != _ANY_NUM_BLOCKS * spec.page_size_bytes:
+    shape = _shape_of_layer(group.backend, spec, 1, spec.block_size, cache_dtype)
+    if prod(shape) * spec.dtype.itemsize != spec.page_size_bytes:
         return False  # padded pages: no stride order accounts for them
     stride_order = _stride_order(group.backend)
     return stride_order is not None and len(stride_order) == len(shape) + 1
@@ -126,9 +122,9 @@ def allocate_uniform_kv_caches(
         kv_cache_config: the tensors that the host planned, equal in size.
         attn_groups: one group with one attention group.
         cache_dtype: the host's name of the KV dtype.
-        device: where to allocate.
-        kernel_block_sizes: tokens per block of the attention kernel, one number; divides the
-            block size. Views have kernel blocks.
+        device: of the tensor.
+        kernel_block_sizes: one number: tokens per block of the attention kernel, and of the views.
+            It divides the block size.
 
     Raises:
         LayoutError: plans that are not uniform, or sizes that do not divide; nothing is allocated.
@@ -211,7 +207,7 @@ def _shape_of_layer(
 
 
 def _stride_order(backend: StridedBackend) -> tuple[int, ...] | None:
-    """With the layers; None from a backend that has no such order."""
+    """The order with the layer axis; None from a backend that has none."""
     try:
         return tuple(backend.get_kv_cache_stride_order(include_num_layers_dimension=True))
     except (AttributeError, NotImplementedError, TypeError):

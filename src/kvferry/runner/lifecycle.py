@@ -3,57 +3,21 @@
     begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
 
 A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
-the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error
-goes on. Faults of the worker are not handled here: the caller hands over a `GuardedWorker`
-(`kvferry.contract.guard`) where a fault of the cache must not reach the engine, and the bare role
-where a test wants to see it.
+the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error is
+raised. Faults of the worker are raised as well; a `GuardedWorker` (`kvferry.contract.guard`) keeps
+them from the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from types import TracebackType
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.reports import ReportRules
 from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
-
-
-class WorkerStep:
-    """One step under way; a context manager around the forward.
-
-    Attributes:
-        output: the worker's report; set when the `with` block is left, by an error or not.
-    """
-
-    __slots__ = ("_finished", "_lifecycle", "_plan", "output")
-
-    def __init__(
-        self, lifecycle: StepLifecycle, plan: Plan, finished_request_ids: Collection[str]
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._plan = plan
-        self._finished = finished_request_ids
-        self.output: WorkerOutput = EMPTY_OUTPUT
-
-    def __enter__(self) -> WorkerStep:
-        self._lifecycle.open(self._plan)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        lifecycle = self._lifecycle
-        try:
-            if exc_type is None:
-                lifecycle.save()
-        finally:
-            self.output = lifecycle.finish(self._finished)
 
 
 class StepLifecycle:
@@ -64,6 +28,11 @@ class StepLifecycle:
     itself; every begun step is ended before the next one begins.
 
     Runs in: worker, on the model runner's thread.
+
+    Attributes:
+        layerwise: the worker's layer hooks, for the host to call around each attention layer of the
+            open step; None if the worker has none.
+        output: the report of the last step, also if its forward raised; empty while a step is open.
     """
 
     def __init__(
@@ -77,32 +46,34 @@ class StepLifecycle:
             strict: raise ContractError on a violation instead of dropping, counting and logging it;
                 for conformance runs.
         """
-        self._layerwise = worker if isinstance(worker, SupportsLayerwise) else None
+        self.layerwise = worker if isinstance(worker, SupportsLayerwise) else None
+        self.output: WorkerOutput = EMPTY_OUTPUT
         self._worker = worker
         self._rules = ReportRules(observer or Observer(), strict=strict)
-        self._plan: Plan | None = None  # of the step under way
+        self._plan: Plan | None = None  # of the open step
 
-    @property
-    def layerwise(self) -> SupportsLayerwise | None:
-        """The worker's layer hooks, for the host to call around each attention layer of the step
-        under way; None if it has none."""
-        return self._layerwise
-
-    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerStep:
-        """A step with a forward: `with lifecycle.step(plan, finished) as step: forward()`.
+    @contextmanager
+    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Iterator[StepLifecycle]:
+        """A step around its forward: `with lifecycle.step(plan, finished): forward()`. Yields this
+        lifecycle, whose `output` is set when the block is left.
 
         Args:
             plan: what the scheduler role built for this step.
             finished_request_ids: every request that ended since the last step.
         """
-        return WorkerStep(self, plan, finished_request_ids)
+        self.open(plan)
+        try:
+            yield self
+            self.save()
+        finally:
+            self.finish(finished_request_ids)
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """A step without tokens. Loads start, saves are flushed and ends are reported as in any
-        other step: an engine that only waits for the cache has nothing but these."""
-        with WorkerStep(self, plan, finished_request_ids) as step:
+        """A step without tokens. It starts loads, saves, and reports like any other step, since an
+        engine that only waits for the cache has no other steps."""
+        with self.step(plan, finished_request_ids):
             self._worker.wait(IDLE_WAIT_SECONDS)
-        return step.output
+        return self.output
 
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
@@ -119,6 +90,7 @@ class StepLifecycle:
             )
         worker = self._worker
         self._plan = plan
+        self.output = EMPTY_OUTPUT
         try:
             worker.begin_step(plan)
             recving = worker.planned_recving(plan)
@@ -141,7 +113,7 @@ class StepLifecycle:
         self._worker.save()
 
     def finish(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """Collect and end. Whatever happens, the step is over.
+        """Collect the report, which is also kept as `output`, and end the step even if that fails.
 
         Raises:
             ContractError: no step is open; or, when strict, a rule was broken.
@@ -151,8 +123,11 @@ class StepLifecycle:
             raise ContractError("a step ends that was not begun: call open() first")
         worker = self._worker
         try:
-            output = worker.collect(finished_request_ids)
+            report = worker.collect(finished_request_ids)
         finally:
             self._plan = None
             worker.end_step()
-        return self._rules.admit(output, finished_request_ids, lambda: worker.planned_blocks(plan))
+        self.output = self._rules.admit(
+            report, finished_request_ids, lambda: worker.planned_blocks(plan)
+        )
+        return self.output

@@ -13,10 +13,10 @@ import copy
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kvferry.contract.guard import GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.messages import Plan
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
@@ -25,9 +25,6 @@ from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1WorkerRole
 from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StepMessage(Protocol):
@@ -56,8 +53,8 @@ EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
 class KVConnectorModelRunnerMixin:
     """Drives `self.kv_connector` through the steps of a model runner.
 
-    Either wrap each forward in `maybe_get_kv_connector_output` and run steps without tokens by
-    `kv_connector_no_forward`; or call `maybe_setup_kv_connector`, the forward,
+    Either wrap each forward in `maybe_get_kv_connector_output`, and call `kv_connector_no_forward`
+    for steps without tokens; or call `maybe_setup_kv_connector`, the forward,
     `maybe_wait_for_kv_save` and `get_finished_kv_transfers`, which ends the step.
 
     Runs in: worker, on the model runner's thread.
@@ -77,10 +74,9 @@ class KVConnectorModelRunnerMixin:
     _kv_lifecycle: StepLifecycle | None = None
     _kv_driven: KVConnectorBase_V1 | WorkerRole | None = None
     _kv_worker: GuardedWorker | None = None
-    _kv_output: WorkerOutput = EMPTY_OUTPUT
 
     def _lifecycle(self) -> StepLifecycle | None:
-        """The lifecycle of `kv_connector`, a new one if the connector was exchanged."""
+        """The lifecycle of `kv_connector`; a new one if the connector was replaced."""
         if self._kv_driven is not self.kv_connector:
             self._kv_driven = connector = self.kv_connector
             self._kv_worker = self._kv_lifecycle = None
@@ -99,8 +95,8 @@ class KVConnectorModelRunnerMixin:
             )
         if isinstance(metadata, Plan):
             return metadata
-        # Hosts before 0.14 do not name preempted requests. Only the connector knows the loads that
-        # its metadata starts.
+        # Hosts before 0.14 do not name preempted requests. `recving` is None because only the
+        # connector knows which loads its metadata starts.
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
         return V1Plan(
             metadata=metadata,
@@ -132,23 +128,19 @@ class KVConnectorModelRunnerMixin:
         lifecycle = self._lifecycle()
         if lifecycle is None:
             return None, None
-        output = self._kv_output = lifecycle.finish(scheduler_output.finished_req_ids)
+        output = lifecycle.finish(scheduler_output.finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters of the last step that was ended; None if it had none."""
-        return to_v1_output(self._kv_output).kv_connector_stats
+        lifecycle = self._lifecycle()
+        return None if lifecycle is None else to_v1_output(lifecycle.output).kv_connector_stats
 
     def kv_connector_no_forward(
         self, scheduler_output: StepMessage, vllm_config: object | None = None
     ) -> Any:  # noqa: ANN401 - the host's
         """A step without tokens. Returns the shared `empty_model_runner_output` if the report is
-        empty.
-
-        Args:
-            scheduler_output: the step.
-            vllm_config: not read; hosts pass it.
-        """
+        empty. Hosts pass `vllm_config`, which is not read."""
         with self.maybe_get_kv_connector_output(scheduler_output) as kv_connector_output:
             pass
         if kv_connector_output is None or kv_connector_output.is_empty():
@@ -180,8 +172,8 @@ class KVConnectorModelRunnerMixin:
             if wait_for_save:
                 lifecycle.save()
         finally:
-            self._kv_output = lifecycle.finish(scheduler_output.finished_req_ids)
-            vars(output).update(vars(to_v1_output(self._kv_output)))
+            report = lifecycle.finish(scheduler_output.finished_req_ids)
+            vars(output).update(vars(to_v1_output(report)))
 
     def ensure_kv_transfer_shutdown(self) -> None:
         """Stop the connector and forget it. Idempotent; safe without one."""
@@ -194,24 +186,9 @@ class KVConnectorModelRunnerMixin:
     def use_uniform_kv_cache(
         self, attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]], cache_dtype: str
     ) -> bool:
-        """Whether KV of all layers should be one tensor: the connector prefers it
-        (`prefer_cross_layer_blocks`), and model and attention backend allow it."""
+        """Whether to allocate by `allocate_uniform_kv_caches`, and to register the one tensor by
+        `register_cross_layers_kv_cache` instead of `register_kv_caches`."""
         connector = self.kv_connector
         return kv_allocation.use_uniform_kv_cache(attn_groups, cache_dtype, connector=connector)
 
-    @staticmethod
-    def allocate_uniform_kv_caches(
-        kv_cache_config: kv_allocation.KVCacheConfig,
-        attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]],
-        cache_dtype: str,
-        device: torch.device | str,
-        kernel_block_sizes: Sequence[int],
-    ) -> kv_allocation.UniformKVCaches:
-        """`kv_allocation.allocate_uniform_kv_caches`: views by layer, the tensor, the backend.
-
-        Where `use_uniform_kv_cache` said True; register the tensor by
-        `register_cross_layers_kv_cache` then, instead of `register_kv_caches`.
-        """
-        return kv_allocation.allocate_uniform_kv_caches(
-            kv_cache_config, attn_groups, cache_dtype, device, kernel_block_sizes
-        )
+    allocate_uniform_kv_caches = staticmethod(kv_allocation.allocate_uniform_kv_caches)
