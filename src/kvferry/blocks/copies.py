@@ -126,7 +126,10 @@ class BlockCopies:
             LayoutError: a block id outside the cache, a null block, a table too short, or a table
                 that needs a group which the slot lacks.
         """
-        runs = self._paged.load_runs(blocks, hit, self._span(first_token))
+        start, stop = self._span(first_token)
+        runs = self._paged.runs(
+            blocks, lambda table: max(start, table.fill_start(*hit)), min(hit[1], stop)
+        )
         wanted = self._paged.groups_in(runs)
         if not wanted <= held:
             raise LayoutError(
@@ -137,7 +140,8 @@ class BlockCopies:
 
     def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
         """Where all tokens of a chunk lie; errors as for `load_runs`."""
-        return self._paged.chunk_runs(blocks, self._span(first_token))
+        start, stop = self._span(first_token)
+        return self._paged.runs(blocks, lambda _table: start, stop)
 
     def block_ids(
         self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int

@@ -111,32 +111,19 @@ class PagedTables:
         self._of_group = tuple(tuple(parts) for parts in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
 
-    def load_runs(
-        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], chunk: tuple[int, int]
+    def runs(
+        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
     ) -> Runs:
-        """Where those tokens of a chunk go that a load wants.
+        """Where tokens lie.
 
         Args:
-            blocks: of the load, one slice per table.
-            hit: tokens `[start, stop)` that the load fills.
-            chunk: tokens `[start, stop)` of the chunk.
+            blocks: one slice per table.
+            first_of: first token wanted of a table.
+            stop: end of the tokens, for all tables.
 
         Raises:
             LayoutError: a block id outside the cache, a null block, or a table too short.
         """
-        return self._runs(
-            blocks,
-            lambda table: max(chunk[0], table.fill_start(*hit)),
-            min(hit[1], chunk[1]),
-        )
-
-    def chunk_runs(self, blocks: Sequence[BlockSlice], chunk: tuple[int, int]) -> Runs:
-        """Where all tokens of a chunk lie. Arguments and errors as for `load_runs`."""
-        return self._runs(blocks, lambda _table: chunk[0], chunk[1])
-
-    def _runs(
-        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
-    ) -> Runs:
         result = {}
         for table in self._tables.tables:
             first = first_of(table)

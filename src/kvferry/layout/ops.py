@@ -20,17 +20,18 @@ from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
-__all__ = ["LAYOUTS", "BlockRun", "Copies", "MakeCopies", "NumpyCopies", "PagedKV", "as_rows"]
+__all__ = ["LAYOUTS", "BlockRun", "MakeCopies", "PagedKV", "as_rows"]
 
 
 class Copies(Protocol):
     """Runs copies between the blocks of one cache and rows; arguments were checked. Those that can
     hash on the device have `digests_later`, too."""
 
-    def scatter(
-        self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None: ...
-    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None: ...
+    def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        """See `PagedKV.scatter`."""
+
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        """See `PagedKV.gather`."""
 
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
@@ -86,16 +87,11 @@ class PagedKV:
         self.item_bytes = tensors[0].element_size()
         parts = segments(layers, self.item_bytes)
         storages = {tensor.untyped_storage().data_ptr(): _bytes_of(tensor) for tensor in tensors}
-        make = copies or (NumpyCopies if self.is_cpu else device_copies)
+        make = copies or (NumpyCopies if self.device.type == "cpu" else device_copies)
         self._copies = make(parts, storages)
         self.is_numpy = make is NumpyCopies
         """Whether rows are NumPy arrays; else tensors."""
         self._digests_later = getattr(self._copies, "digests_later", None)
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the KV is in the host's memory."""
-        return self.device.type == "cpu"
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises LayoutError for an id that is not a block of this cache."""
@@ -104,12 +100,7 @@ class PagedKV:
             raise LayoutError(f"block id {bad} is outside [0, {self.num_blocks})")
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
-        """Split tokens `[start, stop)` of a request into maximal runs of blocks.
-
-        Args:
-            block_ids: the blocks that hold the range, no more, in token order.
-            start: first token.
-            stop: end of the range.
+        """Split tokens `[start, stop)` of a request into maximal runs of blocks: see `block_runs`.
 
         Raises:
             LayoutError: an id that is not a block of this cache, or fewer blocks than tokens need.

@@ -30,15 +30,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions(MemoryOptions):
-    """Options of `file:` URLs.
-
-    Attributes:
-        max_bytes: quota over all processes that share the directory; None for no limit.
-        create: make the directory if it is missing.
-        read_only: never write, evict or quarantine.
-        direct_io: bypass the page cache; "auto" as `FileStore` says.
-        index_file: where the index is, if not in the directory; `FileStore` says when.
-    """
+    """Options of `file:` URLs; each is an argument of `FileStore`, which documents it."""
 
     create: bool = True
     read_only: bool = False
