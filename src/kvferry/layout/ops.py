@@ -50,15 +50,14 @@ def device_copies(parts: tuple[Segment, ...], storages: Mapping[int, torch.Tenso
 
 
 class PagedKV:
-    """The paged KV of one group on one rank.
+    """The paged KV of one group on one rank. Every block can be read and written: callers refuse
+    the null block of their host.
 
     Args:
         tensors: one tensor per layer this rank holds, in layer order, or one with all layers.
         group: geometry of the whole group.
         shard: the layers and heads this rank holds.
         layout: a name that `kvferry.layout.spec.parse` knows.
-        null_block: id that stands for "no block" and is never read or written; None if the host
-            has none.
         copies: makes what runs the copies; None for the fastest on the tensors' device.
 
     Raises:
@@ -72,7 +71,6 @@ class PagedKV:
         shard: GroupShard,
         layout: str,
         *,
-        null_block: int | None = 0,
         copies: MakeCopies | None = None,
     ) -> None:
         layers = layer_parts([_strided(tensor) for tensor in tensors], group, shard, layout)
@@ -82,7 +80,6 @@ class PagedKV:
         self.num_blocks, self.num_heads, self.block_size, _ = layers[0][0].shape
         self.num_layers = len(layers)
         self.content_size = group.content_size
-        self.null_block = null_block
         self.device = tensors[0].device
         self.item_bytes = tensors[0].element_size()
         parts = segments(layers, self.item_bytes)
@@ -106,7 +103,7 @@ class PagedKV:
             LayoutError: an id that is not a block of this cache, or fewer blocks than tokens need.
         """
         self.check_blocks(block_ids)
-        return block_runs(block_ids, start, stop, self.block_size, self.null_block)
+        return block_runs(block_ids, start, stop, self.block_size)
 
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.

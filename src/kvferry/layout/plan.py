@@ -76,9 +76,7 @@ class Move(NamedTuple):
     """Distance of one token to the next in the rows."""
 
 
-def block_runs(
-    block_ids: Sequence[int], start: int, stop: int, block_size: int, null_block: int | None
-) -> list[BlockRun]:
+def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
     """Split tokens `[start, stop)` of a request into maximal runs of blocks.
 
     Args:
@@ -86,7 +84,6 @@ def block_runs(
         start: first token.
         stop: end of the range.
         block_size: tokens of a block.
-        null_block: id of "no block": its tokens are left out.
 
     Raises:
         LayoutError: fewer blocks than the range needs.
@@ -102,14 +99,10 @@ def block_runs(
         index -= first_index
         end = min(stop, start - slot + block_size)
         count = 1
-        if block_ids[index] == null_block:
-            start = end
-            continue
         if end - start == block_size:
             # As many whole blocks as there are: one copy and one release of the GIL for all.
-            while end + block_size <= stop and block_ids[index + count] != null_block:
-                count += 1
-                end += block_size
+            count = (stop - start) // block_size
+            end = start + count * block_size
         blocks = _ids(block_ids[index : index + count])
         runs.append(BlockRun(blocks, slot, (end - start) // count, start, end))
         start = end
