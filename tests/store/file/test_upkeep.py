@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import threading
 import time
 
@@ -21,6 +22,15 @@ from kvferry.types import ChunkKey
 def make_keys(num_keys):
     rng = random.Random(1)
     return [ChunkKey(rng.randbytes(32)) for _ in range(num_keys)]
+
+
+def test_known_keys_take_at_most_150_bytes_each():
+    known = KnownKeys()
+    keys = make_keys(100_000)
+    for key in keys:
+        known.add(key)
+    one = -(-sys.getsizeof(keys[0]) // 16) * 16  # the allocator's steps
+    assert one + sys.getsizeof(known._keys) / len(keys) <= 150
 
 
 def test_a_banned_key_is_not_learnt_again_until_it_is_stored():
