@@ -49,7 +49,6 @@ ONLY_FROM = {
         "store/recordio.py",
         # `verify` names what is wrong; the index knows how much each model has stored.
         "store/checking.py",
-        "store/file/store.py",
         "store/file/index.py",
         "blocks",
         "connectors",

@@ -41,7 +41,7 @@ def test_gather_and_scatter_agree_with_the_elements(layout, rows_on, triton_copi
     cache = make_cache(layout, num_heads=1 if layout in MLA_LAYOUTS else 3)
     paged = cache.paged(copies=triton_copies)
     ids = [7, 2, 3, 0, 5]
-    runs = paged.runs(ids, 1, 14)
+    runs = paged.runs(ids[:3], 1, 9) + paged.runs(ids[4:], 12, 14)
     rows = torch.full((2, cache.num_heads, 16, 12), -1, dtype=torch.int32, device=rows_on)
     paged.gather(rows, 0, runs, 0)
     expected = expected_rows(cache, ids, 1, 14)

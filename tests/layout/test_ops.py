@@ -146,34 +146,6 @@ def test_a_reader_of_another_shape_gets_its_heads_of_every_token(executor, shape
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_tokens_of_null_blocks_are_left_out_on_both_sides(executor):
-    cache = Cache("2BNHD")
-    cache.fill()
-    paged = paged_of(cache, executor)
-    runs = paged.runs([0, 3, 0, 1], 2, 14)
-    assert [(run.start, run.stop) for run in runs] == [(4, 8), (12, 14)]
-    rows = np.full((2, 3, 16, 4), -1, np.int32)
-    paged.gather(rows_like(rows, executor), 0, runs, 0)
-    expected = expected_rows(cache, [1, 3, 1, 1], 0, 16)
-    for token in range(16):
-        there = token in range(4, 8) or token in range(12, 14)
-        wanted = expected[:, :, token] if there else -1
-        assert np.array_equal(rows[:, :, token], np.broadcast_to(wanted, (2, 3, 4)))
-    before = cache.elements
-    paged.scatter(rows_like(np.zeros_like(rows), executor), 0, runs, 0)
-    after = cache.elements
-    assert np.array_equal(after[:, 0], before[:, 0])
-    assert not after[:, 3].any()
-    assert not after[:, 1, :, :2].any()
-    assert np.array_equal(after[:, 1, :, 2:], before[:, 1, :, 2:])
-
-
-def test_a_host_without_null_blocks_uses_block_0():
-    paged = Cache("BHNC").paged(null_block=None)
-    assert [tuple(run.blocks) for run in paged.runs([0, 3], 0, 8)] == [(0, 3)]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_rows_may_be_some_layers(executor):
     cache = Cache("B2NHD", num_layers=3)
     cache.fill()

@@ -106,4 +106,4 @@ def test_a_store_that_opens_after_close_is_closed():
     late.close()
     opening.go.set()
     wait_until(lambda: opening.store.put(KEY, [b"x"]) is PutResult.FAILED)
-    assert late.opened is None
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED

@@ -84,7 +84,7 @@ class BlockCopies:
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
-        self._paged = PagedTables(spec)
+        self._paged = PagedTables(spec, rows)
         self._rows = rows
         self._setup = setup
         self._stream = SideStream("cpu")
@@ -126,7 +126,10 @@ class BlockCopies:
             LayoutError: a block id outside the cache, a null block, a table too short, or a table
                 that needs a group which the slot lacks.
         """
-        runs = self._paged.load_runs(blocks, hit, self._span(first_token))
+        start, stop = self._span(first_token)
+        runs = self._paged.runs(
+            blocks, lambda table: max(start, table.fill_start(*hit)), min(hit[1], stop)
+        )
         wanted = self._paged.groups_in(runs)
         if not wanted <= held:
             raise LayoutError(
@@ -137,7 +140,8 @@ class BlockCopies:
 
     def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
         """Where all tokens of a chunk lie; errors as for `load_runs`."""
-        return self._paged.chunk_runs(blocks, self._span(first_token))
+        start, stop = self._span(first_token)
+        return self._paged.runs(blocks, lambda _table: start, stop)
 
     def block_ids(
         self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int
@@ -184,8 +188,8 @@ class BlockCopies:
             self._run(partial(self._scatter_on_device, chunk), after)
             return
         for group in self._paged.groups_in(chunk.runs):
-            shape, rows = self._rows.group_rows(chunk.slot, group)
-            self._paged.scatter(group, shape, rows, chunk.runs, chunk.first_token)
+            rows = self._rows.group_rows(chunk.slot, group)
+            self._paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def gather(self, chunks: Iterator[ChunkCopy]) -> Iterator[Gathered]:
         """Copy whole chunks out of the blocks, which the engine's stream may overwrite once all are
@@ -198,8 +202,8 @@ class BlockCopies:
         if not self._stream.overlaps:
             for chunk in chunks:
                 for group in self._paged.groups_in(chunk.runs):
-                    shape, rows = self._rows.group_rows(chunk.slot, group)
-                    self._paged.gather(group, shape, rows, chunk.runs, chunk.first_token)
+                    rows = self._rows.group_rows(chunk.slot, group)
+                    self._paged.gather(group, rows, chunk.runs, chunk.first_token)
                 yield Gathered(REACHED, {})
             return
         produced = self._stream.mark()
@@ -224,18 +228,17 @@ class BlockCopies:
 
     def _scatter_on_device(self, chunk: ChunkCopy) -> None:
         for group in self._paged.groups_in(chunk.runs):
-            shape, memory = self._rows.group_rows(chunk.slot, group)
-            rows = self._paged.new_rows(group, shape)
-            rows.view(-1).view(torch.uint8).copy_(_bytes_in(memory), non_blocking=True)
-            self._paged.scatter(group, shape, rows, chunk.runs, chunk.first_token)
+            rows = self._paged.new_rows(group)
+            memory = _bytes_in(self._rows.group_rows(chunk.slot, group))
+            rows.view(-1).view(torch.uint8).copy_(memory, non_blocking=True)
+            self._paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def _gather_on_device(self, chunk: ChunkCopy) -> dict[int, torch.Tensor]:
         """The rows of a chunk in new memory of the device, by group."""
         gathered = {}
         for group in self._paged.groups_in(chunk.runs):
-            shape = self._rows.group_shape(group)
-            rows = gathered[group] = self._paged.new_rows(group, shape)
-            self._paged.gather(group, shape, rows, chunk.runs, chunk.first_token)
+            rows = gathered[group] = self._paged.new_rows(group)
+            self._paged.gather(group, rows, chunk.runs, chunk.first_token)
         return gathered
 
     def _to_slot(
@@ -251,8 +254,8 @@ class BlockCopies:
             later = self._paged.digests_later(group, rows, LEAF_BYTES)
             if later is not None and self._rows.writes_group(group):
                 digests[group] = later
-            _, target = self._rows.group_rows(slot, group)
-            _bytes_in(target).copy_(rows.view(-1).view(torch.uint8), non_blocking=True)
+            target = _bytes_in(self._rows.group_rows(slot, group))
+            target.copy_(rows.view(-1).view(torch.uint8), non_blocking=True)
 
     def _run(self, work: Callable[[], object], after: Mark) -> Mark:
         try:

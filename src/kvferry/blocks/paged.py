@@ -19,6 +19,7 @@ from kvferry.layout.ops import BlockRun, MakeCopies, PagedKV, as_rows
 from kvferry.types import NULL_BLOCK, GroupShard
 
 if TYPE_CHECKING:
+    from kvferry.blocks.rows import RankRows
     from kvferry.contract.spec import EngineSpec
 
 Runs = Mapping[int, Sequence[BlockRun]]
@@ -57,13 +58,15 @@ class PagedTables:
 
     Args:
         spec: the engine and what this rank holds of it.
+        rows: the shapes of this rank's rows.
 
     Attributes:
         device: of the engine's tensors.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, rows: RankRows) -> None:
         self._spec = spec
+        self._rows = rows
         self._tables = Tables(spec)
         self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
@@ -98,7 +101,6 @@ class PagedTables:
                     layers=(0, len(part.layers)), heads=self._spec.shard.groups[part.group].heads
                 ),
                 self._spec.kv_layout,
-                null_block=NULL_BLOCK,
                 copies=copies,
             )
             spans = tuple(layer_spans(part.layers))
@@ -111,32 +113,19 @@ class PagedTables:
         self._of_group = tuple(tuple(parts) for parts in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
 
-    def load_runs(
-        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], chunk: tuple[int, int]
+    def runs(
+        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
     ) -> Runs:
-        """Where those tokens of a chunk go that a load wants.
+        """Where tokens lie.
 
         Args:
-            blocks: of the load, one slice per table.
-            hit: tokens `[start, stop)` that the load fills.
-            chunk: tokens `[start, stop)` of the chunk.
+            blocks: one slice per table.
+            first_of: first token wanted of a table.
+            stop: end of the tokens, for all tables.
 
         Raises:
             LayoutError: a block id outside the cache, a null block, or a table too short.
         """
-        return self._runs(
-            blocks,
-            lambda table: max(chunk[0], table.fill_start(*hit)),
-            min(hit[1], chunk[1]),
-        )
-
-    def chunk_runs(self, blocks: Sequence[BlockSlice], chunk: tuple[int, int]) -> Runs:
-        """Where all tokens of a chunk lie. Arguments and errors as for `load_runs`."""
-        return self._runs(blocks, lambda _table: chunk[0], chunk[1])
-
-    def _runs(
-        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
-    ) -> Runs:
         result = {}
         for table in self._tables.tables:
             first = first_of(table)
@@ -168,10 +157,10 @@ class PagedTables:
             if any(part.table in runs for part in parts)
         )
 
-    def new_rows(self, group: int, shape: tuple[int, int, int, int]) -> torch.Tensor:
-        """Memory on the device of the KV for rows of a group, in the current stream."""
+    def new_rows(self, group: int) -> torch.Tensor:
+        """Memory on the device of the KV for all rows of a group, in the current stream."""
         kind = INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
-        return torch.empty(shape, dtype=kind, device=self.device)
+        return torch.empty(self._rows.group_shape(group), dtype=kind, device=self.device)
 
     def digests_later(
         self, group: int, rows: torch.Tensor, leaf_bytes: int
@@ -179,37 +168,33 @@ class PagedTables:
         """See `PagedKV.digests_later`; `rows` are of `new_rows`."""
         return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
 
-    def scatter(
-        self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
-    ) -> None:
+    def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
         """Copy all rows of a group into the blocks.
 
         Args:
             group: index of the group.
-            shape: of the rows, `[num_layers, num_kv_heads, chunk_tokens, content_size]`.
             rows: read.
             runs: where the wanted tokens go.
             first_token: of the rows.
         """
-        for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
+        for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.scatter(part, layer, table_runs, first_token)
 
-    def gather(
-        self, group: int, shape: tuple[int, int, int, int], rows: Rows, runs: Runs, first_token: int
-    ) -> None:
+    def gather(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
         """Copy blocks into all rows of a group; arguments as for `scatter`."""
-        for paged, part, layer, table_runs in self._targets(group, shape, rows, runs):
+        for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.gather(part, layer, table_runs, first_token)
 
     def _targets(
-        self, group: int, shape: tuple[int, int, int, int], memory: Rows, runs: Runs
+        self, group: int, memory: Rows, runs: Runs
     ) -> Iterator[tuple[PagedKV, Any, int, Sequence[BlockRun]]]:
+        dtype, shape = self._spec.groups[group].dtype, self._rows.group_shape(group)
         rows: Any = None
         for part in self._of_group[group]:
             if part.table not in runs:
                 continue
             if rows is None:
-                rows = as_rows(memory, part.paged, self._spec.groups[group].dtype, shape)
+                rows = as_rows(memory, part.paged, dtype, shape)
             for span, layer in part.spans:
                 yield part.paged, rows[span], layer, runs[part.table]
 

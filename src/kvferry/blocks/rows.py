@@ -11,7 +11,7 @@ the order of the record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvferry.errors import LayoutError
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 GroupDigests = Mapping[int, Callable[[], bytes]]
 """By group, a function that returns the leaf digests of all its rows."""
-
-
-class GroupRows(NamedTuple):
-    """All rows of one group in a slot."""
-
-    shape: tuple[int, int, int, int]
-    """`[num_layers, num_kv_heads, chunk_tokens, content_size]` of this rank."""
-    memory: memoryview
 
 
 class RankRows:
@@ -100,11 +92,10 @@ class RankRows:
         """The head and rows of a slot, without the padding at its end."""
         return slot[: self.slot_bytes]
 
-    def group_rows(self, slot: memoryview, group: int) -> GroupRows:
-        """All rows of a group in a slot."""
-        shape = self.group_shape(group)
+    def group_rows(self, slot: memoryview, group: int) -> memoryview:
+        """All rows of a group in a slot; their shape is `group_shape`."""
         start, stop = self._group_spans[group]
-        return GroupRows(shape, slot[start:stop])
+        return slot[start:stop]
 
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
         """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""

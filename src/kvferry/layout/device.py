@@ -13,7 +13,6 @@ Block ids were checked: a kernel never sees a bad one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -31,25 +30,12 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-class _View(NamedTuple):
-    """A segment as a tensor of integers."""
-
-    segment: Segment
-    tensor: torch.Tensor
-    """`[layers, blocks, heads, slots, size]`."""
-
-
 class TorchCopies:
-    """Copies by PyTorch's indexing kernels, on any device.
-
-    Args:
-        parts: of the cache.
-        storages: by address, as bytes.
-    """
+    """Copies by PyTorch's indexing kernels, on any device. Made as `MakeCopies` says."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._device = next(iter(storages.values())).device
-        self._views = [_View(part, _typed(part, storages[part.storage])) for part in parts]
+        self._views = [(part, _typed(part, storages[part.storage])) for part in parts]
 
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int

@@ -1,7 +1,6 @@
-"""What a host of vLLM's shape says: its KV layout, read off its configuration, and the blocks of
-its steps.
+"""What a host like vLLM says of itself: its KV layout, and the blocks of its steps.
 
-Where vLLM reads a process-wide current configuration and a registry, these take what they need.
+vLLM reads a process-wide configuration and a registry; these functions take arguments instead.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.errors import ConfigError, ContractError, LayoutError
+from kvferry.layout.spec import ALIASES, MEMORY_ORDERS
 
 DEFAULT_CACHE_LAYOUT = "NHD"
 
-CACHE_LAYOUTS = ("NHD", "HND", "LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Layouts that hosts know: two names, and since vLLM 0.32 the orders of the axes layer, block, kv
-head, token, content. NHD is LBNHC and HND is LBHNC."""
+CACHE_LAYOUTS = (*ALIASES, *MEMORY_ORDERS)
+"""Layouts that hosts know: two names, and since vLLM 0.32 the orders in memory."""
 
 
 def get_kv_connector_cache_layout(
@@ -68,7 +67,7 @@ def get_current_attn_backend(
 
     Args:
         vllm_config: the host's configuration; `compilation_config.static_forward_context` has every
-            layer of the model by name, those without KV too.
+            layer of the model by name.
 
     Raises:
         LayoutError: there is no attention layer.

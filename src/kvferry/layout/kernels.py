@@ -163,12 +163,8 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
 
 
 class TritonCopies:
-    """Copies and leaf digests by the kernels above, on the device of the storages.
-
-    Args:
-        parts: of the cache; `serves` says whether they can be had this way.
-        storages: by address, as bytes.
-    """
+    """Copies and leaf digests by the kernels above, for parts that it `serves`. Made as
+    `MakeCopies` says."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._storages = dict(storages)  # kept alive: kernels have their addresses

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvferry.layout.plan import BlockRun, Box, Move, Segment, moves
+from kvferry.layout.plan import BlockRun, Move, Segment, move_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,31 +35,26 @@ class _Spans(NamedTuple):
 
 
 class NumpyCopies:
-    """Copies in the host's memory. Thread-safe.
-
-    Args:
-        parts: of the cache.
-        storages: by address, as bytes.
-    """
+    """Copies in the host's memory. Thread-safe. Made as `MakeCopies` says."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._segments = parts
         self._storages = {address: tensor.numpy() for address, tensor in storages.items()}
-        # Keys are the boxes that a geometry has: pieces of a record, times slots of partial blocks.
+        # As many keys as a geometry has: pieces of a record, times slots of partial blocks.
         self._spans = lru_cache(maxsize=4096)(self._compute_spans)
 
     def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """See `PagedKV.scatter`."""
         for run in runs:
             index = _index(run.blocks)
-            for spans in self._spans(Box(layer, rows.shape, run.first_slot, run.num_slots)):
+            for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
                 source = spans.of_rows(rows, run.start - first_token, run.num_blocks)
                 spans.blocks[index] = source
 
     def gather(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """See `PagedKV.gather`."""
         for run in runs:
-            for spans in self._spans(Box(layer, rows.shape, run.first_slot, run.num_slots)):
+            for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
                 target = spans.of_rows(rows, run.start - first_token, run.num_blocks)
                 if isinstance(run.blocks, range):
                     target[...] = spans.blocks[_index(run.blocks)]
@@ -68,13 +63,16 @@ class NumpyCopies:
                 for position, block in enumerate(run.blocks):
                     target[position : position + 1] = spans.blocks[block : block + 1]
 
-    def _compute_spans(self, box: Box) -> tuple[_Spans, ...]:
+    def _compute_spans(
+        self, layer: int, shape: tuple[int, int, int, int], first_slot: int, num_slots: int
+    ) -> tuple[_Spans, ...]:
         found = []
         for segment in self._segments:
-            for move in moves(segment, box):
-                shape, storage = (segment.num_blocks, *move.shape), self._storages[move.storage]
-                kind = _span_type(move.span)
-                blocks = np.ndarray(shape, kind, storage, move.kv_offset, move.kv_strides)
+            move = move_of(segment, layer, shape, first_slot, num_slots)
+            if move is not None:
+                memory, kind = self._storages[move.storage], _span_type(move.span)
+                size = (segment.num_blocks, *move.shape)
+                blocks = np.ndarray(size, kind, memory, move.kv_offset, move.kv_strides)
                 found.append(_Spans(move, blocks))
         return tuple(found)
 

@@ -20,17 +20,18 @@ from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
 from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
-__all__ = ["LAYOUTS", "BlockRun", "Copies", "MakeCopies", "NumpyCopies", "PagedKV", "as_rows"]
+__all__ = ["LAYOUTS", "BlockRun", "MakeCopies", "PagedKV", "as_rows"]
 
 
 class Copies(Protocol):
     """Runs copies between the blocks of one cache and rows; arguments were checked. Those that can
     hash on the device have `digests_later`, too."""
 
-    def scatter(
-        self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int
-    ) -> None: ...
-    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None: ...
+    def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        """See `PagedKV.scatter`."""
+
+    def gather(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        """See `PagedKV.gather`."""
 
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
@@ -49,15 +50,14 @@ def device_copies(parts: tuple[Segment, ...], storages: Mapping[int, torch.Tenso
 
 
 class PagedKV:
-    """The paged KV of one group on one rank.
+    """The paged KV of one group on one rank. Every block can be read and written: callers refuse
+    the null block of their host.
 
     Args:
         tensors: one tensor per layer this rank holds, in layer order, or one with all layers.
         group: geometry of the whole group.
         shard: the layers and heads this rank holds.
         layout: a name that `kvferry.layout.spec.parse` knows.
-        null_block: id that stands for "no block" and is never read or written; None if the host
-            has none.
         copies: makes what runs the copies; None for the fastest on the tensors' device.
 
     Raises:
@@ -71,7 +71,6 @@ class PagedKV:
         shard: GroupShard,
         layout: str,
         *,
-        null_block: int | None = 0,
         copies: MakeCopies | None = None,
     ) -> None:
         layers = layer_parts([_strided(tensor) for tensor in tensors], group, shard, layout)
@@ -81,21 +80,15 @@ class PagedKV:
         self.num_blocks, self.num_heads, self.block_size, _ = layers[0][0].shape
         self.num_layers = len(layers)
         self.content_size = group.content_size
-        self.null_block = null_block
         self.device = tensors[0].device
         self.item_bytes = tensors[0].element_size()
         parts = segments(layers, self.item_bytes)
         storages = {tensor.untyped_storage().data_ptr(): _bytes_of(tensor) for tensor in tensors}
-        make = copies or (NumpyCopies if self.is_cpu else device_copies)
+        make = copies or (NumpyCopies if self.device.type == "cpu" else device_copies)
         self._copies = make(parts, storages)
         self.is_numpy = make is NumpyCopies
         """Whether rows are NumPy arrays; else tensors."""
         self._digests_later = getattr(self._copies, "digests_later", None)
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the KV is in the host's memory."""
-        return self.device.type == "cpu"
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises LayoutError for an id that is not a block of this cache."""
@@ -104,18 +97,13 @@ class PagedKV:
             raise LayoutError(f"block id {bad} is outside [0, {self.num_blocks})")
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
-        """Split tokens `[start, stop)` of a request into maximal runs of blocks.
-
-        Args:
-            block_ids: the blocks that hold the range, no more, in token order.
-            start: first token.
-            stop: end of the range.
+        """Split tokens `[start, stop)` of a request into maximal runs of blocks: see `block_runs`.
 
         Raises:
             LayoutError: an id that is not a block of this cache, or fewer blocks than tokens need.
         """
         self.check_blocks(block_ids)
-        return block_runs(block_ids, start, stop, self.block_size, self.null_block)
+        return block_runs(block_ids, start, stop, self.block_size)
 
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.

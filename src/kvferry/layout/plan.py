@@ -2,7 +2,7 @@
 
     tokens of a request ── block_runs ──▶ runs of blocks
     parts of all layers ── segments ────▶ layers evenly spaced in memory
-    a segment and a box of rows ── moves ──▶ for any block: spans of bytes, contiguous on both sides
+    a segment and record rows ─ move_of ─▶ for any block: spans of bytes, contiguous on both sides
 
 Record rows are `[layers, heads, tokens, content]` in C order. A move is computed once for all
 blocks of a geometry; what differs between blocks is one offset on either side.
@@ -53,19 +53,8 @@ class Segment(NamedTuple):
     num_heads: int
     block_size: int
     """In tokens."""
-    strides: tuple[int, int, int, int, int]
+    strides: tuple[int, ...]
     """Of layer, block, head, token, content element."""
-
-
-class Box(NamedTuple):
-    """Record rows in a rank's shard, and the slots of a block that are meant."""
-
-    layer: int
-    """First layer of the rows, counted in the shard."""
-    shape: tuple[int, int, int, int]
-    """Of the rows, in elements."""
-    first_slot: int
-    num_slots: int
 
 
 class Move(NamedTuple):
@@ -87,9 +76,7 @@ class Move(NamedTuple):
     """Distance of one token to the next in the rows."""
 
 
-def block_runs(
-    block_ids: Sequence[int], start: int, stop: int, block_size: int, null_block: int | None
-) -> list[BlockRun]:
+def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
     """Split tokens `[start, stop)` of a request into maximal runs of blocks.
 
     Args:
@@ -97,7 +84,6 @@ def block_runs(
         start: first token.
         stop: end of the range.
         block_size: tokens of a block.
-        null_block: id of "no block": its tokens are left out.
 
     Raises:
         LayoutError: fewer blocks than the range needs.
@@ -113,15 +99,10 @@ def block_runs(
         index -= first_index
         end = min(stop, start - slot + block_size)
         count = 1
-        if block_ids[index] == null_block:
-            start = end
-            continue
         if end - start == block_size:
-            # As many whole blocks as there are: one copy for all of them, one release of the GIL
-            # instead of one per block.
-            while end + block_size <= stop and block_ids[index + count] != null_block:
-                count += 1
-                end += block_size
+            # As many whole blocks as there are: one copy and one release of the GIL for all.
+            count = (stop - start) // block_size
+            end = start + count * block_size
         blocks = _ids(block_ids[index : index + count])
         runs.append(BlockRun(blocks, slot, (end - start) // count, start, end))
         start = end
@@ -162,50 +143,59 @@ def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segm
                     num_blocks=first.shape[0],
                     num_heads=first.shape[1],
                     block_size=first.shape[2],
-                    strides=_in_bytes((step if count > 1 else 0, *first.strides), item),
+                    strides=(
+                        step * item if count > 1 else 0,
+                        *(stride * item for stride in first.strides),
+                    ),
                 )
             )
             at += count
     return tuple(found)
 
 
-def _in_bytes(strides: tuple[int, ...], item: int) -> tuple[int, int, int, int, int]:
-    layer, block, head, token, content = (stride * item for stride in strides)
-    return layer, block, head, token, content
+def move_of(
+    segment: Segment,
+    layer: int,
+    shape: tuple[int, int, int, int],
+    first_slot: int,
+    num_slots: int,
+) -> Move | None:
+    """What a segment and record rows have in common; None if that is nothing.
 
-
-def moves(segment: Segment, box: Box) -> tuple[Move, ...]:
-    """What a segment and a box of rows have in common: one move, or none."""
-    low = max(segment.first_layer, box.layer)
-    high = min(segment.first_layer + segment.num_layers, box.layer + box.shape[0])
+    Args:
+        segment: of the cache.
+        layer: first layer of the rows, counted in the rank's shard.
+        shape: of the rows, in elements.
+        first_slot: of the slots of a block that are copied.
+        num_slots: how many of them.
+    """
+    low = max(segment.first_layer, layer)
+    high = min(segment.first_layer + segment.num_layers, layer + shape[0])
     if low >= high:
-        return ()
+        return None
     kv_layer, kv_block, kv_head, kv_token, kv_item = segment.strides
-    row_token = box.shape[3] * segment.item
-    row_head = box.shape[2] * row_token
-    row_layer = box.shape[1] * row_head
+    row_token = shape[3] * segment.item
+    row_head = shape[2] * row_token
+    row_layer = shape[1] * row_head
     span, axes = _coalesced(
         [
             (high - low, kv_layer, row_layer),
-            (box.shape[1], kv_head, row_head),
-            (box.num_slots, kv_token, row_token),
+            (shape[1], kv_head, row_head),
+            (num_slots, kv_token, row_token),
             (segment.size // segment.item, kv_item, segment.item),
         ],
         segment.item,
     )
-    return (
-        Move(
-            storage=segment.storage,
-            span=span,
-            shape=tuple(size for size, _, _ in axes),
-            kv_offset=segment.offset
-            + (low - segment.first_layer) * kv_layer
-            + box.first_slot * kv_token,
-            kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
-            row_offset=(low - box.layer) * row_layer + segment.low,
-            row_strides=(box.num_slots * row_token, *(row for _, _, row in axes)),
-            row_token=row_token,
-        ),
+    kv_start = segment.offset + (low - segment.first_layer) * kv_layer
+    return Move(
+        storage=segment.storage,
+        span=span,
+        shape=tuple(size for size, _, _ in axes),
+        kv_offset=kv_start + first_slot * kv_token,
+        kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
+        row_offset=(low - layer) * row_layer + segment.low,
+        row_strides=(num_slots * row_token, *(row for _, _, row in axes)),
+        row_token=row_token,
     )
 
 

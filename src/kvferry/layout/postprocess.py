@@ -1,4 +1,4 @@
-"""Put right, in place, what a byte-for-byte copy from an engine of another layout left in blocks.
+"""Correct, in place, blocks that were copied byte for byte from an engine of another layout.
 
 Names and effects are those of vLLM's connector utilities, up to what they refuse. There, logical
 axes are `[B, N, H, D]` until 0.14 (the default here) and `[B, H, N, D]` in 0.32: `axes` says which,
@@ -46,15 +46,8 @@ def kv_postprocess_blksize_on_receive(
     """Several smaller head-major blocks arrived in each head-major block: join them.
 
     For blocks whose memory is head-major here too; values are taken in that order.
-
-    Args:
-        cache: keys or values of one layer, four axes as `axes` says.
-        indices: the received blocks; others are left alone.
-        block_size_ratio: sender's blocks in one of ours; divides the block size.
-        axes: names the axes of `cache`.
-
-    Raises:
-        LayoutError: arguments that do not fit; nothing was changed.
+    `block_size_ratio` is the number of the sender's blocks in one of ours and divides the block
+    size. Other arguments and errors as for `kv_postprocess_layout_on_receive`.
     """
     _rearrange(cache, indices, block_size_ratio, axes, to_tokens_first=False)
 
@@ -68,16 +61,8 @@ def kv_postprocess_blksize_and_layout_on_receive(
 ) -> None:
     """Several smaller head-major blocks arrived in each block where tokens are to be outermost.
 
-    With ratio 1 this is `kv_postprocess_layout_on_receive`.
-
-    Args:
-        cache: keys or values of one layer, four axes as `axes` says.
-        indices: the received blocks; others are left alone.
-        block_size_ratio: sender's blocks in one of ours; divides the block size.
-        axes: names the axes of `cache`.
-
-    Raises:
-        LayoutError: arguments that do not fit; nothing was changed.
+    With ratio 1 this is `kv_postprocess_layout_on_receive`. Arguments and errors as for
+    `kv_postprocess_blksize_on_receive`.
     """
     _rearrange(cache, indices, block_size_ratio, axes, to_tokens_first=True)
 
@@ -121,7 +106,7 @@ def _tokens_first_view(cache: torch.Tensor, axes: str) -> torch.Tensor:
             "layer apart"
         )
     if cache.element_size() == 1:
-        cache = cache.view(torch.uint8)  # indexing is not there for every float8
+        cache = cache.view(torch.uint8)  # not every float8 can be indexed
     return cache if axes == "BNHD" else cache.transpose(1, 2)
 
 

@@ -43,9 +43,7 @@ KEYS_ACROSS = ("BHNC~", "2BHND~")
 MEMORY_ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of all KV in memory, since vLLM 0.32; its tensors are views `[B, H, N, C]`."""
 
-ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
-
-_AXES_OF_A_LAYER = tuple(frozenset(axes) for axes in LAYOUTS)
+ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
 class Strided(NamedTuple):
@@ -184,26 +182,16 @@ def parse(name: str) -> Layout:
     if full in MEMORY_ORDERS:
         return Layout(full, "BHNC", full)
     axes, colon, order = full.partition(":")
-    of_a_layer = frozenset(axes) - {"L"}
-    if of_a_layer not in _AXES_OF_A_LAYER or len(set(axes)) < len(axes):
-        raise _unknown(name)
-    if "L" not in axes and axes not in LAYOUTS:
-        raise _unknown(name)
-    if colon and (len(set(order)) < len(order) or frozenset(order) - {"L"} != of_a_layer):
-        raise _unknown(name)
-    if "L" in axes:
-        if colon and len(order) != len(axes):
-            raise _unknown(name)
-        return Layout(full, axes, order or axes)
-    return Layout(full, axes, order or None)
-
-
-def _unknown(name: str) -> LayoutError:
-    known = ", ".join((*LAYOUTS, *ALIASES, *MEMORY_ORDERS, *KEYS_ACROSS))
-    return LayoutError(
-        f"unknown KV layout {name!r}; known: {known}, AXES:ORDER (for example 2BNHD:L2BHND), and "
-        "buffers of all layers by their axes (for example BL2NHD)"
-    )
+    is_known = axes in LAYOUTS or any(sorted(axes) == sorted(f"L{each}") for each in LAYOUTS)
+    if colon:
+        is_known &= sorted(order) in (sorted(axes), sorted({"L", *axes}))
+    if not is_known:
+        known = ", ".join((*LAYOUTS, *ALIASES, *MEMORY_ORDERS, *KEYS_ACROSS))
+        raise LayoutError(
+            f"unknown KV layout {name!r}; known: {known}, AXES:ORDER (for example 2BNHD:L2BHND), "
+            "and buffers of all layers by their axes (for example BL2NHD)"
+        )
+    return Layout(full, axes, order or (axes if "L" in axes else None))
 
 
 def _fitting(layout: str, num_axes: int) -> Layout:

@@ -61,13 +61,8 @@ class Mark:
 
 
 class SideStream:
-    """A stream of one device for copies only, so that they run beside compute.
-
-    Thread-safe: work of several threads runs in the order of its submission.
-
-    Args:
-        device: of the KV.
-    """
+    """A stream of one device for copies only, so that they run beside compute. Thread-safe: work
+    of several threads runs in the order of its submission."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -95,7 +90,7 @@ class SideStream:
 
     def end(self) -> Mark:
         """All copies that were submitted so far, by any thread."""
-        return self.run(_nothing, after=Mark())
+        return self.run(lambda: None, after=Mark())
 
     def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
         """Call `work` with this stream as the current one.
@@ -114,10 +109,6 @@ class SideStream:
             after.hold()
             work()
             return self.mark()
-
-
-def _nothing() -> None:
-    pass
 
 
 @contextmanager
@@ -141,7 +132,7 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
     with torch.cuda.device(device):
         code = int(runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE))
         if code:
-            # It stays the thread's last error until somebody asks, and the next launch does.
+            # It stays the thread's last error until it is read; the next launch would read it.
             with suppress(RuntimeError):
                 torch.ones(1, device=device)
     if code:

@@ -47,24 +47,13 @@ class MissReason(StrEnum):
     @property
     def is_corruption(self) -> bool:
         """True if the bytes themselves are wrong, so that the record must be taken out."""
-        return self in _CORRUPTION
+        return self not in _SOUND
 
 
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
-_CORRUPTION = frozenset(
-    {
-        MissReason.TRUNCATED,
-        MissReason.TRAILING_BYTES,
-        MissReason.BAD_HEADER,
-        MissReason.WRONG_VERSION,
-        MissReason.WRONG_KEY,
-        MissReason.WRONG_NAMESPACE,
-        MissReason.WRONG_SHAPE,
-        MissReason.BAD_ROOT,
-        MissReason.BAD_LEAF,
-    }
-)
+_SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
+"""Reasons that say nothing against the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +121,7 @@ def check_rows(component: Component, payload: memoryview, leaf_table: memoryview
 
 
 def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
-    """Parse a header nobody vouches for.
+    """Parse an untrusted header.
 
     The header must be, byte for byte, the one that a writer of this version makes of the values in
     it: duplicate or missing fields, other orders, number formats and paddings are all refused.
@@ -197,19 +186,16 @@ def _info_from_json(tensors: object) -> RecordInfo | MissReason:
     first_token = int(_string(metadata, "first_token"))
     if len(key) != 32 or not 0 <= first_token < 2**63:
         return MissReason.BAD_HEADER
-    return RecordInfo(
-        key=ChunkKey(key),
-        first_token=first_token,
-        schema=RecordSchema(
-            namespace=bytes.fromhex(_string(metadata, "namespace")),
-            chunk_tokens=int(_string(metadata, "chunk_tokens")),
-            components=tuple(
-                _component(name, _mapping(tensor))
-                for name, tensor in _mapping(tensors).items()
-                if name not in ("root", "leaves")
-            ),
+    schema = RecordSchema(
+        namespace=bytes.fromhex(_string(metadata, "namespace")),
+        chunk_tokens=int(_string(metadata, "chunk_tokens")),
+        components=tuple(
+            _component(name, _mapping(tensor))
+            for name, tensor in _mapping(tensors).items()
+            if name not in ("root", "leaves")
         ),
     )
+    return RecordInfo(key=ChunkKey(key), first_token=first_token, schema=schema)
 
 
 def _component(name: str, tensor: dict[str, object]) -> Component:

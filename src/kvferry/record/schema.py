@@ -49,7 +49,6 @@ SAFETENSORS_DTYPE = {
     "uint8": "U8",
 }
 
-
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _RESERVED = frozenset({"root", "leaves"})
 
@@ -125,22 +124,8 @@ class RecordSchema:
         components: named tensors, in file order.
 
     Raises:
-        ConfigError: a record that cannot be: nameless or double components, too many leaves.
+        ConfigError: no component, two of one name, or too many leaves.
     """
-
-    __slots__ = (
-        "_header_parts",
-        "chunk_tokens",
-        "component_offsets",
-        "components",
-        "first_leaf",
-        "head_bytes",
-        "header_bytes",
-        "namespace",
-        "num_leaves",
-        "payload_bytes",
-        "record_bytes",
-    )
 
     def __init__(
         self, *, namespace: bytes, chunk_tokens: int, components: tuple[Component, ...]
@@ -187,29 +172,17 @@ class RecordSchema:
         cls, *, namespace: bytes, chunk_tokens: int, groups: tuple[KVGroup, ...]
     ) -> RecordSchema:
         """The schema of a model's KV: component `kv.<i>` for group i."""
-        for group in groups:
+        components = []
+        for index, group in enumerate(groups):
             if group.dtype not in SAFETENSORS_DTYPE:
                 raise ConfigError(
                     f"KV dtype {group.dtype!r} cannot be stored; "
                     f"use one of {', '.join(SAFETENSORS_DTYPE)}"
                 )
-        return cls(
-            namespace=namespace,
-            chunk_tokens=chunk_tokens,
-            components=tuple(
-                Component(
-                    name=f"kv.{index}",
-                    dtype=SAFETENSORS_DTYPE[group.dtype],
-                    shape=(
-                        group.num_layers,
-                        group.num_kv_heads,
-                        chunk_tokens,
-                        group.content_size,
-                    ),
-                )
-                for index, group in enumerate(groups)
-            ),
-        )
+            dtype = SAFETENSORS_DTYPE[group.dtype]
+            shape = (group.num_layers, group.num_kv_heads, chunk_tokens, group.content_size)
+            components.append(Component(name=f"kv.{index}", dtype=dtype, shape=shape))
+        return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=tuple(components))
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """The same record under another namespace; all sizes and offsets are equal."""

@@ -1,8 +1,8 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
-A store knows nothing of heads, ranks or requests, and verifies nothing: verification belongs to
-whoever knows the record (`kvferry.store.recordio`). Methods other than `contains`, `touch` and
-`stat` may block on I/O and run on I/O threads, never on a scheduler's.
+A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
+`kvferry.store.recordio`, which knows the record. Methods other than `contains`, `touch` and `stat`
+may block on I/O and run on I/O threads, never on a scheduler's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Removal(NamedTuple):
     at: float
     """Seconds since the epoch."""
     reason: str
-    """evicted, deleted, quarantined, or vanished: somebody else took the file."""
+    """evicted, deleted, quarantined, or vanished: the file was removed from outside."""
     detail: str
     by: str
     """The process that took it out, or found it gone."""
@@ -192,8 +192,8 @@ class SupportsNamespaces(Protocol):
         """
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if nobody
-        said. A `description` replaces what was said before. Blocks on I/O; never raises."""
+        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if that is
+        not known. A `description` replaces the earlier one. Blocks on I/O; never raises."""
 
 
 @runtime_checkable
@@ -206,8 +206,8 @@ class SupportsProbe(Protocol):
         that a later `contains` knows. Memory only, drops requests when too many wait."""
 
     def note_stored(self, key: ChunkKey) -> None:
-        """Somebody who knows says that `key` was stored, through another store object of the same
-        URL: `contains` says so from now on. Memory only."""
+        """Learn that `key` was stored through another store object of the same URL: `contains` is
+        True from now on. Memory only."""
 
     def wait_indexed(self, timeout: float) -> bool:
         """Block up to `timeout` seconds until the first fill of the index is complete."""
@@ -218,9 +218,9 @@ class SupportsShardedWrite(Protocol):
     """A store in which several processes write disjoint ranges of one value.
 
     `begin` and `commit` or `abort` belong to one process; `write_at` to any that knows the session
-    name. Until `commit` nothing is visible. Ranges that nobody wrote hold anything: the record's
-    checksums show it. Session names come from other processes and are input to distrust: one that
-    this store did not give out (ended, or made up: `../x`) reaches no value and no file.
+    name. Until `commit` nothing is visible. Ranges that were not written hold anything: the
+    record's checksums show it. Session names come from other processes and are not trusted: one
+    that this store did not give out (ended, or made up: `../x`) reaches no value and no file.
     """
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, check_head, parse_head
@@ -20,38 +20,24 @@ _MAX_HEAD_BYTES = 64 << 20
 """A head beyond this is called bad: bounds what checking a hostile file can cost in memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        num_records: records looked at.
-        num_bytes: their bytes.
-        bad: key and reason of every record that is not what it should be.
-        num_unreadable: records the medium would not give, not counted as bad.
-    """
+class VerifyReport(NamedTuple):
+    """What `verify` found."""
 
     num_records: int
     num_bytes: int
     bad: tuple[tuple[ChunkKey, MissReason], ...]
+    """Every record that is not what it should be."""
     num_unreadable: int
+    """Records that could not be read; neither counted as records nor as bad."""
 
 
 def verify(
     store: Store, keys: Iterable[ChunkKey], progress: Progress | None = None
 ) -> VerifyReport:
-    """Check every record completely; what is wrong is discarded, which a read-only store does not
-    do.
+    """Check every record completely; discard what is wrong, unless the store is read-only.
 
-    Memory stays below 72 MiB, whatever the records claim. Safe while the store is in use.
-
-    Args:
-        store: what is checked.
-        keys: of the records.
-        progress: told how far it is.
-
-    Raises:
-        StoreError: raised by `keys`: the store cannot be listed.
+    Memory stays below 72 MiB, whatever the records claim. Safe while the store is in use. Raises
+    what `keys` raises.
     """
     window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
     bad: list[tuple[ChunkKey, MissReason]] = []
@@ -73,20 +59,15 @@ def verify(
             store.discard(key, reason)
         if progress is not None:
             progress(num_records, num_bytes)
-    return VerifyReport(
-        num_records=num_records,
-        num_bytes=num_bytes,
-        bad=tuple(bad),
-        num_unreadable=num_unreadable,
-    )
+    return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
 def check_source(source: Source, key: ChunkKey, window: memoryview) -> MissReason | None:
-    """Every checksum of one record that nobody vouches for; None if it is right.
+    """Check every checksum of an untrusted record; None if it is right.
 
     Args:
         source: the record, opened.
-        key: what it must be.
+        key: the key that it must have.
         window: scratch that holds at least one leaf and the longest header.
     """
     head = window[: source.read_into(window, 0)]

@@ -1,4 +1,4 @@
-"""What to do about a medium that refuses: an answer, a count, one log line, and then some rest."""
+"""What to do when the medium refuses: an answer, a count, one log line, and then some rest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ _LONGEST_REST_SECONDS = 60.0
 
 class MediumFaults:
     """Translates `OSError` into an answer, a count and a log line, and holds writes back after
-    repeated failures, so that a full or broken disk costs nothing. Thread-safe.
-
-    Args:
-        name: the store, for log lines.
-        observer: receives counts.
-        clock: monotonic seconds.
-    """
+    repeated failures, so that a full or broken disk costs nothing. Thread-safe."""
 
     def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
         self._name = name

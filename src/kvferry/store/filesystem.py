@@ -7,36 +7,20 @@ import os
 import stat
 from pathlib import Path
 
-_OF_ONE_MACHINE = frozenset(
-    [
-        "apfs",
-        "bcachefs",
-        "btrfs",
-        "ext2",
-        "ext3",
-        "ext4",
-        "f2fs",
-        "jfs",
-        "overlay",
-        "ramfs",
-        "reiserfs",
-        "tmpfs",
-        "ufs",
-        "xfs",
-        "zfs",
-    ]
-)
+_OF_ONE_MACHINE = frozenset({
+    "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs",
+    "reiserfs", "tmpfs", "ufs", "xfs", "zfs",
+})  # fmt: skip
 
 
 def is_of_one_machine(directory: str) -> bool:
-    """Whether no other machine can change what is in `directory`; so it is held to be if its kind
-    is not known."""
+    """Whether no other machine can change what is in `directory`. True if its kind is unknown."""
     kind = file_system(directory)
     return kind is None or kind in _OF_ONE_MACHINE
 
 
 def why_untrusted(root: str) -> str | None:
-    """What an operator should know of who may change this store; None if it is this user alone."""
+    """Why other users may be able to change this store; None if only this user can."""
     status = os.stat(root)
     if status.st_uid not in (os.getuid(), 0):
         return f"belongs to user {status.st_uid}"

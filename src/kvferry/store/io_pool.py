@@ -45,12 +45,8 @@ class Job(Generic[T]):
 
 
 class IOPool:
-    """Runs jobs in order of submission on `num_threads` threads, started with the first job.
-
-    Args:
-        num_threads: how many operations run at once.
-        name: prefix of the thread names.
-    """
+    """Runs jobs in order of submission on up to `num_threads` threads, whose names begin with
+    `name`. A thread is started with each of the first jobs."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
@@ -134,8 +130,8 @@ class IOPool:
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
 
-        A thread stuck in a system call stays behind as a daemon; its job is cancelled by whoever
-        holds it, so it can touch nothing of the engine's.
+        A thread stuck in a system call stays behind as a daemon. Its job must be cancelled by the
+        caller that submitted it, so that it touches nothing of the engine's.
         """
         if not self._closed:
             self._closed = True
@@ -152,7 +148,7 @@ class IOPool:
             job, run = item
             try:
                 job.result = run(job)
-            except BaseException as error:  # outermost loop of a thread: the handle tells
+            except BaseException as error:  # outermost loop of a thread: the job has the error
                 job.error = error
             job._done.set()
             del item, job, run
@@ -161,8 +157,8 @@ class IOPool:
 def process_cpus() -> frozenset[int]:
     """The processors on which some thread of this process may run.
 
-    Engines tie each thread that computes to a processor of its own, the one that drives the rest
-    among them; what the process was given, older threads tell.
+    Engines tie each computing thread to a processor of its own, so one thread's processors are not
+    all that the process was given; those of all threads are.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset(range(os.cpu_count() or 1))

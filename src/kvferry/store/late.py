@@ -1,7 +1,7 @@
 """A store that may take long to open: a miss until it is there.
 
-Opening a directory is I/O, and a network mount that hangs would hang whoever starts. So it happens
-on a thread, start-up waits for it only so long, and what comes later is used from then on.
+Opening a directory is I/O, and a network mount that hangs would hang the start of an engine. So a
+thread opens it, and start-up waits for that thread for a limited time.
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ class LateStore(Store):
         open_store: opens it; runs on a thread of its own.
         timeout_seconds: how long the constructor waits.
 
+    Attributes:
+        opened: the store itself, None until then.
+
     Raises:
-        Exception: whatever `open_store` raised within the time; later, it is logged.
+        Exception: what `open_store` raised within the time; later, it is logged.
     """
 
     multi_process = True
 
     def __init__(self, url: str, open_store: Callable[[], Store], timeout_seconds: float) -> None:
         self.url = url
-        self._lock = threading.Lock()
-        self._store: Store | None = None
+        self.opened: Store | None = None
         self._error: Exception | None = None
-        self._waited_for = True
+        self._is_late = False
         self._closed = False
-        self._opened = threading.Event()
+        self._ended = threading.Event()
         # A daemon: a mount that hangs for good must not keep the process from ending.
         threading.Thread(
             target=self._open, args=(open_store,), name="kvferry-open", daemon=True
         ).start()
-        in_time = self._opened.wait(timeout_seconds)
-        with self._lock:
-            self._waited_for = False
-            error = self._error
-        if error is not None:
-            raise error
-        if not in_time:
+        self._is_late = not self._ended.wait(timeout_seconds)
+        if self._error is not None:
+            raise self._error
+        if self._is_late:
             logger.warning(
                 "store %s did not open within %g s: serving without it until it does",
                 url,
@@ -68,73 +67,60 @@ class LateStore(Store):
             )
 
     def _open(self, open_store: Callable[[], Store]) -> None:
-        store: Store | None = None
         try:
-            store = open_store()
+            self.opened = open_store()
         except Exception as error:
-            with self._lock:
-                self._error = error
-                if not self._waited_for:
-                    logger.warning("store %s cannot be opened: %s", self.url, error)
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._store = store
-        if late and store is not None:
-            store.close()
-        self._opened.set()
-
-    @property
-    def opened(self) -> Store | None:
-        """The store itself, if it opened in time: a stand-in is then no longer needed."""
-        return self._store
+            self._error = error
+            if self._is_late:
+                logger.warning("store %s cannot be opened: %s", self.url, error)
+        if self._closed:
+            self.close()
+        self._ended.set()
 
     def contains(self, key: ChunkKey) -> bool:
-        return self._store is not None and self._store.contains(key)
+        return self.opened is not None and self.opened.contains(key)
 
     def open_read(self, key: ChunkKey) -> Source | None:
-        if self._store is None:
+        if self.opened is None:
             raise StoreError(f"store {self.url} is not open yet")
-        return self._store.open_read(key)
+        return self.opened.open_read(key)
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
-        return PutResult.FAILED if self._store is None else self._store.put(key, buffers)
+        return PutResult.FAILED if self.opened is None else self.opened.put(key, buffers)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        if self._store is not None:
-            self._store.discard(key, reason)
+        if self.opened is not None:
+            self.opened.discard(key, reason)
 
     def delete(self, key: ChunkKey) -> bool:
-        return self._store is not None and self._store.delete(key)
+        return self.opened is not None and self.opened.delete(key)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        if self._store is not None:
-            self._store.touch(keys)
+        if self.opened is not None:
+            self.opened.touch(keys)
 
     def stat(self) -> StoreStat:
-        if self._store is None:
+        if self.opened is None:
             return StoreStat(self.url, 0, 0, None, False)
-        return self._store.stat()
+        return self.opened.stat()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            store = self._store
-        if store is not None:
-            store.close()
+        self._closed = True  # first: a store that opens from now on is closed by its thread
+        if self.opened is not None:
+            self.opened.close()
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        store: object = self._store
+        store: object = self.opened
         if isinstance(store, SupportsProbe):
             store.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
-        store: object = self._store
+        store: object = self.opened
         if isinstance(store, SupportsProbe):
             store.note_stored(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        store: object = self._store
+        store: object = self.opened
         return isinstance(store, SupportsProbe) and store.wait_indexed(timeout)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
@@ -156,5 +142,5 @@ class LateStore(Store):
 
     @property
     def _sharded(self) -> SupportsShardedWrite | None:
-        store: object = self._store
+        store: object = self.opened
         return store if isinstance(store, SupportsShardedWrite) else None

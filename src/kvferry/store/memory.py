@@ -1,7 +1,6 @@
 """A store in a dict: the smallest implementation of the contract, and its documentation.
 
-Every `MemoryStore` is a store of its own, also under an equal name: sharing content by name would
-need state of the module. Whoever wants to share one hands the object on.
+Every `MemoryStore` is a store of its own, also under an equal name. To share one, pass the object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records in and out of a store: verified here, the last place our code sees the bytes.
+"""Records in and out of a store, verified on the way.
 
 Blocking functions for I/O threads. None raises: a fault is a `MissReason`, and bytes that are wrong
 are taken out of the store on the way.
@@ -27,12 +27,10 @@ class RecordRead:
     """One record, or the rows of it that one rank needs.
 
     Attributes:
-        key: what to read.
         first_token: position of the chunk in its prompt.
         head: scratch of at least `schema.head_bytes`.
         buffer_for: where the bytes of some rows shall land; called once per piece, in order.
-        parts: `parts_of` the rows wanted; asked once, with the open record, which tells whether it
-            seems to be in memory.
+        parts: `parts_of` the rows wanted; called once, with the open record.
     """
 
     key: ChunkKey
@@ -79,14 +77,7 @@ def read_record(
 ) -> MissReason | None:
     """Read and verify parts of a record; None if all of it was right.
 
-    A record found wrong is discarded from the store. Never raises.
-
-    Args:
-        store: where the record is.
-        schema: what it must look like.
-        read: key and destinations.
-        observer: counts the miss.
-        cancelled: asked between pieces.
+    A record found wrong is discarded from the store. `cancelled` is asked between pieces.
     """
     try:
         reason = _read(store, schema, read, cancelled)
@@ -102,10 +93,7 @@ def read_record(
 
 
 def _read(
-    store: Store,
-    schema: RecordSchema,
-    read: RecordRead,
-    cancelled: Callable[[], bool],
+    store: Store, schema: RecordSchema, read: RecordRead, cancelled: Callable[[], bool]
 ) -> MissReason | None:
     if cancelled():
         return MissReason.CANCELLED
@@ -123,20 +111,12 @@ def _read(
             if cancelled():
                 return MissReason.CANCELLED
             buffer = read.buffer_for(rows)
-            reason = _read_rows(schema, source, rows, buffer, table)
-            if reason is not None:
-                return reason
+            if source.read_into(buffer, schema.offset_of(rows)) < len(buffer):
+                return MissReason.TRUNCATED
+            component = schema.components[rows.component]
+            if not check_rows(component, buffer, table[schema.leaf_slice(rows)]):
+                return MissReason.BAD_LEAF
     return None
-
-
-def _read_rows(
-    schema: RecordSchema, source: Source, rows: RowRange, buffer: memoryview, table: memoryview
-) -> MissReason | None:
-    if source.read_into(buffer, schema.offset_of(rows)) < len(buffer):
-        return MissReason.TRUNCATED
-    component = schema.components[rows.component]
-    right = check_rows(component, buffer, table[schema.leaf_slice(rows)])
-    return None if right else MissReason.BAD_LEAF
 
 
 def put_record(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvferry.config import StoreUrl, build_config, parse_store_url
+from kvferry.config import build_config, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
@@ -14,7 +14,13 @@ from kvferry.store.memory import MemoryStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Quota:
+class MemoryOptions:
+    """Options of `memory:` URLs.
+
+    Attributes:
+        max_bytes: sum of the sizes of all values; None for no limit.
+    """
+
     max_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
 
     def __post_init__(self) -> None:
@@ -23,30 +29,13 @@ class _Quota:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileOptions(_Quota):
-    """Options of `file:` URLs.
-
-    Attributes:
-        max_bytes: quota over all processes that share the directory; None for no limit.
-        create: make the directory if it is missing.
-        read_only: never write, evict or quarantine.
-        direct_io: bypass the page cache; "auto" as `FileStore` says.
-        index_file: where the index is, if not in the directory; `FileStore` says when.
-    """
+class FileOptions(MemoryOptions):
+    """Options of `file:` URLs; each is an argument of `FileStore`, which documents it."""
 
     create: bool = True
     read_only: bool = False
     direct_io: Literal["auto", "off"] = "auto"
     index_file: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions(_Quota):
-    """Options of `memory:` URLs.
-
-    Attributes:
-        max_bytes: sum of the sizes of all values; None for no limit.
-    """
 
 
 def open_store(
@@ -63,7 +52,7 @@ def open_store(
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
-        index: False: nobody will ask what the store `contains`, so that it need not keep track.
+        index: False if `contains` is never asked: the store then does not keep track.
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
@@ -75,27 +64,17 @@ def open_store(
     """
     parsed = parse_store_url(url)
     where = f"store URL {url!r}"
-    seen_by = observer if observer is not None else Observer()
+    observer = observer if observer is not None else Observer()
     if parsed.scheme == "memory":
-        return _open_memory(parsed, where, seen_by, multi_process=multi_process)
-    return _open_file(parsed, where, seen_by, index=index)
-
-
-def _open_memory(
-    parsed: StoreUrl, where: str, observer: Observer, *, multi_process: bool
-) -> MemoryStore:
-    options = build_config(MemoryOptions, parsed.options, where=where)
-    if multi_process:
-        raise ConfigError(
-            f"{where}: a memory store is seen by one process only, and here several must share "
-            "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
-        )
-    return MemoryStore(parsed.path, options.max_bytes, observer)
-
-
-def _open_file(parsed: StoreUrl, where: str, observer: Observer, *, index: bool) -> Store:
+        memory = build_config(MemoryOptions, parsed.options, where=where)
+        if multi_process:
+            raise ConfigError(
+                f"{where}: a memory store is seen by one process only, and here several must share "
+                "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
+            )
+        return MemoryStore(parsed.path, memory.max_bytes, observer)
     options = build_config(FileOptions, parsed.options, where=where)
-    # Only here: whoever keeps values in memory need not load threads and a database.
+    # Only here: a process that keeps values in memory need not load threads and a database.
     from kvferry.store.file.store import FileStore
 
     return FileStore(

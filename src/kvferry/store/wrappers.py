@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from kvferry.store.base import (
     Buffer,
-    Entry,
     PutResult,
     Source,
     Store,
@@ -20,84 +19,43 @@ from kvferry.store.base import (
 from kvferry.types import ChunkKey
 
 
-class ScanDelegate:
-    """`SupportsScan` for a wrapper whose inner store has it."""
+def _delegate(protocol: type) -> type:
+    """A class whose methods are those of an optional Protocol, handed to `inner`."""
 
-    inner: SupportsScan
+    def forward(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(self.inner, name)(*args)
 
-    def scan(self) -> Iterator[Entry]:
-        return self.inner.scan()
-
-
-class NamespacesDelegate:
-    """`SupportsNamespaces` for a wrapper whose inner store has it."""
-
-    inner: SupportsNamespaces
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        return self.inner.namespaces()
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        return self.inner.describe(namespace, description)
+    return type(
+        protocol.__name__,
+        (),
+        {name: forward(name) for name in vars(protocol) if not name.startswith("_")},
+    )
 
 
-class ProbeDelegate:
-    """`SupportsProbe` for a wrapper whose inner store has it."""
-
-    inner: SupportsProbe
-
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        self.inner.probe(keys)
-
-    def note_stored(self, key: ChunkKey) -> None:
-        self.inner.note_stored(key)
-
-    def wait_indexed(self, timeout: float) -> bool:
-        return self.inner.wait_indexed(timeout)
-
-
-class ShardedWriteDelegate:
-    """`SupportsShardedWrite` for a wrapper whose inner store has it."""
-
-    inner: SupportsShardedWrite
-
-    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
-        return self.inner.begin(key, num_bytes)
-
-    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
-        return self.inner.write_at(session, offset, buffers)
-
-    def commit(self, session: str, head: Buffer) -> PutResult:
-        return self.inner.commit(session, head)
-
-    def abort(self, session: str) -> None:
-        self.inner.abort(session)
+_DELEGATES = {
+    protocol: _delegate(protocol)
+    for protocol in (SupportsScan, SupportsNamespaces, SupportsProbe, SupportsShardedWrite)
+}
 
 
 class WrapperStore(Store):
     """Hands every call to `inner`. Subclasses override what they change.
 
     `isinstance(wrapper, SupportsScan)` must answer for the inner store, and every caller asks just
-    once, at construction. So the object made is of a subclass that has, besides this class, one
-    delegate from `abilities` for each optional Protocol which `inner` has. A subclass that changes
-    an optional method replaces the delegate in `abilities`; one that defined the method itself
-    would claim the ability for every inner store.
+    once, at construction. So the object made is of a subclass that has the methods of each optional
+    Protocol which `inner` has. A subclass that changes an optional method names a class with all
+    methods of that Protocol in `abilities`; one that defined the method itself would claim the
+    ability for every inner store.
 
     Closing the wrapper closes the inner store.
     """
 
-    abilities: ClassVar[tuple[tuple[type, type], ...]] = (
-        (SupportsScan, ScanDelegate),
-        (SupportsNamespaces, NamespacesDelegate),
-        (SupportsProbe, ProbeDelegate),
-        (SupportsShardedWrite, ShardedWriteDelegate),
-    )
+    abilities: ClassVar[Mapping[type, type]] = {}
 
     def __new__(cls, inner: Store, *args: object, **kwargs: object) -> Self:
-        delegates = tuple(
-            delegate for protocol, delegate in cls.abilities if isinstance(inner, protocol)
-        )
-        made = type(cls.__name__, (cls, *delegates), {"__module__": cls.__module__})
+        delegates = _DELEGATES | dict(cls.abilities)
+        bases = [each for protocol, each in delegates.items() if isinstance(inner, protocol)]
+        made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
         instance: Self = object.__new__(made)
         return instance
 

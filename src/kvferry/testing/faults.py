@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from kvferry.errors import StoreError
@@ -19,17 +20,10 @@ from kvferry.store.base import (
     PutResult,
     Source,
     Store,
-    SupportsProbe,
-    SupportsScan,
     SupportsShardedWrite,
 )
 from kvferry.store.memory import BytesSource
-from kvferry.store.wrappers import (
-    ProbeDelegate,
-    ScanDelegate,
-    ShardedWriteDelegate,
-    WrapperStore,
-)
+from kvferry.store.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 
 Operation = Literal[
@@ -103,22 +97,26 @@ class _FaultySource(Source):
         self._inner.close()
 
 
-class _FaultyShardedWrite(ShardedWriteDelegate):
+class _FaultyShardedWrite:
     """The sharded write of a `FaultyStore`: asks it before each step."""
 
+    inner: SupportsShardedWrite
     enter: Callable[[str], bool]
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
-        return super().begin(key, num_bytes) if self.enter("begin") else PutResult.FAILED
+        return self.inner.begin(key, num_bytes) if self.enter("begin") else PutResult.FAILED
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
-        return self.enter("write_at") and super().write_at(session, offset, buffers)
+        return self.enter("write_at") and self.inner.write_at(session, offset, buffers)
 
     def commit(self, session: str, head: Buffer) -> PutResult:
         if self.enter("commit"):
-            return super().commit(session, head)
+            return self.inner.commit(session, head)
         self.inner.abort(session)  # by the contract, commit ends the session whatever it answers
         return PutResult.FAILED
+
+    def abort(self, session: str) -> None:
+        self.inner.abort(session)
 
 
 class FaultyStore(WrapperStore):
@@ -128,11 +126,7 @@ class FaultyStore(WrapperStore):
     StoreError, writes answer FAILED, `delete` and `discard` do nothing.
     """
 
-    abilities = (
-        (SupportsScan, ScanDelegate),
-        (SupportsProbe, ProbeDelegate),
-        (SupportsShardedWrite, _FaultyShardedWrite),
-    )
+    abilities = MappingProxyType({SupportsShardedWrite: _FaultyShardedWrite})
 
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
         super().__init__(inner)

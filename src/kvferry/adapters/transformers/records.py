@@ -62,7 +62,8 @@ class Image:
 
     def tensor(self, group: int, dtype: str) -> torch.Tensor:
         """`[layers, heads, tokens, content]` of one group, over the same memory."""
-        shape, memory = self._rows.group_rows(self.view, group)
+        memory = self._rows.group_rows(self.view, group)
+        shape = self._rows.group_shape(group)
         return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)
 
 

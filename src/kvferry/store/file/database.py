@@ -19,12 +19,14 @@ import sqlite3
 import stat
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 from kvferry.errors import ConfigError
+from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Database:
     Args:
         path: of the database; None keeps it in memory.
         schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
-            be among them: its sequence only grows, and so tells a copy of earlier.
+            be among them: its sequence only grows, so that an older copy is noticed.
         read_only: never changes it; then it must be there.
 
     Raises:
@@ -66,7 +68,7 @@ class Database:
             raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 is needed")
         self._path = path
         self._schema = schema
-        self._read_only = read_only
+        self.read_only = read_only
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
@@ -95,7 +97,6 @@ class Database:
             return True
 
     def close(self) -> None:
-        """Idempotent."""
         with suppress(IndexUnavailable), self._locked():
             self._close()
 
@@ -164,7 +165,7 @@ class Database:
         for suffix in _FILES if self._path is not None else ():
             with suppress(FileNotFoundError):
                 mode = os.lstat(f"{self._path}{suffix}").st_mode
-                if not stat.S_ISREG(mode) or not (self._read_only or mode & 0o600 == 0o600):
+                if not stat.S_ISREG(mode) or not (self.read_only or mode & 0o600 == 0o600):
                     raise Damaged("not a file, or not to be written")
 
     def _connect(self) -> sqlite3.Connection:
@@ -173,7 +174,7 @@ class Database:
         if path is None:
             return self._prepared(":memory:")
         uri = f"file:{quote(path, errors='surrogateescape')}"  # a path may be any bytes
-        if self._read_only:
+        if self.read_only:
             return self._prepared(f"{uri}?mode=ro")
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         if self._is_broken and self._inode == self._inode_now():
@@ -191,7 +192,7 @@ class Database:
 
     def _prepared(self, name: str) -> sqlite3.Connection:
         self._check_files()
-        if self._path is not None and not self._read_only:
+        if self._path is not None and not self.read_only:
             # The mode is private, and SQLite copies it to the journal. An existing file is not
             # opened here: closing it would drop the locks of this process's other connections.
             with suppress(FileExistsError):
@@ -204,7 +205,7 @@ class Database:
             for pragma in ("trusted_schema = OFF", "mmap_size = 0", "synchronous = OFF"):
                 db.execute(f"PRAGMA {pragma}")
             query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
-            if not self._read_only:
+            if not self.read_only:
                 db.execute("PRAGMA journal_mode = PERSIST")
                 db.execute("BEGIN IMMEDIATE")
                 if db.execute(query).fetchone() is None:
@@ -225,9 +226,12 @@ class Database:
 
     def _set_all_aside(self, path: str) -> None:
         # The database goes last: SQLite would replay a journal left behind onto the next one.
-        for suffix in reversed(_FILES):
+        for file in (f"{path}{suffix}" for suffix in reversed(_FILES)):
             with suppress(FileNotFoundError):
-                _set_aside(f"{path}{suffix}")
+                try:
+                    os.replace(file, f"{file}.broken")
+                except OSError:  # a directory, or one in its way
+                    os.rename(file, f"{file}.{secrets.token_hex(8)}.broken")
         logger.warning("the index %s cannot be used: it is rebuilt from the directory", path)
 
     def _inode_now(self) -> int:
@@ -258,8 +262,38 @@ def _identity(db: sqlite3.Connection) -> tuple[int, int]:
     return schema, db.execute("PRAGMA user_version").fetchone()[0]
 
 
-def _set_aside(path: str) -> None:
-    try:
-        os.replace(path, f"{path}.broken")
-    except OSError:  # a directory, or one in its way
-        os.rename(path, f"{path}.{secrets.token_hex(8)}.broken")
+def execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
+    """Execute one statement for all rows, which replace its `{}`. Not one per row: Python releases
+    its lock at each step of SQLite, a busy thread keeps it for 5 ms, and meanwhile other processes
+    wait for the database."""
+    row = f"({', '.join('?' * len(rows[0]))})"
+    values = f"VALUES {', '.join([row] * len(rows))}"
+    db.execute(statement.format(values), [value for row in rows for value in row])
+
+
+def read_keys(db: sqlite3.Connection, rows: str, *arguments: object) -> tuple[int, list[ChunkKey]]:
+    """The last id and the keys of `rows`; in one step of SQLite, as in `execute`."""
+    query = f"SELECT ifnull(max(id), 0), group_concat(hex(key)) FROM (SELECT id, key FROM {rows})"
+    last, text = db.execute(query, arguments).fetchone()
+    keys = [bytes.fromhex(key) for key in text.split(",")] if text else []
+    return checked((last,), "n")[0], [checked((key,), "k")[0] for key in keys]
+
+
+_IS_KIND: dict[str, Callable[[object], bool]] = {
+    "k": lambda value: type(value) is bytes and len(value) == 32,
+    "n": lambda value: type(value) is int and value >= 0,
+    "t": lambda value: type(value) is float,
+    "s": lambda value: type(value) is str,
+    "b": lambda value: type(value) is bytes,
+}
+
+
+def checked(row: Sequence[object], kinds: str) -> tuple[Any, ...]:
+    """The row, if its values are of these `kinds`: k key, n number, t time, s string, b bytes.
+
+    Raises:
+        Damaged: they are not.
+    """
+    if len(row) != len(kinds) or not all(_IS_KIND[k](v) for k, v in zip(kinds, row, strict=True)):
+        raise Damaged(f"a row of the index is wrong: {row!r:.100}")
+    return tuple(row)

@@ -101,8 +101,7 @@ class Directory:
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Handle of the directory `names` under the root, made if it is missing and `make` is
-        set."""
+        """Handle of the directory `names` under the root, made if it is missing and `make`."""
         fd = os.open(self.root, _DIRECTORY | os.O_CLOEXEC)  # which may be a link
         try:
             for name in names:
@@ -148,17 +147,14 @@ class Directory:
 
     def read_head(self, key: ChunkKey) -> bytes:
         """The first bytes of a record; none if they cannot be read."""
-        try:
+        with suppress(OSError, NotARecord):
             opened = self.open_record(key)
-            if opened is None:
-                return b""
-            try:
-                head = memoryview(bytearray(_HEAD_BYTES))
-                return bytes(head[: os.preadv(opened[0], [head], 0)])
-            finally:
-                os.close(opened[0])
-        except (OSError, NotARecord):
-            return b""
+            if opened is not None:
+                try:
+                    return os.read(opened[0], _HEAD_BYTES)
+                finally:
+                    os.close(opened[0])
+        return b""
 
     def find(self, key: ChunkKey) -> Found | None:
         """What the directory says of a record; None if no regular file has its name."""
@@ -206,8 +202,8 @@ class Directory:
         return True
 
     def begin(self) -> tuple[str, int]:
-        """Make a file to be written: its name and its descriptor. Its lock, which the system gives
-        back when the process dies, shows that its writer lives."""
+        """Make a file to be written: its name and its descriptor. The system drops its lock when
+        the process dies, so the lock shows that the writer lives."""
         name = secrets.token_hex(16)
         with self.opened("writing", make=True) as writing:
             fd = open_at(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, writing)
@@ -262,8 +258,7 @@ class Directory:
         return False
 
     def list_files(self, folder: str) -> dict[str, Found]:
-        """The files of `writing` (written now, or when their writer died) or `quarantine` by
-        name."""
+        """The files of `writing` or `quarantine` by name."""
         found = {}
         for name in filter(_FILE_NAMES[folder].fullmatch, self._listed(folder)):
             with suppress(*_ABSENT), self.opened(folder) as directory:
@@ -275,7 +270,7 @@ class Directory:
         try:
             fd = self.open_writing(name)
         except OSError as error:
-            return error.errno not in _NOT_A_FILE  # who cannot tell leaves it alone
+            return error.errno not in _NOT_A_FILE  # unknown: leave it alone
         if fd is None:
             return False
         try:
@@ -287,8 +282,8 @@ class Directory:
         return False
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
-        """Move a record aside, to be looked at; what is no regular file is removed. The name that
-        it has now, and its bytes; None if there was no file."""
+        """Move a record aside; what is no regular file is removed. The name that it has now, and
+        its bytes; None if there was no file."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened("records", f"{shard_of(key):02x}") as shard:
@@ -325,11 +320,9 @@ class Directory:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", name)
-            buffer = memoryview(bytearray(_MAX_TEXT_BYTES))
-            count = os.preadv(fd, [buffer], 0)
+            return os.read(fd, _MAX_TEXT_BYTES).decode(errors="replace")
         finally:
             os.close(fd)
-        return bytes(buffer[:count]).decode(errors="replace")
 
     def remove_first_version(self) -> None:
         """Remove the account files of format version 1."""

@@ -64,9 +64,9 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
 class FileSource(Source):
     """One open record, readable even after the record is removed. Not thread-safe.
 
-    Whether it is in the page cache, one random page tells, read with RWF_NOWAIT, which fails if the
-    disk would be needed. It is one page, because even a failing attempt makes the kernel start
-    reading ahead what was asked for, and a random one, because it is in the cache from then on.
+    A read of one random page with RWF_NOWAIT fails if the record is not in the page cache. It is
+    one page, because even a failing attempt makes the kernel read ahead what was asked for, and a
+    random one, because it is in the cache from then on.
 
     Args:
         fd: the file, which is closed with this.
@@ -125,7 +125,8 @@ class FileSource(Source):
     def _read_some(self, target: memoryview, offset: int) -> int:
         inside = min(target.nbytes, self.size - offset)
         whole = inside - inside % BLOCK_BYTES
-        is_aligned = offset % BLOCK_BYTES == 0 and address_of(target) % BLOCK_BYTES == 0
+        address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+        is_aligned = offset % BLOCK_BYTES == 0 and address % BLOCK_BYTES == 0
         if whole >= _MIN_DIRECT_BYTES and is_aligned and not self.is_cached():
             try:
                 if self._direct_fd < 0:
@@ -138,8 +139,3 @@ class FileSource(Source):
                     raise
                 self._direct = False
         return os.preadv(self._fd, [target], offset)
-
-
-def address_of(buffer: memoryview) -> int:
-    """Memory address of a writable, contiguous buffer."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

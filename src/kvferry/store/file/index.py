@@ -26,12 +26,20 @@ from typing import Any, Literal, NamedTuple
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, Removal
-from kvferry.store.file.database import Damaged, Database, IndexUnavailable
+from kvferry.store.file.database import (
+    Damaged,
+    Database,
+    IndexUnavailable,
+    checked,
+    execute,
+    read_keys,
+)
 from kvferry.store.file.directory import Directory
 from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 MAX_REMOVALS = 16384
+NO_QUOTA = 1 << 62
 
 _BATCH = 1024
 """Rows that one transaction takes up, so that other processes get a turn."""
@@ -85,10 +93,9 @@ class Index:
     child.
 
     Args:
-        path: of the database; None keeps it in memory, for a directory that only may be read.
+        path: of the database; None keeps it in memory.
         directory: the files that are indexed.
         known: the known keys, which `follow` updates.
-        observer: receives counts.
         read_only: never change the database, which must exist.
         wall: seconds since the epoch.
 
@@ -114,11 +121,9 @@ class Index:
         self.directory = directory
         self._known = known
         self._observer = observer
-        self._by = f"{os.getpid()}@{socket.gethostname()}"
         self._notes: dict[ChunkKey, float] = {}
         self._last_record = self._last_removal = 0
         self._is_behind = True
-        self._read_only = read_only
         self._was_open = False
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
@@ -138,7 +143,7 @@ class Index:
         self._last_record = self._last_removal = 0
         self._is_behind = True
         # A database that came in place of ours may be an older copy: compare the directory again.
-        is_other = self._was_open and not self._read_only
+        is_other = self._was_open and not self._database.read_only
         try:
             with self._changing() if is_other else self._reading() as db:
                 if is_other:
@@ -150,20 +155,17 @@ class Index:
         return True
 
     def close(self) -> None:
-        """Idempotent."""
         self._database.close()
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether it is known to be there. Memory only, without a lock."""
         return self._known.contains(key)
 
-    def reserve(
-        self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int | None
-    ) -> bool | None:
+    def reserve(self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int) -> bool | None:
         """Reserve room for a value that is written to `file`; evict if the quota of `max_bytes`
         requires it. False if there is no room, None if another process may free some soon."""
         with self._changing() as db:
-            if max_bytes is not None:
+            if max_bytes < NO_QUOTA:
                 if not self.totals.is_complete:
                     raise IndexUnavailable(errno.EAGAIN, "the index is being made")
                 has_evicted = self._evict(db, max_bytes - num_bytes)
@@ -175,24 +177,20 @@ class Index:
             db.execute("INSERT INTO writing VALUES (?, ?, ?)", (file, key, num_bytes))
         return True
 
-    def confirm(
-        self, file: str, key: ChunkKey, num_bytes: int | None = None, namespace: bytes | None = None
-    ) -> None:
-        """Turn a reservation into a record; its file says what is not given. Adds no row if the
-        reservation ended before, as that of a writer that was taken for dead, or if the record is
-        gone again. The key becomes known here, so that a thread that follows the removal
-        of the record by another process does not come first."""
+    def confirm(self, file: str, key: ChunkKey, num_bytes: int | None = None) -> None:
+        """Turn a reservation into a record; without `num_bytes` it has the size of its file. Adds
+        no row if the reservation was released already, as that of a writer that seemed dead, or if
+        the record is gone again. The key becomes known inside the transaction, so that a removal by
+        another process is followed afterwards."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
             there = self.directory.find(key)
             if there is not None:
-                if namespace is None:
-                    namespace = namespace_of(self.directory.read_head(key)) or b""
                 if num_bytes is None:
                     num_bytes = there.num_bytes
-                self._insert(db, [(key, num_bytes, self.wall(), namespace)])
+                self._insert(db, [(key, num_bytes, self.wall(), self._namespace(key))])
                 self._known.stored(key)
 
     def release(self, file: str) -> None:
@@ -203,7 +201,7 @@ class Index:
     def writing(self) -> dict[str, ChunkKey]:
         """Files that are being written, or were when their writer died."""
         with self._reading() as db:
-            return dict(_checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
+            return dict(checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
         """Evict until at most `max_bytes` are stored and no record was last used before
@@ -217,17 +215,13 @@ class Index:
 
     def add(self, keys: Iterable[ChunkKey]) -> int:
         """Add rows for those `keys` that have files; how many."""
-        rows = []
-        for key in keys:
-            there = self.directory.find(key)
-            if there is not None:
-                namespace = namespace_of(self.directory.read_head(key)) or b""
-                rows.append((key, there.num_bytes, there.modified, namespace))
+        found = [(key, there) for key in keys if (there := self.directory.find(key)) is not None]
+        rows = [(key, each.num_bytes, each.modified, self._namespace(key)) for key, each in found]
         if rows:
             with self._changing() as db:
                 self._insert(db, rows)
-                for row in rows:
-                    self._known.add(row[0])
+                for key, _ in found:
+                    self._known.add(key)
         return len(rows)
 
     def forget(
@@ -246,8 +240,8 @@ class Index:
         return len(gone)
 
     def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
-        """Count the files in quarantine. Remove those from before `kept_since`, and the oldest ones
-        beyond 64 files or `max_bytes`; but of these keep the newest."""
+        """Count the files in quarantine. Remove those from before `kept_since`. Of the rest, remove
+        the oldest beyond 64 files or `max_bytes`, but never the newest."""
         files = sorted(self.directory.list_files("quarantine").items(), key=lambda f: f[1].modified)
         total = sum(found.num_bytes for _, found in files)
         for index, (file, found) in enumerate(files, 1 - len(files)):
@@ -286,7 +280,7 @@ class Index:
         used = iter(list(notes.items()))  # another thread may still add to them
         while batch := list(islice(used, _BATCH)):
             with self._changing() as db:
-                _execute(db, _SET_USED, batch)
+                execute(db, _SET_USED, batch)
 
     def follow(self) -> bool:
         """Learn which records other processes added and removed, up to 1,024 of each. Whether
@@ -300,13 +294,13 @@ class Index:
             return False
         with self._reading() as db:
             rows = db.execute("SELECT name, seq FROM sqlite_sequence")
-            ends = dict(_checked(row, "sn") for row in rows)
+            ends = dict(checked(row, "sn") for row in rows)
             last_record, last_removal = ends.get("records", 0), ends.get("removals", 0)
             row = db.execute(
                 "SELECT (SELECT ifnull(max(id), 0) FROM records), ifnull(min(id), 0), "
                 "ifnull(max(id), 0) FROM removals"
             )
-            newest, oldest, newest_removal = _checked(row.fetchone(), "nnn")
+            newest, oldest, newest_removal = checked(row.fetchone(), "nnn")
             if newest > last_record or newest_removal > last_removal:
                 raise Damaged("an id is beyond its sequence")
             if last_record < self._last_record or not (
@@ -318,17 +312,16 @@ class Index:
             if self._last_record == self._last_removal == 0:
                 self._last_record = 0 if self._known.learns else last_record
                 self._last_removal = last_removal
-            last, keys = _read_keys(db, f"removals {_NEXT}", self._last_removal)
+            last, keys = read_keys(db, f"removals {_NEXT}", self._last_removal)
             self._last_removal = max(last, self._last_removal)
             for key in keys:
                 self._known.discard(key)
-            self._is_behind = len(keys) == _BATCH
-            if not self._is_behind:  # removals come first: a key may be removed and added again
-                last, keys = _read_keys(db, f"records {_NEXT}", self._last_record)
+            if len(keys) < _BATCH:  # removals come first: a key may be removed and added again
+                last, keys = read_keys(db, f"records {_NEXT}", self._last_record)
                 self._last_record = max(last, self._last_record)
                 for key in keys:
                     self._known.add(key)
-                self._is_behind = len(keys) == _BATCH
+            self._is_behind = len(keys) == _BATCH
         if not self._is_behind and self.totals.is_complete:
             self.all_known.set()
         return self._is_behind
@@ -337,7 +330,7 @@ class Index:
         """Keys of the records that belong to a shard."""
         first, last = bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)
         with self._reading() as db:
-            return set(_read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
+            return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
     def entries(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
@@ -347,7 +340,7 @@ class Index:
         if order == "last_used":
             with self._reading() as db:
                 rows = db.execute(f"{query} ORDER BY last_used DESC LIMIT ?", (limit,))
-                return iter([Entry(*_checked(row, "nkntb")[1:]) for row in rows])
+                return iter([Entry(*checked(row, "nkntb")[1:]) for row in rows])
         slices = self._slices(
             f"{query} WHERE id > ? AND id <= ? ORDER BY id LIMIT {_BATCH}", "nkntb"
         )
@@ -370,15 +363,14 @@ class Index:
         return found
 
     def _slices(self, query: str, kinds: str) -> Iterator[tuple[Any, ...]]:
-        """Rows of a query of records with ids above one number and up to another, whose first
-        column is the id. In slices, because a long read keeps other processes from writing; without
-        records added after the start."""
+        """Rows of a query of records with ids above one number and up to another; its first column
+        is the id. In slices, because a long read keeps other processes from writing."""
         with self._reading() as db:
             ends = db.execute("SELECT ifnull(min(id), 1) - 1, ifnull(max(id), 0) FROM records")
-            last, end = _checked(ends.fetchone(), "nn")
+            last, end = checked(ends.fetchone(), "nn")
         while last < end:
             with self._reading() as db:
-                rows = [_checked(row, kinds) for row in db.execute(query, (last, end))]
+                rows = [checked(row, kinds) for row in db.execute(query, (last, end))]
             last = max((row[0] for row in rows), default=end)
             yield from rows
 
@@ -388,7 +380,7 @@ class Index:
             "SELECT key, num_bytes, at, reason, detail, by FROM removals ORDER BY id DESC LIMIT ?"
         )
         with self._reading() as db:
-            return [Removal(*_checked(row, "kntsss")) for row in db.execute(query, (count,))]
+            return [Removal(*checked(row, "kntsss")) for row in db.execute(query, (count,))]
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
@@ -398,7 +390,7 @@ class Index:
         if excess <= 0 and not unused_since:
             return False
         for row in db.execute("SELECT file, num_bytes FROM quarantine ORDER BY rowid").fetchall():
-            file, num_bytes = _checked(row, "sn")
+            file, num_bytes = checked(row, "sn")
             if excess > 0 and self.directory.drop("quarantine", file):
                 db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
                 excess -= num_bytes
@@ -408,7 +400,7 @@ class Index:
         query = "SELECT key, num_bytes, last_used FROM records ORDER BY last_used LIMIT ?"
         oldest = db.execute(query, (_BATCH,))
         while (row := oldest.fetchone()) is not None:
-            key, num_bytes, last_used = _checked(row, "knt")
+            key, num_bytes, last_used = checked(row, "knt")
             if excess <= evicted_bytes and last_used >= unused_since:
                 break
             try:
@@ -420,7 +412,7 @@ class Index:
                 evicted_bytes += num_bytes
         oldest.close()
         if kept:  # they cannot be removed: the others come first from now on
-            _execute(db, _SET_USED, [(key, self.wall()) for key in kept])
+            execute(db, _SET_USED, [(key, self.wall()) for key in kept])
         self._take_out(db, gone, "evicted", "")
         if gone:
             self._observer.count("store_evicted_records", len(gone))
@@ -434,13 +426,14 @@ class Index:
             return
         for key in gone:
             self._known.discard(key)
-        _execute(
+        now, by = self.wall(), f"{os.getpid()}@{socket.gethostname()}"
+        execute(
             db,
             "INSERT INTO removals SELECT NULL, column1, ifnull(num_bytes, 0), column2, column3, "
             "column4, column5 FROM ({}) LEFT JOIN records ON key = column1",
-            [(key, self.wall(), reason, detail, self._by) for key in gone],
+            [(key, now, reason, detail, by) for key in gone],
         )
-        _execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
+        execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
         bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
         db.execute(bound, (MAX_REMOVALS,))
 
@@ -449,7 +442,11 @@ class Index:
     ) -> None:
         """Rows that exist stay as they are."""
         columns = "key, num_bytes, last_used, namespace"
-        _execute(db, f"INSERT OR IGNORE INTO records ({columns}) {{}}", rows)
+        execute(db, f"INSERT OR IGNORE INTO records ({columns}) {{}}", rows)
+
+    def _namespace(self, key: ChunkKey) -> bytes:
+        """As its file says; empty if it says nothing."""
+        return namespace_of(self.directory.read_head(key)) or b""
 
     def _check_totals(self, db: sqlite3.Connection) -> None:
         query = (
@@ -462,7 +459,7 @@ class Index:
 
     def _read_totals(self, db: sqlite3.Connection) -> Totals:
         row = db.execute("SELECT num_records, num_bytes, is_complete FROM totals").fetchone()
-        num_records, num_bytes, is_complete = _checked(row or (), "nnn")
+        num_records, num_bytes, is_complete = checked(row or (), "nnn")
         self.totals = Totals(num_records, num_bytes, bool(is_complete))
         return self.totals
 
@@ -478,40 +475,3 @@ class Index:
             self._read_totals(db)
             yield db
             self._read_totals(db)
-
-
-def _execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
-    """Execute one statement for all rows, which stand for its `{}`; not one per row: Python gives
-    its lock away at each step of SQLite, a busy thread keeps it for 5 ms, and meanwhile our lock of
-    the database keeps other processes waiting."""
-    row = f"({', '.join('?' * len(rows[0]))})"
-    values = f"VALUES {', '.join([row] * len(rows))}"
-    db.execute(statement.format(values), [value for row in rows for value in row])
-
-
-def _read_keys(db: sqlite3.Connection, rows: str, *arguments: object) -> tuple[int, list[ChunkKey]]:
-    """The last id and the keys of `rows`; in one step, as above."""
-    query = f"SELECT ifnull(max(id), 0), group_concat(hex(key)) FROM (SELECT id, key FROM {rows})"
-    last, text = db.execute(query, arguments).fetchone()
-    keys = [bytes.fromhex(key) for key in text.split(",")] if text else []
-    return _checked((last,), "n")[0], [_checked((key,), "k")[0] for key in keys]
-
-
-_IS_KIND: dict[str, Callable[[object], bool]] = {
-    "k": lambda value: type(value) is bytes and len(value) == 32,
-    "n": lambda value: type(value) is int and value >= 0,
-    "t": lambda value: type(value) is float,
-    "s": lambda value: type(value) is str,
-    "b": lambda value: type(value) is bytes,
-}
-
-
-def _checked(row: Sequence[object], kinds: str) -> tuple[Any, ...]:
-    """A row as it must be: of a key, a number, a time, a string, or bytes, in the order of `kinds`.
-
-    Raises:
-        Damaged: it is not.
-    """
-    if len(row) != len(kinds) or not all(_IS_KIND[k](v) for k, v in zip(kinds, row, strict=True)):
-        raise Damaged(f"a row of the index is wrong: {row!r:.100}")
-    return tuple(row)

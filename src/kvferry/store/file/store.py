@@ -16,24 +16,13 @@ from typing import Literal, NamedTuple
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.record.check import namespace_of
 from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
 from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import (
-    NUM_SHARDS,
-    NotARecord,
-    open_root,
-    record_name,
-)
-from kvferry.store.file.fileio import (
-    DirectIO,
-    FileSource,
-    as_views,
-    write_all,
-)
-from kvferry.store.file.index import Index
+from kvferry.store.file.directory import NUM_SHARDS, NotARecord, open_root, record_name
+from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
+from kvferry.store.file.index import NO_QUOTA, Index
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.filesystem import is_of_one_machine, why_untrusted
 from kvferry.store.known_keys import KnownKeys
@@ -45,8 +34,6 @@ CLOSE_SECONDS = 5.0
 ROOM_SECONDS = 2.0
 """How long a put waits for others to finish whose reservations fill the quota."""
 
-_MAX_BYTES = 1 << 62
-INDEX_NAME = "index.sqlite3"
 NO_OBSERVER = Observer()
 
 
@@ -78,8 +65,7 @@ class FileStore(Store):
     - No operation raises for a full, read-only, failing or vanished directory, except
       `Source.read_into` and `open_read` for a record that is there and cannot be read.
 
-    Has more public methods than most classes here: the store contract and its optional abilities in
-    one place, each a few lines over the part that does the work.
+    Has the store contract and all optional abilities of `kvferry.store.base`.
     """
 
     multi_process = True
@@ -105,13 +91,12 @@ class FileStore(Store):
             root: the directory; made a store if it is absent or empty and `create` is set.
             max_bytes: quota over all processes, None for none. Each process enforces its own value.
             create: make the store if it is not there.
-            read_only: never write. A directory that cannot be written is opened so with a warning.
+            read_only: never write. Implied, with a warning, if the directory cannot be written.
             observer: receives counts named `store_...`.
-            direct_io: "auto" reads what is not in the page cache past it; "off" does not. All else
-                goes through the page cache.
-            index: know what is stored, for `contains`. Without, `contains` finds nothing.
-            index_file: the database, if not in the directory itself. A directory on a network mount
-                has one in this user's cache directory, for each machine its own.
+            direct_io: "auto" reads past the page cache what is not in it; "off" never does.
+            index: know what is stored. Without, `contains` finds nothing.
+            index_file: the database, if not in the directory itself. On a network mount the default
+                is this user's cache directory, one index per machine.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
             clock: monotonic seconds.
             wall: seconds since the epoch.
@@ -121,27 +106,24 @@ class FileStore(Store):
         """
         self._directory = open_root(root, create=create and not read_only, read_only=read_only)
         self.url = str(StoreUrl(scheme="file", path=self._directory.root))
-        self._max_bytes = max_bytes
+        self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
         self._direct_io = direct_io
         self._closed = False
         self._faults = MediumFaults(self.url, observer, clock)
         self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
         self._line = threading.Lock()
-        untrusted = why_untrusted(self._directory.root)
-        if untrusted is not None:
-            logger.warning("store %s %s: other users can change it", self.url, untrusted)
         self.is_read_only = read_only or not os.access(self._directory.root, os.W_OK)
+        if untrusted := why_untrusted(self._directory.root):
+            logger.warning("store %s %s: other users can change it", self.url, untrusted)
         if self.is_read_only and not read_only:
-            logger.warning(
-                "store %s cannot be written: opened read-only, nothing will be stored", self.url
-            )
+            logger.warning("store %s cannot be written: it is opened read-only", self.url)
         machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
         self._index, compares = self._open_index(index_file, machines_share, wall)
         self._upkeep = Upkeep(
             self._index,
             self._faults,
-            max_bytes=max_bytes,
+            max_bytes=self._max_bytes,
             machines_share=machines_share,
             changes=not self.is_read_only,
             compares=compares,
@@ -152,14 +134,13 @@ class FileStore(Store):
     def _open_index(
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
     ) -> tuple[Index, bool]:
-        """The index, and whether this process compares it with the directory all the time; one
-        that does not know keys does so only until the index is complete."""
+        """The index, and whether this process compares it with the directory all the time."""
         if file is not None:
             path = str(file)
         elif machines_share:
             path = _private_index(self._directory.root)
         else:
-            path = f"{self._directory.root}/{INDEX_NAME}"
+            path = f"{self._directory.root}/index.sqlite3"
         make = partial(
             Index, directory=self._directory, known=self._known, observer=self._faults.observer
         )
@@ -180,8 +161,8 @@ class FileStore(Store):
         # There is no complete index, or it cannot be opened: this process keeps one in memory.
         if not self._directory.is_empty():
             logger.warning(
-                "store %s has no index that can be used: listing the directory; when records were "
-                "used, and which went, is not known",
+                "store %s has no index that can be used: the directory is listed, so the times of "
+                "last use and the removals are not known",
                 self.url,
             )
         index = make(None, read_only=False, wall=wall)
@@ -256,7 +237,7 @@ class FileStore(Store):
             url=self.url,
             num_records=totals.num_records,
             used_bytes=totals.num_bytes,
-            max_bytes=self._max_bytes,
+            max_bytes=self._max_bytes if self._max_bytes < NO_QUOTA else None,
             index_complete=self._index.all_known.is_set(),
         )
 
@@ -264,15 +245,15 @@ class FileStore(Store):
         if self._closed:
             return
         self._closed = True
-        if self._index.is_ours:  # else a forked child, whose locks stay locked for ever
+        if self._index.is_ours:  # in a forked child, locks may stay locked for ever
             self._upkeep.stop(CLOSE_SECONDS, self._abort_all)
         self._known.clear()
 
     def scan(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
     ) -> Iterator[Entry]:
-        """Every record at some moment during the call, from the index; see `SupportsScan`. With an
-        order, the `limit` that were used last, or are the largest; -1 for all.
+        """Every record, from the index. With an order, the `limit` that were used last, or are the
+        largest; -1 for all.
 
         Raises:
             StoreError: the index cannot be read.
@@ -281,12 +262,10 @@ class FileStore(Store):
             yield from () if self._closed else self._index.entries(order, limit)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Records and bytes by namespace; see `SupportsNamespaces`."""
         with self._listing():
             return {} if self._closed else self._index.by_namespace()
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """What a namespace is; see `SupportsNamespaces`."""
         name = f"{namespace.hex()}.json"
         try:
             said = self._directory.read_text(name, "namespaces")
@@ -298,7 +277,7 @@ class FileStore(Store):
         return description or said
 
     def removals(self, count: int) -> list[Removal]:
-        """What went last, up to `count` of it, newest first.
+        """The last removals, up to `count`, newest first.
 
         Raises:
             StoreError: the index cannot be read.
@@ -307,21 +286,17 @@ class FileStore(Store):
             return [] if self._closed else self._index.removals(count)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Ask the background whether these are here; see `SupportsProbe`."""
         if not self._closed and self._index.is_ours and self._known.learns:
             self._upkeep.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
-        """Put a key into what is known; see `SupportsProbe`."""
         if not self._closed:
             self._known.add(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        """Wait until all that is stored is known; see `SupportsProbe`."""
         return self._known.learns and self._index.all_known.wait(timeout)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
-        """Begin a record that several processes write; see `SupportsShardedWrite`."""
         writing = self._begin(key, num_bytes)
         if isinstance(writing, PutResult):
             return writing
@@ -337,7 +312,6 @@ class FileStore(Store):
         return writing.file
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
-        """Write a range of a record that any process has begun; see `SupportsShardedWrite`."""
         views = as_views(buffers)
         try:
             fd = None if self._closed or offset < 0 else self._directory.open_writing(session)
@@ -355,12 +329,10 @@ class FileStore(Store):
         return True
 
     def commit(self, session: str, head: Buffer) -> PutResult:
-        """Make a record visible; see `SupportsShardedWrite`."""
         writing = self._sessions.pop(session, None) if self._writes() else None
         return PutResult.FAILED if writing is None else self._finish(writing, as_views([head]))
 
     def abort(self, session: str) -> None:
-        """Give a record up; see `SupportsShardedWrite`."""
         writing = self._sessions.pop(session, None) if self._writes() else None
         if writing is not None:
             self._abort(writing)
@@ -371,11 +343,17 @@ class FileStore(Store):
             self._upkeep.run_until_idle()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Check every file and discard the bad ones; see `checking.verify`."""
-        return verify(self, self._listed(), progress)
+        """Check every file, without the index, and discard the bad ones; see `checking.verify`."""
+
+        def keys() -> Iterator[ChunkKey]:
+            with self._listing():
+                for shard in range(NUM_SHARDS):
+                    yield from self._directory.list_shard(shard)
+
+        return verify(self, keys(), progress)
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove what was not used for some time, then the least recently used until the rest fits.
+        """Remove what was not used for long, then the least recently used until the rest fits.
 
         Args:
             max_bytes: keep at most so many bytes; None: as many as the quota allows.
@@ -392,8 +370,8 @@ class FileStore(Store):
             self._index.flush()
             self._upkeep.clean()
             start = self._index.totals
-            self._index.bound_quarantine(_MAX_BYTES, before)
-            self._index.shrink(_MAX_BYTES if quota is None else quota, before)
+            self._index.bound_quarantine(NO_QUOTA, before)
+            self._index.shrink(quota, before)
             self._upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
@@ -403,12 +381,6 @@ class FileStore(Store):
             removed_bytes=start.num_bytes - end.num_bytes,
             used_bytes=end.num_bytes,
         )
-
-    def _listed(self) -> Iterator[ChunkKey]:
-        """Keys of all files, without the index."""
-        with self._listing():
-            for shard in range(NUM_SHARDS):
-                yield from self._directory.list_shard(shard)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
@@ -432,9 +404,9 @@ class FileStore(Store):
             if self._directory.find(key) is not None:
                 self.probe([key])
                 return PutResult.EXISTS
-            if num_bytes > (_MAX_BYTES if self._max_bytes is None else self._max_bytes):
+            if num_bytes > self._max_bytes:
                 return PutResult.NO_SPACE
-            if self._max_bytes is not None and not self._index.totals.is_complete:
+            if self._max_bytes < NO_QUOTA and not self._index.totals.is_complete:
                 self._faults.observer.count("store_put_skipped")  # the index is not complete
                 return PutResult.FAILED
             file, fd = self._directory.begin()
@@ -453,11 +425,7 @@ class FileStore(Store):
         return refused
 
     def _reserve(self, writing: _Writing) -> bool:
-        """Whether there is room, made by eviction if there must be.
-
-        Raises:
-            OSError: the index cannot be changed.
-        """
+        """Whether there is room, after eviction if the quota requires it."""
         reserve = partial(
             self._index.reserve, writing.file, writing.key, writing.num_bytes, self._max_bytes
         )
@@ -487,11 +455,10 @@ class FileStore(Store):
             self._abort(writing)
             self.probe([key])
             return PutResult.EXISTS
-        namespace = namespace_of(bytes(views[0][:512])) if views else None
         # The first name goes before the reservation does: an eviction would leave it behind.
         self._directory.drop("writing", writing.file)
         try:
-            self._index.confirm(writing.file, key, writing.num_bytes, namespace or b"")
+            self._index.confirm(writing.file, key, writing.num_bytes)
         except OSError as error:
             self._faults.failed("index", error)  # stays reserved until the next clean
         os.close(writing.fd)
@@ -500,7 +467,7 @@ class FileStore(Store):
         return PutResult.STORED
 
     def _abort(self, writing: _Writing) -> None:
-        """Give everything back. Never raises: what stays is found later."""
+        """Remove the file and its reservation. Never raises: what stays is found later."""
         self._directory.drop("writing", writing.file)
         with suppress(OSError):
             self._index.release(writing.file)
@@ -514,8 +481,7 @@ class FileStore(Store):
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Remove a key whose file is gone, unless another thread has stored it again; files that
-        were `moved` to quarantine are counted."""
+        """Remove a key from the index if its file is gone; `moved` are now in quarantine."""
         try:
             self._index.forget([key], reason, detail, moved)
         except OSError:

@@ -20,7 +20,7 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
-"""How late this process learns what another one stored."""
+"""At most so much later this process knows what another one stored."""
 
 FLUSH_SECONDS = 2.0
 CLEAN_SECONDS = 60.0
@@ -37,12 +37,11 @@ _MAX_PROBES = 256
 _BATCH = 256
 _QUARANTINE_FRACTION = 20
 """At most one twentieth of the quota is quarantine, but the newest file stays."""
-_MAX_BYTES = 1 << 62
 
 
 class ShardComparison:
-    """The index against the directory, which is right, one shard at a time: in the first pass every
-    shard, then in each pass those whose directory changed since."""
+    """Corrects the index by the directory, one shard at a time: in the first pass every shard, in
+    each later pass those whose directory changed since."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -51,7 +50,6 @@ class ShardComparison:
     def restart(self) -> None:
         """Compare every shard (again)."""
         self.is_first_pass = True
-        """Until `next_pass`."""
         self.waiting = list(range(NUM_SHARDS))
         """Shards of this pass that were not compared yet."""
         self._marks = [(-1, 0)] * NUM_SHARDS
@@ -99,8 +97,8 @@ class Upkeep:
 
     Args:
         index: of the directory.
-        faults: counts and logs what fails; its clock is the one that upkeep goes by.
-        max_bytes: the quota; None for none.
+        faults: counts and logs what fails; has the clock of this work.
+        max_bytes: the quota.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
         compares: whether to compare the index with the directory all the time; else, if anything
@@ -112,14 +110,14 @@ class Upkeep:
         index: Index,
         faults: MediumFaults,
         *,
-        max_bytes: int | None,
+        max_bytes: int,
         machines_share: bool,
         changes: bool,
         compares: bool,
     ) -> None:
         self._index = index
         self._faults = faults
-        self._max_bytes = _MAX_BYTES if max_bytes is None else max_bytes
+        self._max_bytes = max_bytes
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
@@ -127,12 +125,13 @@ class Upkeep:
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._wake = threading.Event()
-        self._stopping = False
+        self._last: Callable[[], object] | None = None
+        """What `stop` wants done last; set once the thread is to stop."""
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Look for the files of these keys soon; dropped when too many wait. Memory only. An index
-        that only may be read learns nothing this way."""
+        """Look for the files of these keys soon; dropped when too many wait. Memory only. Does
+        nothing for an index that may only be read."""
         if not self._compares:
             return
         if len(self._probes) >= _MAX_PROBES:
@@ -150,15 +149,14 @@ class Upkeep:
         """Stop after the current step, and do `last`. Waits `timeout` seconds at most, so that a
         hanging disk does not block the caller."""
         self._last = last
-        self._stopping = True
         self._wake.set()
         if self._thread is None:
-            self._end()
+            self._run()
         else:
             self._thread.join(timeout)
 
     def run_until_idle(self) -> None:
-        """Do all that is due, and compare everything, in this thread."""
+        """Do all jobs now, and compare everything, in this thread."""
         self._restart()
         while self.step(rests=False):
             pass
@@ -200,7 +198,7 @@ class Upkeep:
             self._keep_below_quota,
             self._index.follow,
         ):
-            if self._stopping:
+            if self._last is not None:
                 return False
             more |= self._do(job)
         return more
@@ -216,19 +214,17 @@ class Upkeep:
         return False
 
     def _run(self) -> None:
-        while not self._stopping:
+        while self._last is None:
             if not self.step():
                 self._wake.wait(TICK_SECONDS)
                 self._wake.clear()
-        self._end()
-
-    def _end(self) -> None:
         if self._changes:
             self._do(self._index.flush, "recency")
         self._do(self._last)
         self._do(self._index.close)
 
     def _is_due(self, job: str, seconds: float) -> bool:
+        """Whether a job is due; if so, it is due again after so many seconds."""
         now = self._faults.clock()
         if now < self._due[job]:
             return False
@@ -287,11 +283,8 @@ class Upkeep:
 
     @contextmanager
     def _past_errors_of_files(self) -> Iterator[None]:
-        """What the directory refuses must not keep the rest waiting. Without the index all waits.
-
-        Raises:
-            IndexUnavailable: not now.
-        """
+        """Log errors of files, so that one bad directory does not stop the rest of the work. Errors
+        of the index are raised: nothing can be done without it."""
         try:
             yield
         except IndexUnavailable:
