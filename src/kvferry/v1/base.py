@@ -65,12 +65,8 @@ class KVConnectorBase_V1(ABC):
         role: KVConnectorRole,
         kv_cache_config: object | None = None,
     ) -> None:
-        """Hosts pass three arguments by name; 0.32 refuses a class without `kv_cache_config`.
-
-        Args:
-            vllm_config: the engine's configuration.
-            role: the half that this instance is.
-            kv_cache_config: the engine's KV groups; None from hosts before 0.32 with one group.
+        """Make one half. 0.32 refuses a class whose constructor lacks `kv_cache_config`, which has
+        the engine's KV groups; earlier hosts may pass None if there is one group.
 
         Raises:
             ConfigError: `vllm_config.kv_transfer_config` is None.
@@ -151,16 +147,13 @@ class KVConnectorBase_V1(ABC):
 
     @abstractmethod
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
-        """Load the blocks that the metadata promises. Every step, with tokens or without.
+        """Load the blocks that the metadata promises. Every step, with tokens or without; also if
+        `forward_context.attn_metadata` is None. Some hosts pass further arguments by name.
 
         A sync load must be complete when this method returns, or when `wait_for_layer_load` of the
         layer does. The scheduler has already counted its tokens as computed, so a load that cannot
         be done must be reported by `get_block_ids_with_load_errors` in this step; skipping it gives
         wrong output. Async loads only start here.
-
-        Args:
-            forward_context: its `attn_metadata` may be None while loads are due.
-            **kwargs: further arguments of some hosts; must be accepted.
         """
 
     @abstractmethod
@@ -177,11 +170,9 @@ class KVConnectorBase_V1(ABC):
         attn_metadata: Any,  # noqa: ANN401 - the host's
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
-        """Start to save this layer's new KV; may return at once. After each attention layer.
-
-        Omitted in the same steps as `wait_for_layer_load`, so a record is complete only after a
-        call for every layer. The blocks of `kv_layer` may be smaller than those that ids count.
-        """
+        """Start to save this layer's new KV. After each attention layer, in the same steps as
+        `wait_for_layer_load`, so a record is complete only after a call for every layer. The blocks
+        of `kv_layer` may be smaller than those that ids count."""
 
     @abstractmethod
     def wait_for_save(self) -> None:
@@ -196,7 +187,8 @@ class KVConnectorBase_V1(ABC):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose async work ended, as `(sent or saved, loaded)`. At the end of every
-        step; every worker reports each id exactly once.
+        step; every worker reports each id exactly once. The argument names all requests that ended
+        since the last call, also those that the connector never handled.
 
         - Sent: only ids for which `request_finished` returned True, and only after they appeared in
           `finished_req_ids` of this or an earlier call. Any other id kills the engine. An id that
@@ -205,10 +197,6 @@ class KVConnectorBase_V1(ABC):
           (hosts hold their blocks for this report). Any other id kills the engine.
         - The report of an aborted load frees the request; a "sent" for it afterwards kills the
           engine. So `request_finished` returns False for a request that is still loading.
-
-        Args:
-            finished_req_ids: all requests that ended since the last call, also those that the
-                connector never handled.
         """
         return None, None
 
@@ -299,12 +287,9 @@ class KVConnectorBase_V1(ABC):
         self, request: V1Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: stopped, aborted or failed. Exactly once per request, also for one
-        that never ran (`block_ids` is empty); not for a preemption.
-
-        Returns:
-            Whether to hold the request's blocks until all workers report it as sent (never for a
-            request that is still loading, see `get_finished`), and parameters for the final output
-            of a normally finished request.
+        that never ran (`block_ids` is empty); not for a preemption. Returns whether to hold the
+        request's blocks until all workers report it as sent (never for a request that is still
+        loading, see `get_finished`), and parameters for the final output.
         """
         return False, None
 
@@ -360,11 +345,8 @@ class KVConnectorBase_V1(ABC):
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forget everything stored, because weights changed (0.13 and later). False: failed.
-
-        Hosts take None for success, so a connector that stores must implement this method; saves
-        under way must not bring old content back.
-        """
+        """Forget everything stored, because weights changed (0.13 and later). False: failed. Hosts
+        take None for success. Saves under way must not bring old content back."""
         return None
 
     def set_xfer_handshake_metadata(

@@ -48,8 +48,8 @@ Release = Literal["0.14", "0.32"]
 views `[blocks, heads, tokens, content]`, with K and V side by side in the content.
 
 "0.14" and before: `kv_cache[virtual_engine]` is a contiguous tensor `[2, blocks, tokens, heads,
-dim]`, with K and V apart. Connectors of that time reshape it in place, which works on no view of
-the engine's memory. So they get a second pool, and the worker role copies blocks between the two.
+dim]`. Connectors of that time reshape it in place, which no view of the engine's memory allows. So
+they get a second pool, and the worker role copies blocks between the two.
 """
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ class V1Plan(Plan, frozen=True, kw_only=True):
     Attributes:
         metadata: the result of `build_connector_meta`; picklable if the connector is sound.
         has_tokens: False in a step without a forward.
-        blocks: blocks that the step's loads fill.
-        recving: requests whose async load starts, with its blocks; None if unknown.
+        blocks: block ids that the step's loads fill.
+        recving: requests whose async load starts, with its block ids; None if unknown.
         preempted: requests that lost their blocks in this step.
-        written: blocks that the forward writes.
+        written: block ids that the forward writes.
     """
 
     metadata: Any

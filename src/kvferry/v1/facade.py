@@ -193,7 +193,7 @@ class OneRole:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         half = self._worker
-        if self._step is not None:  # the host did not end it
+        if self._step is not None:  # the host did not end the last step
             self._step.end()
         self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
