@@ -159,18 +159,18 @@ def test_supports_hma_takes_a_class_or_an_instance():
 
 
 @pytest.mark.parametrize(
-    "news",
+    "content",
     [
         {"finished_sending": {"r"}}, {"finished_recving": {"r"}}, {"failed_recving": {"r"}},
         {"invalid_block_ids": {0}}, {"kv_connector_stats": CounterStats({"n": 1})},
         {"kv_cache_events": ["e"]}, {"kv_connector_worker_meta": object()},
     ],
 )  # fmt: skip
-def test_an_output_with_news_is_not_empty(news):
-    assert not v1.KVConnectorOutput(**news).is_empty()
+def test_an_output_with_content_is_not_empty(content):
+    assert not v1.KVConnectorOutput(**content).is_empty()
 
 
-def test_an_output_without_news_is_empty():
+def test_an_output_without_content_is_empty():
     output = v1.KVConnectorOutput(kv_connector_stats=CounterStats(), expected_finished_count=3)
     assert output.is_empty()
 

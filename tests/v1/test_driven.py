@@ -115,7 +115,7 @@ def test_a10_abort_before_the_first_step_and_while_running(make_host):
     host.step()
     host.abort(late)
     host.run()
-    host.step()  # tells of the last end
+    host.step()  # reports the last end
     assert host.observer["hook_failed"] == 0
     assert len(host.free) == 39
     assert host.connectors[0].tracked == {}

@@ -44,7 +44,7 @@ def with_set(output):
 
 
 def with_list(output):
-    """vLLM 0.10 and 0.11: by a list; and nobody says which requests were preempted."""
+    """vLLM 0.10 and 0.11: by a list; preempted requests are not named."""
     cached = output.scheduled_cached_reqs
     return SimpleNamespace(
         scheduled_new_reqs=output.scheduled_new_reqs,

@@ -9,9 +9,6 @@ Each docstring says when a host calls the method, which rules the host enforces 
 costs. "The engine dies" means an assertion in the scheduler's process: every request is lost. The
 hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later releases make; all of these
 have a default here.
-
-One class serves two processes because vLLM's shape asks for it; our own connectors have two roles
-(`kvferry.contract`).
 """
 
 from __future__ import annotations
@@ -44,20 +41,16 @@ if TYPE_CHECKING:
 class KVConnectorBase_V1(ABC):
     """A connector in one class: one instance in the scheduler, one in each worker.
 
-    Seven methods are abstract: `start_load_kv`, `wait_for_layer_load`, `save_kv_layer`,
-    `wait_for_save` (worker), `get_num_new_matched_tokens`, `update_state_after_alloc`,
-    `build_connector_meta` (scheduler). The others have the default that hosts expect.
-
     One step, in order: `schedule()` with lookups, `update_state_after_alloc` and
     `build_connector_meta`; on each worker `handle_preemptions`, `bind_connector_metadata`,
     `start_load_kv`, the forward with its layer hooks, `wait_for_save`, the getters of results and
     `clear_connector_metadata`; on the scheduler `update_connector_output`. In steps without sync
     loads vLLM 0.32 calls `start_load_kv` after the forward, so `bind_connector_metadata` must
     prepare everything that `save_kv_layer` needs. With overlapping batches the next `schedule()`
-    precedes this step's `update_connector_output`: its orders are not done yet.
+    precedes this step's `update_connector_output`.
 
-    Hosts use the class itself in configuration and logging processes: importing its module must be
-    cheap and must not touch a device.
+    Hosts also use the class itself in configuration and logging processes, so importing its module
+    must be cheap and must not touch a device.
 
     Attributes:
         prefer_cross_layer_blocks: True asks hosts (0.12 to 0.14) for one tensor over all layers and
@@ -72,12 +65,8 @@ class KVConnectorBase_V1(ABC):
         role: KVConnectorRole,
         kv_cache_config: object | None = None,
     ) -> None:
-        """Hosts pass three arguments by name; 0.32 refuses a class without `kv_cache_config`.
-
-        Args:
-            vllm_config: the engine's configuration.
-            role: the half that this instance is.
-            kv_cache_config: the engine's KV groups; None from hosts before 0.32 with one group.
+        """Make one half. 0.32 refuses a class whose constructor lacks `kv_cache_config`, which has
+        the engine's KV groups; earlier hosts may pass None if there is one group.
 
         Raises:
             ConfigError: `vllm_config.kv_transfer_config` is None.
@@ -101,19 +90,16 @@ class KVConnectorBase_V1(ABC):
     # methods kills the worker; failures are reported as ids instead.
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's metadata. Every step, with tokens or without.
-
-        After this call the host writes to blocks of requests that the step preempted or freed: the
-        connector must have stopped reading them.
-        """
+        """Begin a step. From here on the host overwrites the blocks of requests that the step
+        preempted or freed, so the connector must have stopped reading them."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
-        """End the step. Every step."""
+        """End a step."""
         self._connector_metadata = None
 
     def _get_connector_metadata(self) -> KVConnectorMetadata:
-        """The metadata of the current step. For use inside the connector.
+        """The metadata of the current step, for use inside the connector.
 
         Raises:
             ContractError: outside of a step.
@@ -140,18 +126,12 @@ class KVConnectorBase_V1(ABC):
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
     ) -> None:
-        """Take one tensor over all layers, instead of `register_kv_caches` (0.12 to 0.14).
-
-        Only with `prefer_cross_layer_blocks` and a model of uniform layers. The attention backend
-        decides where the layer axis lies.
-        """
+        """Take one tensor over all layers, instead of `register_kv_caches` (0.12 to 0.14). The
+        attention backend decides where the layer axis lies."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """Take the platform's copy between host and device. Once, after registration.
-
-        The operation silently does nothing if the id lists are empty or differ in length. CPU hosts
-        have none.
-        """
+        """Take the platform's copy between host and device; CPU hosts have none. Once, after
+        registration. The copy does nothing if the id lists are empty or differ in length."""
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """The memory pool in which the host allocates KV memory (0.32); None for the host's own."""
@@ -160,33 +140,26 @@ class KVConnectorBase_V1(ABC):
     def handle_preemptions(self, kv_connector_metadata: object) -> None:
         """Finish or abandon reads of blocks that the host is about to overwrite.
 
-        Preemption frees blocks at once, without asking, so an async save must end here. The call
-        precedes `bind_connector_metadata`. It brings the step's metadata in every step (0.32), or
-        the set of preempted request ids if there are any (0.14). Earlier hosts do not call it:
-        there, a save that outlives its step reads blocks of another request.
+        Precedes `bind_connector_metadata`. The argument is the step's metadata, in every step
+        (0.32), or the set of preempted request ids if there are any (0.14). Earlier hosts do not
+        call it: there, a save that outlives its step reads blocks of another request.
         """
 
     @abstractmethod
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
-        """Load the blocks that the metadata promises. Every step, with tokens or without.
+        """Load the blocks that the metadata promises. Every step, with tokens or without; also if
+        `forward_context.attn_metadata` is None. Some hosts pass further arguments by name.
 
-        A sync load must be complete before a layer reads the blocks: when this method returns, or
-        when `wait_for_layer_load` of that layer does. The scheduler has already counted its tokens
-        as computed and may share the blocks, so a load that cannot be done must be reported by
-        `get_block_ids_with_load_errors` in this step. To skip it, for example because
-        `attn_metadata` is None, gives wrong output. Async loads only start here.
-
-        Args:
-            forward_context: its `attn_metadata` may be None while loads are due.
-            **kwargs: further arguments of some hosts; must be accepted.
+        A sync load must be complete when this method returns, or when `wait_for_layer_load` of the
+        layer does. The scheduler has already counted its tokens as computed, so a load that cannot
+        be done must be reported by `get_block_ids_with_load_errors` in this step; skipping it gives
+        wrong output. Async loads only start here.
         """
 
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when the load of this layer is complete. Before each attention layer.
-
-        Not called in steps without tokens, nor inside replayed CUDA graphs: see
-        `requires_piecewise_for_cudagraph`.
+        """Return when the load of this layer is complete. Before each attention layer, but not in
+        steps without tokens, nor inside replayed CUDA graphs (`requires_piecewise_for_cudagraph`).
         """
 
     @abstractmethod
@@ -197,19 +170,14 @@ class KVConnectorBase_V1(ABC):
         attn_metadata: Any,  # noqa: ANN401 - the host's
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
-        """Start to save this layer's new KV; may return at once. After each attention layer.
-
-        Omitted in the same steps as `wait_for_layer_load`, so a record is complete only after a
-        call for every layer. The blocks of `kv_layer` may be smaller than those that ids count.
-        """
+        """Start to save this layer's new KV. After each attention layer, in the same steps as
+        `wait_for_layer_load`, so a record is complete only after a call for every layer. The blocks
+        of `kv_layer` may be smaller than those that ids count."""
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Return when the blocks of this step may be overwritten. Every step with tokens.
-
-        In steps without tokens 0.32 and `kvferry.runner` call it too, earlier hosts do not: a queue
-        with no other drain would stall there.
-        """
+        """Return when the blocks of this step may be overwritten. Every step with tokens; in 0.32
+        and `kvferry.runner` also in steps without."""
 
     def finish_forward(self) -> None:
         """The forward was submitted (0.32)."""
@@ -218,34 +186,23 @@ class KVConnectorBase_V1(ABC):
         """A graph capture begins (0.32)."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose async work ended, as `(sent or saved, loaded)`. Every step, at its
-        end.
-
-        Every worker reports each id once: hosts count reports down from the number of workers (or
-        from `get_finished_count`). A repeated report releases blocks too early, a missing one holds
-        them for ever.
+        """The requests whose async work ended, as `(sent or saved, loaded)`. At the end of every
+        step; every worker reports each id exactly once. The argument names all requests that ended
+        since the last call, also those that the connector never handled.
 
         - Sent: only ids for which `request_finished` returned True, and only after they appeared in
-          `finished_req_ids` of this or an earlier call. Any other id, such as that of a running
-          request, kills the engine. An id that is never reported leaks its blocks, and the engine
-          never idles.
+          `finished_req_ids` of this or an earlier call. Any other id kills the engine. An id that
+          is never reported leaks its blocks, and the engine never idles.
         - Loaded: ids whose async load ended, including failed loads and requests aborted meanwhile
           (hosts hold their blocks for this report). Any other id kills the engine.
         - The report of an aborted load frees the request; a "sent" for it afterwards kills the
           engine. So `request_finished` returns False for a request that is still loading.
-
-        Args:
-            finished_req_ids: all requests that ended since the last call, also those that the
-                connector never handled.
         """
         return None, None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        """`get_finished` with failures: may fill `failed_recving` as well (0.32).
-
-        An id in `failed_recving` is in `finished_recving` too; the host computes its request from
-        the start and looks it up again. With several KV groups, failures have no other report.
-        """
+        """`get_finished` with failures (0.32). An id in `failed_recving` is in `finished_recving`
+        too; the host computes its request from the start and looks it up again."""
         sending, recving = self.get_finished(finished_req_ids)
         return KVConnectorOutput(finished_sending=sending, finished_recving=recving)
 
@@ -253,11 +210,10 @@ class KVConnectorBase_V1(ABC):
         """Blocks whose load failed since the last call; the call clears them. Every step.
 
         Report a sync load in its own step, an async load no later than the step that reports its id
-        as loaded; that report is due all the same. The host recomputes the request from the first
-        of these blocks, or fails it: the operator chooses, and 0.32 fails it by default. Of several
-        requests that share a bad block, only the first recomputes it. After the loss of an async
-        load's first block the host asks the lookup again: the same answer makes the engine loop for
-        ever. With several KV groups any id here kills the engine.
+        as loaded. The host recomputes the request from the first of these blocks, or fails it (the
+        default of 0.32). After the loss of an async load's first block the host asks the lookup
+        again: the same answer makes the engine loop for ever. With several KV groups any id here
+        kills the engine: use `failed_recving` instead.
         """
         return set()
 
@@ -283,10 +239,10 @@ class KVConnectorBase_V1(ABC):
         """The process ends. On both sides; idempotent, bounded in time."""
 
     # Scheduler side: one process, one thread, inside schedule() and the handling of outputs. An
-    # exception from one of these methods kills the engine; a wrong answer does that, or worse.
+    # exception from one of these methods kills the engine.
 
     def on_new_request(self, request: V1Request) -> None:
-        """The request was queued (0.32). Bookkeeping only; earlier hosts do not call it."""
+        """The request was queued (0.32). Bookkeeping only."""
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -297,9 +253,7 @@ class KVConnectorBase_V1(ABC):
 
         The rules of `SchedulerRole.lookup` hold; the engine dies of a count that is too large and
         of `(0, True)`. An async answer may include the last token: the scheduler steps back by one.
-        Count only tokens that are there at this moment, and never again a load that just failed.
-        Hosts may discard the answer (no blocks, no budget, `skip_reading_prefix_cache`): no side
-        effects, no final pins, no I/O.
+        Hosts may discard the answer: no side effects, no final pins, no I/O.
         """
 
     @abstractmethod
@@ -332,15 +286,10 @@ class KVConnectorBase_V1(ABC):
     def request_finished(
         self, request: V1Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: stopped, aborted or failed. Exactly once per request.
-
-        Also for a request that never ran (`block_ids` is empty) and for one aborted during its
-        load; not for a preemption. True delays the release of its blocks until all workers report
-        it as sent; a loading request must get False (see `get_finished`; hosts before 0.32 release
-        its blocks at once, so only there True is safe).
-
-        Returns:
-            Whether to delay, and parameters for the final output of a normally finished request.
+        """The request ended: stopped, aborted or failed. Exactly once per request, also for one
+        that never ran (`block_ids` is empty); not for a preemption. Returns whether to hold the
+        request's blocks until all workers report it as sent (never for a request that is still
+        loading, see `get_finished`), and parameters for the final output.
         """
         return False, None
 
@@ -360,10 +309,8 @@ class KVConnectorBase_V1(ABC):
         return {}
 
     def get_loaded_kv_cache_group_ids(self, request: V1Request) -> tuple[int, ...] | None:
-        """KV groups that an async load fills (0.32); None for all that take part.
-
-        Hosts do not zero the blocks of these groups: the load must fill every group named here.
-        """
+        """KV groups that an async load fills (0.32); None for all that take part. Hosts do not zero
+        the blocks of these groups."""
         return None
 
     def has_pending_push_work(self) -> bool:
@@ -371,8 +318,8 @@ class KVConnectorBase_V1(ABC):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """True lets a request wait for blocks, so that none is preempted for it (0.32). Always
-        True: the engine makes no progress."""
+        """True lets a request wait for blocks instead of preempting another (0.32). Always True:
+        the engine makes no progress."""
         return False
 
     @property
@@ -394,19 +341,12 @@ class KVConnectorBase_V1(ABC):
 
     def get_finished_count(self) -> int | None:
         """Number of reports per id that hosts wait for; None for one from each worker. Once, at
-        start-up.
-
-        Counted per id across steps. A number below that of the reporting workers releases blocks
-        too early; one above it never releases them.
-        """
+        start-up. Too low a number releases blocks too early; too high a number never does."""
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forget everything stored, because weights changed (0.13 and later). False: failed.
-
-        Hosts take None for success, so a connector that stores must implement this method; saves
-        under way must not bring old content back.
-        """
+        """Forget everything stored, because weights changed (0.13 and later). False: failed. Hosts
+        take None for success. Saves under way must not bring old content back."""
         return None
 
     def set_xfer_handshake_metadata(
@@ -434,10 +374,8 @@ class KVConnectorBase_V1(ABC):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: V1Config) -> str | None:
-        """The layout that the connector prefers, "HND" or "NHD"; None for any.
-
-        Only a preference: an operator's setting wins, and hosts drop an unsupported one with a
-        warning. Verify strides at registration.
+        """The layout that the connector prefers, "HND" or "NHD"; None for any. An operator's
+        setting wins, and hosts drop an unsupported one: verify strides at registration.
 
         Raises:
             TypeError: called on the base class.
@@ -448,10 +386,8 @@ class KVConnectorBase_V1(ABC):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether the layer hooks do work; full CUDA graphs replay without them (0.32).
-
-        Earlier hosts do not ask: there the operator must choose piecewise graphs.
-        """
+        """Whether the layer hooks do work; full CUDA graphs replay without them (0.32). For earlier
+        hosts the operator must choose piecewise graphs."""
         return False
 
     @classmethod

@@ -3,12 +3,9 @@
     config = v1_config(block_size=16, options={"shared_storage_path": "/var/cache/kv"})
     with LLM("path/to/model", roles=v1_roles(MyConnector, config, release="0.32")) as llm: ...
 
-`V1SchedulerRole` and `V1WorkerRole` translate and decide nothing. Wrap them in the guards: these
-hold the connector to the rules and catch its exceptions.
-
-Releases of vLLM differ in how a connector reaches KV memory, so the worker role speaks the language
-of one release; see `Release`. In requests and steps the releases only differ in spelling, and a
-connector sees all spellings.
+`V1SchedulerRole` and `V1WorkerRole` only translate. Wrap them in the guards, which hold the
+connector to the rules and catch its exceptions. In requests and steps, releases of vLLM differ in
+spelling alone, and a connector sees all spellings. KV memory differs more; see `Release`.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from kvferry.types import BlockTable, RequestView, StepView
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
     AttentionMetadata,
-    DrivenLayer,
     ForwardContext,
     KVConnectorRole,
     NewRequestData,
@@ -52,35 +48,29 @@ Release = Literal["0.14", "0.32"]
 views `[blocks, heads, tokens, content]`, with K and V side by side in the content.
 
 "0.14" and before: `kv_cache[virtual_engine]` is a contiguous tensor `[2, blocks, tokens, heads,
-dim]`, with K and V apart. Connectors of that time reshape it in place, which works on no view of
-the engine's memory. So they get a second pool, and the worker role copies blocks between the two.
+dim]`. Connectors of that time reshape it in place, which no view of the engine's memory allows. So
+they get a second pool, and the worker role copies blocks between the two.
 """
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
 class StepHistory:
-    """Turns steps with full block tables into vLLM's increments.
-
-    Remembers how many blocks of each group the connector has seen, per running request.
-    """
+    """Turns steps with full block tables into vLLM's increments."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, tuple[int, ...]] = {}
-        self._preempted: set[str] = set()
+        # Per running request, the blocks of each group that the connector has seen; empty after a
+        # preemption.
+        self._num_shown: dict[str, tuple[int, ...]] = {}
 
     def describe(self, step: StepView, requests: Mapping[str, V1Request]) -> SchedulerOutput:
-        """The step as increments. Call once per step, in order.
-
-        Args:
-            step: the step.
-            requests: every scheduled request by id.
-        """
+        """The step as increments. Call once per step, in order, with all scheduled requests."""
         output = SchedulerOutput(
             finished_req_ids=set(step.finished_request_ids),
             preempted_req_ids=set(step.preempted_request_ids),
         )
-        self._preempted |= output.preempted_req_ids
+        for request_id in output.preempted_req_ids & self._num_shown.keys():
+            self._num_shown[request_id] = ()
         for scheduled in step.scheduled:
             request = requests[scheduled.request.request_id]
             request.num_computed_tokens = scheduled.num_computed_tokens
@@ -91,16 +81,15 @@ class StepHistory:
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
-        self._shown.pop(request_id, None)
-        self._preempted.discard(request_id)
+        self._num_shown.pop(request_id, None)
 
     def _describe_request(
         self, output: SchedulerOutput, request: V1Request, block_ids: BlockTable
     ) -> None:
         request_id = request.request_id
-        shown = self._shown.get(request_id)
-        self._shown[request_id] = tuple(len(group) for group in block_ids)
-        if shown is None:
+        num_shown = self._num_shown.get(request_id)
+        self._num_shown[request_id] = tuple(len(group) for group in block_ids)
+        if num_shown is None:
             output.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=request_id,
@@ -112,15 +101,14 @@ class StepHistory:
             )
             return
         cached = output.scheduled_cached_reqs
-        resumed = request_id in self._preempted
-        if resumed:
-            self._preempted.discard(request_id)
+        is_resumed = not num_shown
+        if is_resumed:
             cached.resumed_req_ids.add(request_id)
             cached.all_token_ids[request_id] = list(request.all_token_ids)
-            shown = (0,) * len(block_ids)
-        added = tuple(list(group[n:]) for group, n in zip(block_ids, shown, strict=True))
+            num_shown = (0,) * len(block_ids)
+        added = tuple(list(group[n:]) for group, n in zip(block_ids, num_shown, strict=True))
         cached.req_ids.append(request_id)
-        cached.resumed_from_preemption.append(resumed)
+        cached.resumed_from_preemption.append(is_resumed)
         cached.new_token_ids.append([])
         cached.new_block_ids.append(added if any(added) else None)
         cached.num_computed_tokens.append(request.num_computed_tokens)
@@ -140,29 +128,22 @@ class KVMemory:
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(kv_caches)
-        self.context = ForwardContext({name: DrivenLayer(kv) for name, kv in kv_caches.items()})
+        self.context = ForwardContext(kv_caches)
 
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
     ) -> torch.Tensor:
-        """The engine wrote these blocks of `kv_layer`. Returns the tensor in which the connector
-        finds them."""
+        """The tensor in which the connector finds blocks that the engine wrote to `kv_layer`."""
         return kv_layer
 
     def take(self, layer_name: str, block_ids: Collection[int]) -> None:
-        """The connector wrote these blocks: make the engine see the content."""
+        """Make the engine see blocks that the connector wrote."""
 
 
 class CopiedMemory(KVMemory):
     """The same for release 0.14: the connector has tensors of its own, with K and V apart."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the second pool.
-
-        Raises:
-            LayoutError: tensors of another form than `[blocks, heads, tokens, content]`, or a
-                content that has no two halves.
-        """
         super().__init__({})
         self._engine = kv_caches
         for name, kv in kv_caches.items():
@@ -173,14 +154,12 @@ class CopiedMemory(KVMemory):
                 )
             blocks, heads, tokens, content = kv.shape
             self.tensors[name] = kv.new_zeros((2, blocks, tokens, heads, content // 2))
-        layers = {name: DrivenLayer([kv]) for name, kv in self.tensors.items()}
-        self.context = ForwardContext(layers)
+        self.context = ForwardContext({name: [kv] for name, kv in self.tensors.items()})
         self.context.virtual_engine = 0
 
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
     ) -> torch.Tensor:
-        """See `KVMemory.show`."""
         ids = list(block_ids)
         blocks = kv_layer[ids]
         halves = blocks.reshape(*blocks.shape[:3], 2, -1)  # [n, heads, tokens, 2, dim]
@@ -189,7 +168,6 @@ class CopiedMemory(KVMemory):
         return copied
 
     def take(self, layer_name: str, block_ids: Collection[int]) -> None:
-        """See `KVMemory.take`."""
         ids = list(block_ids)
         halves = self.tensors[layer_name][:, ids]  # [2, n, tokens, heads, dim]
         self._engine[layer_name][ids] = halves.permute(1, 3, 2, 0, 4).flatten(3)
@@ -199,15 +177,15 @@ class CopiedMemory(KVMemory):
 
 
 class V1Plan(Plan, frozen=True, kw_only=True):
-    """A connector's metadata, and the facts of the step that our contract asks for.
+    """A connector's metadata, and the facts of the step that our contract needs.
 
     Attributes:
         metadata: the result of `build_connector_meta`; picklable if the connector is sound.
         has_tokens: False in a step without a forward.
-        blocks: blocks that the step's loads fill.
-        recving: requests whose async load starts, with its blocks; None if unknown.
+        blocks: block ids that the step's loads fill.
+        recving: requests whose async load starts, with its block ids; None if unknown.
         preempted: requests that lost their blocks in this step.
-        written: blocks that the forward writes.
+        written: block ids that the forward writes.
     """
 
     metadata: Any
@@ -218,12 +196,7 @@ class V1Plan(Plan, frozen=True, kw_only=True):
     written: frozenset[int] = frozenset()
 
 
-def require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
-    """Refuse the wrong half of a connector.
-
-    Raises:
-        ConfigError: it was built for the other role.
-    """
+def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
     if connector.role is not role:
         raise ConfigError(
             f"{type(connector).__name__} was built as {connector.role.name}, {role.name} is needed:"
@@ -234,26 +207,20 @@ def require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
 class V1SchedulerRole(SchedulerRole):
     """The scheduler half of a V1 connector. Runs in: scheduler."""
 
-    def __init__(self, connector: KVConnectorBase_V1, *, block_size: int | None = None) -> None:
-        """Drive `connector`.
-
-        Args:
-            connector: an instance built for `KVConnectorRole.SCHEDULER`.
-            block_size: tokens per block; None for that of the connector's configuration.
+    def __init__(self, connector: KVConnectorBase_V1) -> None:
+        """Drive a connector that was built for `KVConnectorRole.SCHEDULER`.
 
         Raises:
             ConfigError: a connector for the other role.
         """
-        require_role(connector, KVConnectorRole.SCHEDULER)
+        _require_role(connector, KVConnectorRole.SCHEDULER)
         self._connector = connector
-        self._hma = connector if isinstance(connector, SupportsHMA) else None
-        self._block_size = block_size or connector._vllm_config.cache_config.block_size
+        self._block_size = connector._vllm_config.cache_config.block_size
         self._requests: dict[str, V1Request] = {}
         self._history = StepHistory()
         self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         self._sync_blocks: set[int] = set()  # to be filled by sync loads of the next plan
         self._recving: dict[str, frozenset[int]] = {}  # async loads that the next plan starts
-        self._empty_plan: V1Plan | None = None
 
     def _request(self, view: RequestView) -> V1Request:
         request = self._requests.get(view.request_id)
@@ -322,12 +289,10 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def empty_plan(self) -> Plan:
-        """The plan of a step in which nothing happens. The first call asks the connector, which
-        takes the call for a step, so it must precede the first request."""
-        if self._empty_plan is None:
-            metadata = self._connector.build_connector_meta(SchedulerOutput())
-            self._empty_plan = V1Plan(metadata=metadata, has_tokens=False)
-        return self._empty_plan
+        """The plan of a step in which nothing happens. The connector takes the call for a step, so
+        it must precede the first request."""
+        metadata = self._connector.build_connector_meta(SchedulerOutput())
+        return V1Plan(metadata=metadata, has_tokens=False)
 
     def update_output(self, output: WorkerOutput) -> None:
         self._connector.update_connector_output(to_v1_output(output))
@@ -338,8 +303,8 @@ class V1SchedulerRole(SchedulerRole):
         self._promised.pop(request.request_id, None)
         self._history.forget(request.request_id)
         groups = V1Blocks(block_ids).get_block_ids()
-        if self._hma is not None:
-            delay_free, params = self._hma.request_finished_all_groups(driven, groups)
+        if isinstance(self._connector, SupportsHMA):
+            delay_free, params = self._connector.request_finished_all_groups(driven, groups)
         else:
             blocks = groups[0] if groups else []
             delay_free, params = self._connector.request_finished(driven, blocks)
@@ -366,28 +331,23 @@ class V1WorkerRole(WorkerRole):
     """The worker half of a V1 connector, layer hooks included. Runs in: worker.
 
     After a forward that raised, `wait_for_save` is not called: a connector that saves in bulk there
-    would store blocks that were never computed. A connector whose background copies still read the
-    blocks learns of the step's end from `clear_connector_metadata` alone.
+    would store blocks that were never computed.
     """
 
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
-        """Drive `connector`.
-
-        Args:
-            connector: an instance built for `KVConnectorRole.WORKER`.
-            release: the form in which the connector gets KV memory.
+        """Drive a connector that was built for `KVConnectorRole.WORKER`, and for `release`.
 
         Raises:
             ConfigError: a connector for the other role, or an unknown release.
         """
-        require_role(connector, KVConnectorRole.WORKER)
+        _require_role(connector, KVConnectorRole.WORKER)
         if release not in get_args(Release):
             raise ConfigError(f"release is {release!r}; known: {', '.join(get_args(Release))}")
         self._connector = connector
         self._make_memory = CopiedMemory if release == "0.14" else KVMemory
         self._memory = KVMemory({})
         self._attn_metadata: dict[str, AttentionMetadata] = {}
-        self._plan = V1Plan(metadata=None)  # of the current step
+        self._plan = V1Plan(metadata=None)
         self._recving: dict[str, frozenset[int]] = {}  # blocks of async loads under way
         # vLLM 0.14 passes the preempted ids, later hosts the metadata; both use this name.
         parameters = inspect.signature(connector.handle_preemptions).parameters
@@ -430,13 +390,11 @@ class V1WorkerRole(WorkerRole):
         self._connector.start_load_kv(self._memory.context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when the load of this layer is complete."""
         self._connector.wait_for_layer_load(layer_name)
         sync_blocks = self._plan.blocks.difference(*(self._plan.recving or {}).values())
         self._memory.take(layer_name, sync_blocks)
 
     def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
-        """Pass this layer's new KV to the connector."""
         shown = self._memory.show(layer_name, kv_layer, self._plan.written)
         self._connector.save_kv_layer(layer_name, shown, attn_metadata)
 
@@ -450,9 +408,8 @@ class V1WorkerRole(WorkerRole):
             for name in self._memory.tensors:
                 self._memory.take(name, self._recving.get(request_id, frozenset()))
             self._recving.pop(request_id, None)
-        invalid = connector.get_block_ids_with_load_errors()
-        if invalid:
-            results.invalid_block_ids = results.invalid_block_ids | invalid
+        invalid = connector.get_block_ids_with_load_errors() or set()
+        results.invalid_block_ids = results.invalid_block_ids | invalid
         results.kv_connector_stats = connector.get_kv_connector_stats()
         results.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         results.kv_connector_worker_meta = connector.build_connector_worker_meta()
@@ -474,14 +431,8 @@ def v1_roles(
     *,
     release: Release = "0.32",
 ) -> Roles:
-    """Both halves of a V1 connector, for an engine with one rank.
-
-    Args:
-        connector_class: called once for each half, with `config`, the role and, if it takes
-            `kv_cache_config`, None for it.
-        config: for example the result of `v1_config`.
-        release: see `V1WorkerRole`.
-    """
+    """Both halves of a V1 connector, for an engine with one rank. `connector_class` is called once
+    for each half, with `config`, the role and, if it takes `kv_cache_config`, None for it."""
     takes_groups = "kv_cache_config" in inspect.signature(connector_class).parameters
     groups = {"kv_cache_config": None} if takes_groups else {}
     scheduler = connector_class(config, KVConnectorRole.SCHEDULER, **groups)
@@ -504,7 +455,7 @@ def v1_config(
         options: the connector's own, `kv_connector_extra_config`.
         model: path or name of the model.
         dtype: of the model.
-        kv_role: "kv_producer", "kv_consumer" or "kv_both".
+        kv_role: see `V1TransferConfig`.
     """
     return V1Config(
         kv_transfer_config=V1TransferConfig(

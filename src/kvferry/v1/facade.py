@@ -7,9 +7,9 @@ A connector of ours for such hosts is a subclass that builds its role and passes
             scheduler, worker = build(vllm_config, role)
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
-A connector for a host that requires its own base class inherits from `OneRole` and that class, and
-returns the host's own types. Both roles run behind the guard (`kvferry.contract.guard`). Such hosts
-drive the steps themselves, so the rules of `kvferry.contract.reports` are applied here.
+For a host that requires its own base class, a connector inherits from `OneRole` and that class, and
+returns the host's own types. The role runs behind its guard (`kvferry.contract.guard`); the rules
+of `kvferry.contract.reports` are applied here.
 """
 
 from __future__ import annotations
@@ -56,19 +56,15 @@ class SchedulerHalf(NamedTuple):
 
     role: GuardedScheduler
     requests: HostRequests
-    """The host's requests, as our views."""
 
 
 class WorkerHalf:
-    """The state of an instance in a worker process: the role, and its report on the step.
-
-    Hosts ask for the parts of a report one by one. The role returns it once, so it is kept until
-    the end of the step.
+    """The state of an instance in a worker process.
 
     Attributes:
         role: behind its guard.
         layers: the role, if it works around layers.
-        output: the report on this step.
+        output: the role's report on this step. Hosts ask for its parts one by one.
     """
 
     def __init__(self, role: WorkerRole, observer: Observer | None) -> None:
@@ -81,8 +77,8 @@ class WorkerHalf:
         self._saw_foreign = False
 
     def begin(self, metadata: object) -> bool:
-        """Begin a step. False if another connector's scheduler half made the metadata: then this
-        half does nothing in the step, and its reports wait for the next one."""
+        """Begin a step. False if another connector made the metadata: this half then does nothing
+        in the step, and its reports wait for the next one."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -155,10 +151,10 @@ class OneRole:
         lora_identity: LoraIdentity = lambda _lora_request: None,
         item_identity: ItemIdentity = str,
     ) -> None:
-        """Take the role that the host asks for.
+        """Take the role of the half that this instance is.
 
         Args:
-            role: of the half that this instance is.
+            role: of this half.
             block_size: in tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
             lora_identity: the identity of a LoRA adapter's content.
@@ -197,7 +193,7 @@ class OneRole:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         half = self._worker
-        if self._step is not None:  # the host did not end it
+        if self._step is not None:  # the host did not end the last step
             self._step.end()
         self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
@@ -338,15 +334,8 @@ class RolesAsV1(OneRole, KVConnectorBase_V1):
         worker: WorkerRole | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Show one role to the host.
-
-        Args:
-            vllm_config: the host's.
-            role: the half that the host asks for.
-            kv_cache_config: the host's.
-            scheduler: the role for `KVConnectorRole.SCHEDULER`, else None.
-            worker: the role for `KVConnectorRole.WORKER`, else None.
-            observer: receives counts of faults and violations.
+        """Show `scheduler` or `worker` to the host, the one that `role` names; the other is None.
+        The observer receives counts of faults and violations.
 
         Raises:
             ConfigError: not exactly the role that the host asks for.

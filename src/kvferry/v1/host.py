@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
-from kvferry.v1.types import NewRequestData, SchedulerOutput, V1Request
+from kvferry.v1.types import SchedulerOutput, V1Request
 
 logger = logging.getLogger(__name__)
 
 LoraIdentity = Callable[[Any], str | None]
-"""From a host's LoRA request to an identity of the adapter's content. None: its requests are
+"""From a host's LoRA request to an identity of the adapter's content. With None, its requests are
 neither loaded nor saved."""
 
 ItemIdentity = Callable[[str], str | None]
@@ -29,10 +29,10 @@ UNCACHEABLE = ExtraKeys(cacheable=False)
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = ("_request", "extra_keys", "may_read", "num_prompt_tokens", "request_id")
+    __slots__ = ("extra_keys", "may_read", "num_prompt_tokens", "request", "request_id")
 
     def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
-        self._request = request
+        self.request = request
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self.extra_keys = extra_keys
@@ -41,28 +41,14 @@ class HostRequestView:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        return self._request.all_token_ids
-
-    def is_of(self, request: V1Request) -> bool:
-        """Whether this views that very object, not an earlier request with the same id."""
-        return self._request is request
-
-
-@dataclass(frozen=True, slots=True)
-class PromptView:
-    """A request known only from its first step: the prompt, and no later token."""
-
-    request_id: str
-    all_token_ids: Sequence[int]
-    num_prompt_tokens: int
-    extra_keys: ExtraKeys
+        return self.request.all_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledView:
     """One request in one step, as `kvferry.types.ScheduledRequest` describes it."""
 
-    request: HostRequestView | PromptView
+    request: HostRequestView
     block_ids: tuple[Sequence[int], ...]
     num_computed_tokens: int
     num_scheduled_tokens: int
@@ -93,20 +79,16 @@ class HostRequests:
     def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity) -> None:
         self._lora_identity = lora_identity
         self._item_identity = item_identity
-        self._views: dict[str, HostRequestView | PromptView] = {}
+        self._views: dict[str, HostRequestView] = {}
         self._tables: dict[str, list[list[int]]] = {}
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request; the same object for the request's whole life."""
         view = self._views.get(request.request_id)
-        if isinstance(view, HostRequestView) and view.is_of(request):
-            return view
-        view = HostRequestView(request, self._extra_keys(request))
-        self._views[request.request_id] = view
+        if view is None or view.request is not request:  # hosts may use an id again
+            extra_keys = extra_keys_of(request, self._lora_identity, self._item_identity)
+            view = self._views[request.request_id] = HostRequestView(request, extra_keys)
         return view
-
-    def _extra_keys(self, request: object) -> ExtraKeys:
-        return extra_keys_of(request, self._lora_identity, self._item_identity)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
@@ -140,54 +122,33 @@ class HostRequests:
             return cast("StepView", UnreadableStep(error))
 
     def _step(self, output: Any) -> V1Step:  # noqa: ANN401 - a host's object
-        """Read a step.
-
-        Omits a continuing request whose first step was never shown: its blocks are unknown, so
-        nothing of it can be saved.
-        """
         preempted = getattr(output, "preempted_req_ids", None) or ()
         for request_id in preempted:
             self._tables.pop(request_id, None)
-        num_tokens = output.num_scheduled_tokens
-        scheduled = [self._new(new, num_tokens[new.req_id]) for new in output.scheduled_new_reqs]
+        num_computed_tokens: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:  # some hosts resume requests as new ones
+            self._tables[new.req_id] = [list(group) for group in new.block_ids]
+            num_computed_tokens[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        if cached.req_ids:
-            resumed = _resumed_ids(cached)
-            for request_id, added, num_computed in zip(
-                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-            ):
-                view = self._views.get(request_id)
-                table = self._grown(request_id, added, replace=request_id in resumed)
-                if view is None or table is None:
-                    logger.warning("%r runs on but never began: not cached", request_id)
-                    continue
-                scheduled.append(
-                    ScheduledView(view, tuple(table), num_computed, num_tokens[request_id])
-                )
+        resumed = _resumed_ids(cached) if cached.req_ids else ()
+        for request_id, added, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            num_computed_tokens[request_id] = num_computed
+            if request_id in resumed:
+                self._tables[request_id] = [list(group) for group in added or ()]
+            elif added is not None and request_id in self._tables:
+                for group, more in zip(self._tables[request_id], added, strict=True):
+                    group.extend(more)
+        scheduled = []
+        for request_id, num_computed in num_computed_tokens.items():
+            view, table = self._views.get(request_id), self._tables.get(request_id)
+            if view is None or table is None:
+                logger.warning("%r is scheduled but never got blocks: not cached", request_id)
+                continue
+            num_tokens = output.num_scheduled_tokens[request_id]
+            scheduled.append(ScheduledView(view, tuple(table), num_computed, num_tokens))
         return V1Step(scheduled, preempted, output.finished_req_ids)
-
-    def _new(self, new: NewRequestData, num_tokens: int) -> ScheduledView:
-        """A new request, or one that the host resumes as new: its table is replaced."""
-        table = [list(group) for group in new.block_ids]
-        self._tables[new.req_id] = table
-        view = self._views.get(new.req_id)
-        if view is None:
-            prompt = new.prompt_token_ids or ()
-            view = PromptView(new.req_id, prompt, len(prompt), self._extra_keys(new))
-            self._views[new.req_id] = view
-        return ScheduledView(view, tuple(table), new.num_computed_tokens, num_tokens)
-
-    def _grown(
-        self, request_id: str, added: Sequence[Sequence[int]] | None, *, replace: bool
-    ) -> list[list[int]] | None:
-        """The request's table with this step's blocks; None if unknown."""
-        if replace:
-            self._tables[request_id] = [list(group) for group in added or ()]
-        table = self._tables.get(request_id)
-        if table is not None and added is not None and not replace:
-            for group, new in zip(table, added, strict=True):
-                group.extend(new)
-        return table
 
 
 def extra_keys_of(

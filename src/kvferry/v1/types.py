@@ -1,8 +1,7 @@
 """vLLM's types around the connector class, under its names, and our roles' values as such types.
 
-Configuration, requests and steps are classes of ours, with the attributes that connectors read. A
-driven connector gets objects of these classes, and in a host that host's own. The hosts are vLLM
-0.10 to 0.32; "(0.32)" marks names of the later releases.
+Configuration, requests and steps have the attributes that connectors read; in a host, connectors
+get that host's own objects instead. "(0.32)" marks names of the later releases.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
@@ -21,12 +21,10 @@ from kvferry.types import BlockTable, RequestView
 if TYPE_CHECKING:
     import torch
 
-    Layers = dict[str, torch.Tensor]
-    CopyBlocksOp = Callable[[Layers, Layers, list[int], list[int], Literal["h2d", "d2h"]], None]
-    """Copies blocks between two sets of layers. Arguments: source layers, destination layers,
-    source block ids, destination block ids, direction."""
-else:
-    CopyBlocksOp = Callable[..., None]
+Layers = dict[str, "torch.Tensor"]
+CopyBlocksOp = Callable[[Layers, Layers, list[int], list[int], Literal["h2d", "d2h"]], None]
+"""Copies blocks between two sets of layers. Arguments: source layers, destination layers, source
+block ids, destination block ids, direction."""
 
 # --- configuration --------------------------------------------------------------------------------
 
@@ -215,17 +213,6 @@ class MLACommonMetadata(AttentionMetadata):
     reach a connector in the same form as K and V, with one head."""
 
 
-class DrivenLayer:
-    """A layer in `no_compile_layers`.
-
-    Attributes:
-        kv_cache: its KV tensor, or, for release 0.14, a list of it by virtual engine.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor | list[torch.Tensor]) -> None:
-        self.kv_cache = kv_cache
-
-
 class ForwardContext:
     """The surroundings of a forward.
 
@@ -233,15 +220,18 @@ class ForwardContext:
         attn_metadata: an entry per layer; None in steps without tokens. Do not rely on it: on other
             hosts it is None, a list or a dict, and None also in a warm-up run or a replayed graph.
             Such a step may have loads to do.
-        no_compile_layers: the attention layers by name.
-        virtual_engine: the index into `DrivenLayer.kv_cache`; for release 0.14 alone.
+        no_compile_layers: the attention layers by name. Each has an attribute `kv_cache`: its KV
+            tensor, or, for release 0.14, a list of it by virtual engine.
+        virtual_engine: the index into that list; for release 0.14 alone.
     """
 
     virtual_engine: int
 
-    def __init__(self, layers: Mapping[str, DrivenLayer]) -> None:
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
         self.attn_metadata: dict[str, AttentionMetadata] | None = None
-        self.no_compile_layers = dict(layers)
+        self.no_compile_layers = {
+            name: SimpleNamespace(kv_cache=kv_cache) for name, kv_cache in kv_caches.items()
+        }
 
 
 # --- values that connectors return ----------------------------------------------------------------
@@ -276,14 +266,13 @@ class KVConnectorWorkerMetadata(ABC):
 
 @dataclass
 class KVConnectorStats(ABC):
-    """Counters of one interval. They cross processes as the plain dict `data`, and hosts mutate
-    them: return a new object or a `clone` each time, never the one that continues to count."""
+    """Counters of one interval. They cross processes as the dict `data`, and hosts mutate them:
+    return a new object or a `clone` each time."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def reset(self) -> None:
-        """Begin a new interval."""
+    def reset(self) -> None: ...
 
     @abstractmethod
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -294,7 +283,6 @@ class KVConnectorStats(ABC):
         """The numbers of a log line."""
 
     def is_empty(self) -> bool:
-        """True if there is nothing to report."""
         return not self.data
 
     def to_dict(self) -> dict[str, Any]:
@@ -302,7 +290,6 @@ class KVConnectorStats(ABC):
         return dict(self.data)
 
     def clone(self) -> KVConnectorStats:
-        """An independent copy."""
         return copy.deepcopy(self)
 
 
@@ -332,16 +319,7 @@ class KVConnectorOutput:
 
     def is_empty(self) -> bool:
         """True if the report holds nothing for the scheduler."""
-        stats = self.kv_connector_stats
-        return not (
-            self.finished_sending
-            or self.finished_recving
-            or self.invalid_block_ids
-            or self.failed_recving
-            or self.kv_cache_events
-            or self.kv_connector_worker_meta is not None
-            or (stats is not None and not stats.is_empty())
-        )
+        return from_v1_output(self) is EMPTY_OUTPUT
 
 
 class SupportsHMA(ABC):
@@ -354,19 +332,15 @@ class SupportsHMA(ABC):
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished`, with block ids per group. Hosts call one of the two, never both.
 
-        With more than one group hosts cannot recompute single blocks, and a block id in
-        `get_block_ids_with_load_errors` kills the engine: use `failed_recving` instead.
+        With more than one group, failed loads must be reported in `failed_recving`, not by
+        `get_block_ids_with_load_errors`.
         """
 
 
 def supports_hma(connector: object) -> bool:
-    """Whether a connector, given as class or instance, is a `SupportsHMA`.
-
-    Hosts ask the class, in processes that have no instance.
-    """
-    if isinstance(connector, type):
-        return issubclass(connector, SupportsHMA)
-    return isinstance(connector, SupportsHMA)
+    """Whether a connector, given as class or instance, is a `SupportsHMA`. Hosts ask the class, in
+    processes that have no instance."""
+    return issubclass(connector if isinstance(connector, type) else type(connector), SupportsHMA)
 
 
 # --- values of our roles, wrapped for V1 hosts ----------------------------------------------------
@@ -374,15 +348,11 @@ def supports_hma(connector: object) -> bool:
 
 @dataclass(frozen=True)
 class PlanMetadata(KVConnectorMetadata):
-    """A plan on its way to the workers.
-
-    Attributes:
-        plan: the plan.
-        has_tokens: whether the step computes anything.
-    """
+    """A plan on its way to the workers."""
 
     plan: Plan
     has_tokens: bool
+    """Whether the step computes anything."""
 
 
 @dataclass(frozen=True)
@@ -415,9 +385,8 @@ class CounterStats(KVConnectorStats):
 def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any release
     """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
 
-    Reports of vLLM before 0.13, 0.18 or 0.30 lack some fields. Where there is no field for a
-    worker's message, the message travels on the stats. Stats and messages of another connector stay
-    as they are.
+    Reports of vLLM before 0.30 lack some fields; without a field for workers' messages, these are
+    on the stats. Stats and messages of another connector stay as they are.
     """
     stats = output.kv_connector_stats
     if isinstance(stats, KVConnectorStats) and stats.is_empty():

@@ -139,7 +139,7 @@ def test_a_full_store_keeps_the_start_or_the_end_but_nothing_wrong(load_model, s
 
 def _record_sizes(model):
     with StoredKV(model, "memory://sizes", chunk_tokens=CHUNK) as kv:
-        yield kv._schema.record_bytes
+        yield kv._rows.schema.record_bytes
 
 
 def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, store_url):

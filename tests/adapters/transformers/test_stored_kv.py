@@ -217,7 +217,7 @@ def test_two_processes_at_once_store_and_another_reads_all(model_dir, load_model
     ]
     saved = [eval(process.communicate(timeout=240)[0]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    # Whoever was first stored it, and nobody twice.
+    # The first one stored it, and none stored it twice.
     assert [sum(each) for each in zip(*saved, strict=True)] == [64] * 4
     model = load_model()
     for seed in range(4):

@@ -1,7 +1,7 @@
 """Stand-ins for released vLLM packages, built from the snapshots in `interfaces`.
 
-A stand-in has the classes, methods, fields and signatures of a release and nothing else: whoever
-reads an attribute that the release does not have gets an `AttributeError`, as there.
+A stand-in has the classes, methods, fields and signatures of a release and nothing else: a
+connector that reads an attribute that the release lacks gets an `AttributeError`, as there.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Release:
 
     @contextmanager
     def installed(self, *, without: str | None = None) -> Iterator[ModuleType]:
-        """The stand-in as the installed vLLM, and our plug-in imported anew on it. `cpu_kernels`
+        """The stand-in as the installed vLLM, and our plug-in imported again on it. `cpu_kernels`
         says what the host runs on at the time.
 
         Args:

@@ -16,7 +16,7 @@ from .versioned_host import VersionedHost
 from .versioned_kv import BACKENDS, BLOCK, layer_names, shapes_of
 
 OLDEST = (0, 11, 1)
-"""The first release that can be told of a load that failed."""
+"""The first release to which a connector can report a failed load."""
 
 SERVED = [version for version in versions() if number(version) >= OLDEST]
 REFUSED = [version for version in versions() if number(version) < OLDEST]

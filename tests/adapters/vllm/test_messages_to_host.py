@@ -55,11 +55,11 @@ FerryStats = make_stats_class(HostStats)
 FerryStats.__module__, FerryStats.__qualname__ = __name__, "FerryStats"
 
 
-class Told(WorkerMeta, frozen=True):
+class Note(WorkerMeta, frozen=True):
     what: tuple[str, ...]
 
     def aggregate(self, other):
-        return Told(self.what + other.what)
+        return Note(self.what + other.what)
 
 
 def test_counters_begin_anew_when_taken():
@@ -84,7 +84,7 @@ def test_stats_of_ranks_add_up_and_do_not_touch_each_other():
 
 def test_messages_ride_along_and_do_not_reach_the_log():
     first, second = FerryStats(), FerryStats(data={"a": 1})
-    first.carried_meta, second.carried_meta = (CarriedMeta(Told((name,))) for name in "xy")
+    first.carried_meta, second.carried_meta = (CarriedMeta(Note((name,))) for name in "xy")
     assert not first.is_empty()
     across = pickle.loads(pickle.dumps(first.aggregate(second)))
     assert across.carried_meta.meta.what == ("x", "y")
@@ -187,6 +187,6 @@ def test_events_of_a_host_that_wants_others_are_not_sent(caplog):
 
 def test_extra_keys_are_told_or_the_chunk_is_not():
     salted = stored(ExtraKeys(cache_salt="s", lora="digest"))
-    (told,) = EventTranslator(Events(BlockStored), "STORAGE").translate([salted])
-    assert told.extra_keys == [("digest", "s")]
+    (event,) = EventTranslator(Events(BlockStored), "STORAGE").translate([salted])
+    assert event.extra_keys == [("digest", "s")]
     assert not list(EventTranslator(Events(EarlyBlockStored), "STORAGE").translate([salted]))

@@ -31,7 +31,7 @@ def model(tmp_path):
 
 def spec_of(config, *groups):
     cache = KVCacheConfig(list(groups)) if groups else None
-    return engine_spec(config, cache, IDENTITY, carries_worker_meta=True, publishes=False)
+    return engine_spec(config, cache, IDENTITY, publishes=False)
 
 
 def test_one_group_is_one_table(model):

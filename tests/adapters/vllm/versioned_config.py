@@ -15,7 +15,7 @@ from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """A model directory: a config and weights to be told apart by."""
+    """A model directory: a config, and weights that identify it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",

@@ -2,7 +2,7 @@
 
 What differs between releases is taken from the snapshot: which hooks are called, with what, and how
 a step is spelled. The KV of a token is a function of all tokens up to it, so a byte that is stale,
-misplaced or somebody else's is seen wherever it lands.
+misplaced or of another request is seen wherever it lands.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class VersionedHost:
             if hit is not None:
                 break
             self.step([])
-            assert time.monotonic() < deadline, "told to ask again for too long"
+            assert time.monotonic() < deadline, "the answer was to ask again for too long"
             time.sleep(0.0005)
         assert 0 <= hit < len(request.tokens)
         assert hit % BLOCK == 0
@@ -160,7 +160,7 @@ class VersionedHost:
         assert self.wrong_tokens(request) == 0
 
     def preempt(self, request: Running) -> None:
-        """Its blocks are somebody else's at once; the next step says so."""
+        """Release its blocks at once; the next step names it."""
         self._release_blocks(request)
         request.num_computed = 0
         request.resumed = True
@@ -400,7 +400,7 @@ class VersionedHost:
             request.blocks.append(self._free.pop())
 
     def _release_blocks(self, request: Running) -> None:
-        """Whoever still reads or writes them is seen."""
+        """Free the blocks so that later reads and writes of them are seen."""
         for layers in self.layers:
             for kv in layers:
                 kv.keys[request.blocks] = float("nan")

@@ -94,11 +94,12 @@ class HostModel:
         self._model = model
         _refuse_changed(model)
         directory = model_dir or _directory_of(model)
-        engine = EngineConfig(dtype=_dtype_of(model))
+        dtype: Any = str(model.dtype).removeprefix("torch.")  # others are refused by ModelConfig
+        engine = EngineConfig(dtype=dtype)
         config = ModelConfig(directory, engine)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if weights_version is None:
-            _refuse_other_weights(model, directory)
+            _refuse_other_weights(model.state_dict(), directory)
         spec = engine_spec(config, engine)
         self.groups = spec.groups
         self.layers = _layers(config, spec)
@@ -122,8 +123,8 @@ class HostModel:
 
     def num_visible(self, token_ids: list[int]) -> int:
         """The number of leading tokens before the first that seems to be masked padding. Without a
-        mask, `generate` masks padding tokens unless the token also ends sequences; and a prompt
-        that starts with several of them comes from a padded batch."""
+        mask, `generate` masks padding tokens unless the token also ends sequences. A prompt that
+        starts with several of them comes from a padded batch."""
         generation = getattr(self._model, "generation_config", None)
         padding = getattr(generation, "pad_token_id", None)
         if padding is None or padding not in token_ids:
@@ -150,35 +151,35 @@ class HostModel:
 
         Two runs of one length differ in their last token: the KV of all other tokens must be equal.
         """
-        what = f"{type(self._model).__name__} from {directory}"
-        run, other = (_layers_of_run(self._model, token_ids, what) for token_ids in _PROBES)
+        name = f"{type(self._model).__name__} from {directory}"
+        run, other = (_layers_of_run(self._model, token_ids, name) for token_ids in _PROBES)
         if len(run) != len(self.layers):
             raise ConfigError(
-                f"{what} keeps KV in {len(run)} layers; its config.json says "
+                f"{name} keeps KV in {len(run)} layers; its config.json says "
                 f"{len(self.layers)}, each with its own"
             )
         num_tokens = len(_PROBES[0])
         for number, (layer, expected) in enumerate(zip(run, self.layers, strict=True)):
             if not is_plain(layer) or layer.keys is None:
                 raise ConfigError(
-                    f"{what} keeps a {type(layer).__name__} in layer {number}; only keys and "
+                    f"{name} keeps a {type(layer).__name__} in layer {number}; only keys and "
                     "values of attention can be stored"
                 )
             mismatch = expected.mismatch(layer, num_tokens)
             if mismatch is not None:
                 raise ConfigError(
-                    f"{what} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
+                    f"{name} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
                     "config.json and dtype"
                 )
             if _differ_before_last(layer, other[number]):
                 raise ConfigError(
-                    f"{what} is not causal: KV of a token in layer {number} depends on tokens "
+                    f"{name} is not causal: KV of a token in layer {number} depends on tokens "
                     "behind it, so that of a prefix cannot be used again"
                 )
         return tuple(layer.keys.device for layer in run)
 
 
-def _layers_of_run(model: Any, token_ids: tuple[int, ...], what: str) -> list[Any]:
+def _layers_of_run(model: Any, token_ids: tuple[int, ...], name: str) -> list[Any]:
     from transformers import DynamicCache
 
     cache: Any = DynamicCache()
@@ -188,7 +189,7 @@ def _layers_of_run(model: Any, token_ids: tuple[int, ...], what: str) -> list[An
             model(input_ids=input_ids, past_key_values=cache, use_cache=True)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
-            f"{what} cannot run with a DynamicCache: "
+            f"{name} cannot run with a DynamicCache: "
             f"{(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error
     return list(cache.layers)
@@ -204,7 +205,7 @@ def _differ_before_last(layer: Any, other: Any) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a cache layer is one of those that keep keys and values as they are."""
+    """Whether a cache layer keeps keys and values as they are."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -221,7 +222,8 @@ def require_transformers() -> None:
 def _refuse_changed(model: Any) -> None:
     from transformers import PreTrainedModel
 
-    adapted = any(type(part).__module__.split(".")[0] == "peft" for part in _modules(model))
+    modules = model.modules() if isinstance(model, torch.nn.Module) else (model,)
+    adapted = any(type(module).__module__.split(".")[0] == "peft" for module in modules)
     if adapted or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             "the model carries a PEFT adapter, which its KV depends on and its directory does not "
@@ -246,10 +248,6 @@ def _refuse_changed(model: Any) -> None:
         raise ConfigError("the model is in training mode, where dropout changes KV; call eval()")
 
 
-def _modules(model: Any) -> Any:
-    return model.modules() if isinstance(model, torch.nn.Module) else (model,)
-
-
 def _directory_of(model: Any) -> Path:
     """The directory that a model was loaded from, also if that is the cache of a model hub."""
     from transformers.utils.hub import cached_file
@@ -272,21 +270,6 @@ def _directory_of(model: Any) -> Path:
             "model_dir=, after save_pretrained() if need be"
         )
     return Path(found).parent
-
-
-def _dtype_of(model: Any) -> Any:
-    """The name of the dtype that the model computes in. `EngineConfig` has judged it by its type;
-    `ModelConfig` refuses what has no record form."""
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _refuse_other_weights(model: Any, directory: Path) -> None:
-    name = _differing_tensor(model.state_dict(), directory)
-    if name is not None:
-        raise ConfigError(
-            f"the model's {name} is not the one in {directory}: it was changed after loading; save "
-            "it to a directory of its own and load it from there, or pass a weights_version"
-        )
 
 
 def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
@@ -341,30 +324,38 @@ class _Stored(NamedTuple):
     offset: int
 
 
-def _differing_tensor(state: Mapping[str, torch.Tensor], directory: Path) -> str | None:
-    """The name of a tensor that differs from the one stored under its name; None if none was found.
+def _refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Refuse tensors that differ from those stored under their names in `directory`.
 
-    Compares some rows of every tensor, which is no proof: identity is the digest of all bytes. It
-    catches a model that was trained, merged or patched in memory after it was loaded, which no
-    digest of files can see and which changes nearly every row.
+    Compares some rows of every tensor. Identity is the digest of all bytes; this check catches a
+    model that was trained, merged or patched in memory after it was loaded, which no digest of
+    files can see and which changes nearly every row.
 
-    Reads the files that Transformers would load. Tensors that it renames or builds from several are
-    passed over, and so are other formats than safetensors and files that cannot be read: the digest
-    names those.
+    Reads the files that Transformers would load. Passes over tensors that it renames or builds from
+    several, other formats than safetensors, and files that cannot be read.
 
-    Args:
-        state: the model's tensors by name.
-        directory: where they were loaded from.
+    Raises:
+        ConfigError: a tensor that differs.
     """
     for path in _files(directory):
         try:
             with path.open("rb") as file:
-                for stored in _tensors(file.fileno()):
-                    tensor = state.get(stored.name)
-                    if tensor is not None and _differs(tensor, stored, file.fileno()):
-                        return stored.name
+                differing = _first_differing(state, file.fileno())
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
+        if differing is not None:
+            raise ConfigError(
+                f"the model's {differing} is not the one in {directory}: it was changed after "
+                "loading; save it to a directory of its own and load it from there, or pass a "
+                "weights_version"
+            )
+
+
+def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
+    for stored in _tensors(fd):
+        tensor = state.get(stored.name)
+        if tensor is not None and _differs(tensor, stored, fd):
+            return stored.name
     return None
 
 

@@ -16,7 +16,8 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,57 +150,47 @@ class RecordIO:
     def _read_ahead(
         self, under_way: deque[Job[Image | MissReason]], keys: Sequence[ChunkKey], done: int
     ) -> None:
-        """Keep every thread busy with chunks that the index knows. The next chunk is read in any
-        case: the index may not know yet a record of another process."""
+        """Keep every thread busy with chunks that the index knows. The next chunk is always read:
+        the index may not yet know a record of another process."""
         while len(under_way) < 2 * self._config.io_threads:
             chunk = done + len(under_way)
             if chunk == len(keys) or (under_way and not self._store.contains(keys[chunk])):
                 return
-            under_way.append(self._readers.submit(self._reader(keys[chunk], chunk)))
+            under_way.append(self._readers.submit(partial(self._read, keys[chunk], chunk)))
 
-    def _reader(
-        self, key: ChunkKey, chunk: int
-    ) -> Callable[[Job[Image | MissReason]], Image | MissReason]:
-        rows, schema = self._rows, self._rows.schema
-
-        def run(job: Job[Image | MissReason]) -> Image | MissReason:
-            if job.cancelled:
-                return MissReason.CANCELLED
-            image = Image(rows)
-            read = RecordRead(
-                key=key,
-                first_token=chunk * schema.chunk_tokens,
-                head=image.head,
-                buffer_for=image.part,
-                parts=rows.parts_of(rows.all_groups),
-            )
-            reason = read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
-            return image if reason is None else reason
-
-        return run
+    def _read(self, key: ChunkKey, chunk: int, job: Job[Image | MissReason]) -> Image | MissReason:
+        """Runs in: I/O thread."""
+        if job.cancelled:
+            return MissReason.CANCELLED
+        image, schema = Image(self._rows), self._rows.schema
+        read = RecordRead(
+            key=key,
+            first_token=chunk * schema.chunk_tokens,
+            head=image.head,
+            buffer_for=image.part,
+            parts=self._rows.parts_of(self._rows.all_groups),
+        )
+        reason = read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
+        return image if reason is None else reason
 
     def write(self, images: Iterable[tuple[ChunkKey, int, Image]]) -> int:
-        """Hash and store chunks; how many were stored before the deadline.
-
-        Args:
-            images: key, first token and payload of each. Taken one by one, so that few are in
-                memory, and no more after the deadline.
-        """
+        """Hash and store chunks, given as key, first token and payload. Returns how many were
+        stored before the deadline. Makes few images at a time, and none after the deadline."""
         deadline = time.monotonic() + self._config.save_timeout_seconds
         before = self._num_stored
         limit = self._config.io_threads
         source = iter(images)
-        # The first wait is for writes that a call before gave up on: they still hold their images.
+        # First wait for writes that an earlier call gave up on: they still hold their images.
         while self._drained(deadline, limit):
             image = next(source, None)
             if image is None:
                 self._drained(deadline, 0)
                 break
-            self._writes.append(self._writers.submit(self._writer(*image)))
+            self._writes.append(self._writers.submit(partial(self._write, *image)))
         return self._num_stored - before
 
     def _drained(self, deadline: float, limit: int) -> bool:
-        """Wait until no more than `limit` writes are under way; False if the deadline is over."""
+        """Wait until at most `limit` writes are under way; False if the deadline is over."""
         while len(self._writes) > limit:
             if not self._writes[0].wait(max(0.0, deadline - time.monotonic())):
                 self._observer.count("save_deadline")
@@ -211,20 +202,16 @@ class RecordIO:
                 logger.error("storing a chunk failed", exc_info=job.error)
         return True
 
-    def _writer(
-        self, key: ChunkKey, first_token: int, image: Image
-    ) -> Callable[[Job[PutResult]], PutResult]:
-        schema = self._rows.schema
-
-        def run(_job: Job[PutResult]) -> PutResult:
-            digests = image.digests()
-            result = put_record(self._store, schema, key, first_token, digests, image.view)
-            self._observer.count(f"put_{result}")
-            if result is PutResult.STORED:
-                self._observer.count("saved_bytes", len(image.view))
-            return result
-
-        return run
+    def _write(
+        self, key: ChunkKey, first_token: int, image: Image, _job: Job[PutResult]
+    ) -> PutResult:
+        """Runs in: I/O thread."""
+        schema, digests = self._rows.schema, image.digests()
+        result = put_record(self._store, schema, key, first_token, digests, image.view)
+        self._observer.count(f"put_{result}")
+        if result is PutResult.STORED:
+            self._observer.count("saved_bytes", len(image.view))
+        return result
 
     def close(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for reads and writes under way."""

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,24 +82,17 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        self._namespace = Namespace.of(
-            self._model.identity,
-            self._model.groups,
-            self._config.chunk_tokens,
-            self._config.tenant,
+        groups, chunk_tokens = self._model.groups, self._config.chunk_tokens
+        namespace = Namespace.of(self._model.identity, groups, chunk_tokens, self._config.tenant)
+        schema = RecordSchema.for_groups(
+            namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=groups
         )
-        self._schema = RecordSchema.for_groups(
-            namespace=self._namespace.digest,
-            chunk_tokens=self._config.chunk_tokens,
-            groups=self._model.groups,
-        )
+        self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
         self._store = self._open(store) if isinstance(store, str) else store
         if isinstance(self._store, SupportsNamespaces):
-            self._store.describe(self._namespace.digest, self._namespace.as_text())
+            self._store.describe(namespace.digest, namespace.as_text())
         if isinstance(self._store, SupportsProbe):
             self._store.wait_indexed(READY_SECONDS)
-        whole = tensor_parallel_shard(self._model.groups, 0, 1)
-        self._rows = RankRows(self._model.groups, whole, self._schema)
         self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
         self._warned_of_change = False
@@ -110,10 +102,11 @@ class StoredKV:
         # Before it is opened: a store opened with such a quota would evict down to it.
         max_bytes = parse_store_url(url).options.get("max_bytes")
         limit = None if max_bytes is None else parse_size(max_bytes)
-        if limit is not None and limit < self._schema.record_bytes:
+        record_bytes = self._rows.schema.record_bytes
+        if limit is not None and limit < record_bytes:
             raise ConfigError(
-                f"max_bytes={limit} is smaller than one chunk of this model "
-                f"({self._schema.record_bytes} bytes); raise it or lower chunk_tokens"
+                f"max_bytes={limit} is smaller than one chunk of this model ({record_bytes} bytes);"
+                " raise it or lower chunk_tokens"
             )
         return open_store(url, observer=self._observer)
 
@@ -219,7 +212,7 @@ class StoredKV:
         num_visible = self._model.num_visible(token_ids)
         if num_visible < len(token_ids):
             self._observer.count("requests_padded")
-        chain = ChunkKeys(self._schema.namespace, self._config.chunk_tokens)
+        chain = ChunkKeys(self._rows.schema.namespace, self._config.chunk_tokens)
         chain.extend(token_ids[:num_visible])
         return chain.keys
 
@@ -265,10 +258,5 @@ class StoredKV:
     def __enter__(self) -> StoredKV:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -54,14 +54,14 @@ class FerryConnector(OneRole):
 
     Attributes:
         host: the vLLM that constructs it.
-        stats_class: `make_stats_class(host.stats)`, or None. Importable by its name, since its
-            objects cross processes.
-        prom_class: `make_prom_class(host.prom_metrics)`, or None.
+        stats_class: `make_stats_class(host.stats)`. Importable by its name, since its objects cross
+            processes.
+        prom_class: `make_prom_class(host.prom_metrics)`.
     """
 
     host: ClassVar[Host]
-    stats_class: ClassVar[type[Any] | None]
-    prom_class: ClassVar[type[Any] | None]
+    stats_class: ClassVar[type[Any]]
+    prom_class: ClassVar[type[Any]]
 
     def __init__(
         self,
@@ -75,8 +75,7 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served; one
                 line that says what to change.
         """
-        groups = (kv_cache_config,) if self.host.base_takes_groups else ()
-        super().__init__(vllm_config, role, *groups)
+        super().__init__(vllm_config, role, kv_cache_config)
         self._observer = IntervalCounters()
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
@@ -108,20 +107,14 @@ class FerryConnector(OneRole):
             log_start(spec, self._parts.store, schema.namespace, schema.record_bytes)
 
     def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
-        config, host = self._host_config, self.host
+        config = self._host_config
         version = options.get("weights_version")
         identity = model_identity(
-            config, None if version is None else str(version), host.load_config
+            config, None if version is None else str(version), self.host.load_config
         )
         events = getattr(config, "kv_events_config", None)
-        wants_events = events is not None and bool(events.enable_kv_cache_events)
-        spec = engine_spec(
-            config,
-            kv_cache_config,
-            identity,
-            carries_worker_meta=host.carries_messages,
-            publishes=host.events is not None and wants_events,
-        )
+        publishes = events is not None and bool(events.enable_kv_cache_events)
+        spec = engine_spec(config, kv_cache_config, identity, publishes=publishes)
         if not computes_like_others(config):
             spec = replace(spec, loads=False, saves=False)
         chunk_tokens = options.get("chunk_tokens", default_options(KIND)["chunk_tokens"])
@@ -138,7 +131,7 @@ class FerryConnector(OneRole):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
-        return None if cls.stats_class is None else cls.stats_class(data=dict(data or {}))
+        return cls.stats_class(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
@@ -148,8 +141,6 @@ class FerryConnector(OneRole):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:  # noqa: ANN401
-        if cls.prom_class is None:
-            return None
         try:
             return cls.prom_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         except ValueError as error:  # prometheus_client's
@@ -180,19 +171,12 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        counts = self._observer.take()
-        meta = None
+        stats = self.stats_class(data=self._observer.take())
         if self._step is None or self.host.worker_meta is not None:
-            if not counts:
-                return None
-        else:
-            # On a host without messages they travel on the stats. Such a host asks the scheduler's
-            # half for stats only if a worker has some. So a worker has some whenever there is a
-            # plan, even if they are empty.
-            meta = self._step.output.meta
-        if self.stats_class is None:
-            return None
-        stats = self.stats_class(data=counts)
+            return stats if stats.data else None
+        # Without a field for messages they travel on the stats. Such a host asks the scheduler's
+        # half for stats only if a worker has some, so a worker returns stats in every step.
+        meta = self._step.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
         return stats
 
@@ -214,22 +198,15 @@ class FerryConnector(OneRole):
         self._parts.close()
 
 
-def make_connector_class(
-    host: Host, stats_class: type[Any] | None, prom_class: type[Any] | None
-) -> type[Any]:
+def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[Any]) -> type[Any]:
     """`KVFerryConnector` for `host`; arguments as the attributes of `FerryConnector`."""
     # Hosts check that messages are of their own types.
     host.metadata.register(PlanMetadata)
     if host.worker_meta is not None:
         host.worker_meta.register(CarriedMeta)
 
-    class KVFerryConnector(FerryConnector, *host.bases):  # type: ignore[misc]
-        pass
-
-    KVFerryConnector.host = host
-    KVFerryConnector.stats_class = stats_class
-    KVFerryConnector.prom_class = prom_class
-    return KVFerryConnector
+    attributes = {"host": host, "stats_class": stats_class, "prom_class": prom_class}
+    return type("KVFerryConnector", (FerryConnector, host.base, host.hma), attributes)
 
 
 # --- options --------------------------------------------------------------------------------------

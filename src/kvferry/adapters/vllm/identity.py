@@ -1,10 +1,9 @@
-"""Identities by content of all that decides a vLLM's KV: weights, effective configuration, LoRA
-adapters and multimodal items.
+"""Identities by content of everything that decides a vLLM's KV: weights, effective configuration,
+LoRA adapters and multimodal items.
 
 The configuration is the model directory's `config.json` and this vLLM's deviations from it:
-overrides by the operator, dtypes, a quantisation done while loading. So engines without deviations
-agree on a model's identity, whatever library version read it, and each deviation has an identity of
-its own.
+overrides by the operator, dtypes, a quantisation done while loading. Engines without deviations
+agree on a model's identity, whatever library version read it.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def model_identity(
         weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
     else:
         raise ConfigError(
-            f"the weights of {model.model!r} are not on this machine's disk and so cannot be told "
-            'from others; set "weights_version" to a name that changes whenever they do'
+            f"the weights of {model.model!r} are not on this machine's disk and so have no digest; "
+            'set "weights_version" to a name that changes whenever they do'
         )
     config = _written_config(model, source)
     config.update(_deviations(vllm_config, source, load_config))
@@ -215,14 +214,11 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LoraIdentities:
-    """Digests of LoRA adapters by content. A thread of its own hashes them, since the scheduler's
+    """Digests of LoRA adapters by content. A separate thread hashes them, since the scheduler's
     thread does no I/O.
 
-    Requests with an adapter have no identity, and are not cached, until the adapter is hashed, and
-    ever after its files change under a running engine. Runs in: scheduler, except for the jobs.
-
-    Args:
-        recheck_seconds: how often the files of an adapter in use are hashed again.
+    Requests with an adapter are not cached until the adapter is hashed, nor after its files changed
+    under a running engine. Runs in: scheduler, except for the jobs.
     """
 
     def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:

@@ -7,6 +7,7 @@ sum of an interval and hands it to Prometheus in the API server.
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from typing import Any
 
 from kvferry.observe import Observer
@@ -41,22 +42,21 @@ class IntervalCounters(Observer):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = {}
+        self._sums: defaultdict[str, float] = defaultdict(int)
 
-    def count(self, name: str, amount: int = 1) -> None:
+    def count(self, name: str, amount: float = 1) -> None:
         with self._lock:
-            self._sums[name] = self._sums.get(name, 0) + amount
+            self._sums[name] += amount
 
     def observe(self, name: str, seconds: float) -> None:
-        with self._lock:
-            for key, amount in ((f"{name}_seconds", seconds), (f"{name}_count", 1)):
-                self._sums[key] = self._sums.get(key, 0) + amount
+        self.count(f"{name}_seconds", seconds)
+        self.count(f"{name}_count")
 
     def take(self) -> dict[str, float]:
         """Return and clear the counts."""
         with self._lock:
-            sums, self._sums = self._sums, {}
-        return sums
+            sums, self._sums = self._sums, defaultdict(int)
+        return dict(sums)
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:
@@ -81,10 +81,9 @@ def make_stats_class(base: type[Any]) -> type[Any]:
             self.carried_meta = None
 
         def aggregate(self, other: Any) -> Any:  # noqa: ANN401 - the host's
-            data = dict(self.data)
-            for name, amount in other.data.items():
-                data[name] = data.get(name, 0) + amount
-            self.data = data
+            sums = Counter(self.data)
+            sums.update(other.data)
+            self.data = dict(sums)
             theirs = getattr(other, "carried_meta", None)
             if theirs is not None:
                 mine = self.carried_meta
@@ -136,11 +135,10 @@ def make_prom_class(base: type[Any]) -> type[Any]:
         def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
             labels = self._labelvalues[engine_idx]
             for name, amount in transfer_stats_data.items():
-                own = self._own.get(name)
                 if amount < 0:
                     continue
-                if own is not None:
-                    own.labels(*labels).inc(amount)
+                if name in self._own:
+                    self._own[name].labels(*labels).inc(amount)
                 else:
                     self._events.labels(*labels, name).inc(amount)
 

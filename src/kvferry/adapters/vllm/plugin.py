@@ -9,11 +9,10 @@ from kvferry.adapters.vllm.metrics import make_prom_class, make_stats_class
 HOST = load_host()
 
 # At module level under their own names: objects of these classes cross processes.
-FerryStats = None if HOST.stats is None else make_stats_class(HOST.stats)
-FerryPromMetrics = None if HOST.prom_metrics is None else make_prom_class(HOST.prom_metrics)
+FerryStats = make_stats_class(HOST.stats)
+FerryPromMetrics = make_prom_class(HOST.prom_metrics)
 KVFerryConnector = make_connector_class(HOST, FerryStats, FerryPromMetrics)
 
 for _made in (FerryStats, FerryPromMetrics, KVFerryConnector):
-    if _made is not None:
-        _made.__module__ = __name__
-        _made.__qualname__ = _made.__name__
+    _made.__module__ = __name__
+    _made.__qualname__ = _made.__name__

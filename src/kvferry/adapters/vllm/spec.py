@@ -66,7 +66,6 @@ def engine_spec(
     kv_cache_config: Any,  # noqa: ANN401 - the host's, or None
     identity: ModelIdentity,
     *,
-    carries_worker_meta: bool,
     publishes: bool,
 ) -> EngineSpec:
     """The spec of this engine and this rank, without a layout.
@@ -76,7 +75,6 @@ def engine_spec(
         kv_cache_config: its KV groups; None on hosts that do not pass them: then one group of full
             attention.
         identity: of the model.
-        carries_worker_meta: whether the host carries workers' messages to the scheduler.
         publishes: whether it passes on KV events.
 
     Raises:
@@ -95,7 +93,6 @@ def engine_spec(
         identity=identity,
         groups=groups,
         shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
-        carries_worker_meta=carries_worker_meta,
         multi_process=_is_multi_process(parallel),
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
