@@ -186,13 +186,13 @@ def test_of_two_counts_in_one_step_the_larger_holds():
 # -- missing outputs ---------------------------
 
 
-def test_a12_a_missing_rank_takes_no_other_ranks_news_with_it():
+def test_a12_a_missing_rank_loses_no_report_of_other_ranks():
     aggregator = KVOutputAggregator(1)
     result = aggregator.aggregate([report({"a"}), None, report(recving={"b"})])
     assert news(result) == ({"a"}, {"b"})
 
 
-def test_a12_news_wait_where_the_output_rank_has_nothing():
+def test_a12_reports_wait_where_the_output_rank_has_nothing():
     aggregator = KVOutputAggregator(2)
     first = [
         None,

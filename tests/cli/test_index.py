@@ -82,7 +82,7 @@ def test_a_model_without_a_name_is_called_by_its_config(make_store, run):
         "\xff\x00",
     ],
 )
-def test_a_description_that_is_not_of_the_namespace_names_nobody(make_store, run, text):
+def test_a_description_of_another_namespace_is_not_shown(make_store, run, text):
     made = make_store(num_records=1)
     (made.root / "namespaces").mkdir()
     (made.root / "namespaces" / f"{made.schema.namespace.hex()}.json").write_text(text)

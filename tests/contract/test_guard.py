@@ -256,7 +256,7 @@ def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(faili
     assert guard.lookup(request, 4) == MISS
 
 
-def test_a9_a_free_that_nobody_reports_is_reported_in_the_end():
+def test_a9_a_free_that_no_rank_reports_is_reported_in_the_end():
     now = [0.0]
     guard, observer = guarded(request_finished=FinishResult(True), clock=lambda: now[0])
     for request_id in ("stuck", "done"):
@@ -274,7 +274,7 @@ def test_a9_a_free_that_nobody_reports_is_reported_in_the_end():
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a6_a_load_that_nobody_ends_fails_in_the_end(aborted):
+def test_a6_a_load_that_no_rank_ends_fails_in_the_end(aborted):
     now = [0.0]
     guard, _ = guarded(lookup=(8, True), clock=lambda: now[0])
     request = request_of(40)

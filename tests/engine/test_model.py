@@ -118,7 +118,7 @@ def test_without_transformers_the_line_to_install_it_is_given(model_dir, monkeyp
         ModelConfig(model_dir(), EngineConfig())
 
 
-def test_dtype_follows_the_config_unless_told(tmp_path):
+def test_dtype_follows_the_config_unless_set(tmp_path):
     make_tiny_model(tmp_path, dtype="bfloat16")
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     auto = ModelConfig(tmp_path, EngineConfig())
@@ -128,7 +128,7 @@ def test_dtype_follows_the_config_unless_told(tmp_path):
     assert auto.effective_config() != told.effective_config()
 
 
-def test_the_spec_says_who_the_model_is(model_dir):
+def test_the_spec_names_the_model(model_dir):
     engine = EngineConfig(block_size=8)
     specs = {
         seed: engine_spec(ModelConfig(model_dir(seed=seed), engine), engine) for seed in (0, 1)

@@ -239,7 +239,7 @@ def test_a_connector_that_never_keeps_its_promise_is_not_asked_for_ever():
     assert sim.role.count("lookup") == MAX_FAILED_LOADS
 
 
-def test_a_shared_bad_block_is_recomputed_for_everyone_who_uses_it():
+def test_a_shared_bad_block_is_recomputed_for_every_request_that_uses_it():
     sim = Simulation(Hits(blocks=0), max_batched_tokens=64)
     first = sim.add(prompt(17), max_tokens=9)
     sim.step()
@@ -357,7 +357,7 @@ def test_delayed_free_without_blocks_is_waited_for_as_well():
     sim.run()
 
 
-def test_reports_nobody_waits_for_are_counted_and_ignored():
+def test_unexpected_reports_are_counted_and_ignored():
     class Strangers(Hits):
         def strangers(self):
             return frozenset({"r0", "never-seen"})

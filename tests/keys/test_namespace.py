@@ -194,7 +194,7 @@ def test_the_name_of_the_model_is_for_people_and_no_part_of_identity():
 
 
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=3), st.none() | st.text(max_size=5))
-def test_who_has_the_text_can_check_the_digest(config, name):
+def test_a_reader_of_the_text_can_check_the_digest(config, name):
     made = Namespace.of(dataclasses.replace(identity(config=config), name=name), (group(),), 1)
     read = Namespace.from_text(made.digest, made.as_text())
     assert read is not None

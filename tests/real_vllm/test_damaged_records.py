@@ -48,7 +48,7 @@ def test_a_damaged_record_is_a_miss_that_is_counted(
             assert answers.counted(*names), f"{damage.__name__} in no metric: {answers.metrics}"
 
 
-def test_what_was_damaged_is_stored_anew_and_read_again(
+def test_a_damaged_record_is_stored_again_and_read_again(
     tmp_path: Path, models: dict[str, Path], pool: Pool, stored: Stored
 ) -> None:
     store = stored.copy_to(tmp_path / "store")

@@ -190,7 +190,7 @@ def test_a11_a_failure_reported_before_the_end_of_its_load_is_not_lost():
     assert run.violations == 1
 
 
-def test_a11_the_failure_of_a_load_that_nobody_started_is_dropped():
+def test_a11_the_failure_of_a_load_that_was_never_started_is_dropped():
     run = Run(WorkerOutput(failed_recving=ids("stranger")))
     assert run.step() is EMPTY_OUTPUT
     assert run.violations == 1

@@ -123,7 +123,7 @@ def test_a13_a_step_without_tokens_waits_for_saves_too():
     assert output is EMPTY_MODEL_RUNNER_OUTPUT
 
 
-def test_a_step_without_tokens_brings_news_in_an_output_of_its_own():
+def test_a_step_without_tokens_brings_reports_in_an_output_of_its_own():
     connector = RecordingV1()
     connector.finished = (None, {"r"})
     output = Runner(connector).kv_connector_no_forward(message(num_tokens=0))

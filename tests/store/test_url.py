@@ -91,7 +91,7 @@ def test_the_url_of_an_open_store_opens_it_again(tmp_path):
             assert read_value(again, make_key()) == b"value"
 
 
-def test_a_store_without_an_index_is_one_that_nobody_asks(tmp_path):
+def test_a_store_without_an_index_knows_no_keys(tmp_path):
     with open_store(f"file://{tmp_path}/s", index=False) as store:
         assert isinstance(store, FileStore)
         assert not store.wait_indexed(60.0)

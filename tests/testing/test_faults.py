@@ -106,7 +106,7 @@ def test_zeroing_keeps_the_size_and_what_is_outside(content, start, stop):
     assert all(changed[i] == content[i] for i in range(len(content)) if i not in inside)
 
 
-def test_a_clock_moves_when_told_and_never_back():
+def test_a_clock_moves_only_by_call_and_never_back():
     clock = FakeClock(start=5.0)
     assert clock() == clock() == 5.0
     clock.sleep(2)

@@ -78,7 +78,7 @@ def test_mla_with_decode_context_parallelism(tp, dcp, expected, consumers):
     assert {len(readers(local, remote, rank)) for rank in remote.ranks()} == {consumers}
 
 
-def test_a_rank_that_nobody_needs_has_no_readers():
+def test_a_rank_that_no_reader_needs_has_no_readers():
     local, remote = make_placement(tp=1, heads=1), make_placement(tp=2, heads=1)
     assert readers(local, remote, RankId(tp=0)) == (RankId(),)
     assert readers(local, remote, RankId(tp=1)) == ()

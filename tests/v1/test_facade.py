@@ -218,7 +218,7 @@ def test_a_report_is_collected_once_and_asked_for_in_parts():
     assert facade.get_block_ids_with_load_errors() == set()
 
 
-def test_a11_failed_loads_are_told_to_later_hosts():
+def test_a11_failed_loads_are_reported_to_later_hosts():
     failed = WorkerOutput(finished_recving=frozenset({"r"}), failed_recving=frozenset({"r"}))
     facade, _ = worker_facade(failed)
     bind(facade, LoadPlan(recving=frozenset({"r"})))

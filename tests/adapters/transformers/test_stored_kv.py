@@ -278,7 +278,7 @@ def test_the_store_knows_what_the_model_is_called(model_dir, load_model, store_u
     assert said.model == str(model_dir("llama"))
 
 
-def test_a_store_that_is_only_read_is_told_nothing(load_model, store_url, tmp_path):
+def test_a_read_only_store_gets_no_description(load_model, store_url, tmp_path):
     open_store(store_url).close()
     root = Path(parse_store_url(store_url).path)
     with StoredKV(load_model(), f"{store_url}?read_only=true"):

@@ -158,7 +158,7 @@ def test_hits_inside_a_multi_connector_too(engine):
 
 
 @pytest.mark.parametrize("in_multi", [False, True])
-def test_what_the_scheduler_counts_is_told_in_the_step_although_workers_have_nothing_to_tell(
+def test_counts_of_the_scheduler_are_reported_in_the_step_without_reports_of_workers(
     in_multi, engine
 ):
     host = engine(in_multi=in_multi)
@@ -279,7 +279,7 @@ def test_blocks_of_unknown_kernels_are_kept_whole_and_for_their_like_only(
 
 
 @pytest.mark.parametrize("version", REFUSED)
-def test_releases_that_cannot_be_told_of_failed_loads_are_refused_by_name(version):
+def test_releases_that_take_no_failed_loads_are_refused_by_name(version):
     release = Release(version)
     with (
         pytest.raises(

@@ -67,7 +67,7 @@ def test_an_override_of_rope_is_another_model(model):
     assert namespace(config) != namespace(make_config(model))
 
 
-def test_quantisation_by_the_checkpoint_is_told_by_its_config_alone(tmp_path):
+def test_quantisation_by_the_checkpoint_is_known_from_its_config_alone(tmp_path):
     model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
     marlin = make_config(model, model_config__quantization="fp8_marlin")
     assert namespace(marlin) == namespace(make_config(model, model_config__quantization="fp8"))
@@ -135,7 +135,7 @@ def test_a_format_that_reads_other_files_is_another_model(model, load_format, is
     assert found == namespace(make_config(model, load_config__load_format=load_format))
 
 
-def test_weights_from_a_loader_that_nobody_knows_need_a_version_to_be_shared(model):
+def test_weights_from_an_unknown_loader_need_a_version_to_be_shared(model):
     config = make_config(model, load_config__load_format="tensorizer")
     assert namespace(config) != namespace(config)
     assert namespace(config, "v1") == namespace(config, "v1") != namespace(config, "v2")
@@ -175,7 +175,7 @@ def test_a_single_file_of_weights_is_hashed(model, tmp_path):
     assert first != second
 
 
-def test_dummy_weights_are_shared_with_nobody(model):
+def test_dummy_weights_are_not_shared(model):
     config = make_config(model, load_config__load_format="dummy")
     assert namespace(config) != namespace(config)
 
@@ -217,7 +217,7 @@ def settled(identities, request):
     return found
 
 
-def test_adapters_are_told_apart_by_content(tmp_path):
+def test_adapters_are_distinguished_by_content(tmp_path):
     first, second = (write_adapter(tmp_path / str(fill), fill) for fill in (1.0, 2.0))
     copied = tmp_path / "copy"
     shutil.copytree(first, copied)

@@ -62,7 +62,7 @@ class Note(WorkerMeta, frozen=True):
         return Note(self.what + other.what)
 
 
-def test_counters_begin_anew_when_taken():
+def test_counters_start_from_zero_when_taken():
     counters = IntervalCounters()
     assert counters.take() == {}
     counters.count("hits", 2)
@@ -185,7 +185,7 @@ def test_events_of_a_host_that_wants_others_are_not_sent(caplog):
     assert caplog.text.count("none are sent") == 1
 
 
-def test_extra_keys_are_told_or_the_chunk_is_not():
+def test_extra_keys_are_published_or_the_chunk_is_not():
     salted = stored(ExtraKeys(cache_salt="s", lora="digest"))
     (event,) = EventTranslator(Events(BlockStored), "STORAGE").translate([salted])
     assert event.extra_keys == [("digest", "s")]

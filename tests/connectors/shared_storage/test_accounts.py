@@ -245,7 +245,7 @@ def test_hits_are_counted_by_tier(make_host, observer, directory: Path):
     assert_adds_up(observer)
 
 
-def test_fetches_and_saves_are_told_with_their_seconds(make_host, observer, directory: Path):
+def test_fetches_and_saves_are_events_with_their_seconds(make_host, observer, directory: Path):
     host = make_host(store=open_store(directory), observer=observer)
     host.run("reads", PROMPT)
     keys = keys_of(host)
@@ -260,7 +260,7 @@ def test_fetches_and_saves_are_told_with_their_seconds(make_host, observer, dire
     assert all(event.num_tokens == 8 and event.tier == "file" for event in saved)
 
 
-def test_a_save_that_failed_is_told_with_its_reason(make_host, observer):
+def test_a_failed_save_is_an_event_with_its_reason(make_host, observer):
     failing = FailingStore(MemoryStore("x"), operations={"put"})
     host = make_host(store=failing, observer=observer)
     host.run("writes", PROMPT)

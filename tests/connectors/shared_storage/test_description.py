@@ -59,7 +59,7 @@ def test_a_description_that_was_cut_is_written_again(tmp_path):
     assert said_of(tmp_path / "store", parts.schema.namespace) is not None
 
 
-def test_who_stores_nothing_says_nothing(tmp_path):
+def test_a_role_that_stores_nothing_describes_nothing(tmp_path):
     FileStore(tmp_path / "store").close()
     opened(tmp_path / "store", query="?read_only=true").close()
     opened(tmp_path / "store", spec=spec_of(saves=False)).close()
@@ -87,7 +87,7 @@ def test_what_stands_in_the_way_of_a_description_stops_no_engine(tmp_path, in_th
     assert not list(tmp_path.glob("elsewhere/*"))
 
 
-def test_a_medium_that_hangs_over_it_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_medium_that_hangs_in_describe_delays_no_start(tmp_path, monkeypatch):
     go = threading.Event()
     threads = []
 

@@ -239,7 +239,7 @@ def test_an_abort_between_allocation_and_plan_gives_its_slots_back(make_host):
 
 
 @pytest.mark.parametrize("cacheable", [True, False])
-def test_tokens_that_nobody_promised_are_reported_as_failed(make_host, cacheable: bool):
+def test_tokens_that_were_not_promised_are_reported_as_failed(make_host, cacheable: bool):
     """A host that counts on them would compute on blocks that nobody fills."""
     host = make_host()
     request = host.add("reader", PROMPT)
@@ -272,7 +272,7 @@ def test_nothing_computed_on_a_failed_load_is_saved(make_host):
     assert make_host(store=store).run("later", prompt).num_external_tokens == 56
 
 
-def test_what_a_load_did_not_find_is_held_anew_by_who_computes_it(make_host):
+def test_a_chunk_that_a_load_did_not_find_is_held_again_once_computed(make_host):
     store, keys = store_prompt(make_host)
     host = make_host(store=store)
     request = host.add("reader", PROMPT)

@@ -102,7 +102,7 @@ def test_groups_that_are_held_are_not_fetched_again():
     pool.check_integrity()
 
 
-def test_a_fetch_that_nobody_waits_for_is_cancelled_and_its_slot_stays_busy_until_its_end():
+def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_until_its_end():
     pool = make_pool(num_slots=1)
     slot = pool.fetch(A, 0, GROUPS)
     pool.pin(slot)
@@ -132,7 +132,7 @@ def test_a_fetch_that_no_plan_carried_is_taken_back():
     pool.check_integrity()
 
 
-def test_what_is_held_of_a_chunk_stays_when_nobody_waits_for_more_of_it():
+def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
     pool = make_pool(num_slots=1)
     hold(pool, A, frozenset([0]))
     slot = pool.fetch(A, 0, GROUPS)
@@ -204,7 +204,7 @@ def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
     pool.check_integrity()
 
 
-def test_writes_that_nobody_will_do_end_at_once_and_what_was_copied_is_held_on():
+def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     pool = make_pool(num_ranks=2)
     slot = pool.save(A, 0)
     for _ in range(2):

@@ -273,7 +273,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_promise(host):
 
 
 @pytest.mark.parametrize("local", [8, 20])
-def test_a_promise_is_made_anew_if_the_host_has_more_of_the_prompt_by_then(host, local: int):
+def test_a_promise_is_renewed_if_the_host_has_more_of_the_prompt_by_then(host, local: int):
     request = host.add("warm", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens == 40
     assert host.scheduler.lookup(request, local).num_tokens == 40 - local

@@ -135,7 +135,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
 
 
 @RANKS
-def test_what_came_after_its_deadline_is_not_held_and_its_bytes_meet_nobody(
+def test_late_bytes_are_not_held_and_meet_no_other_chunk(
     make_host, two_prompts: Path, world_size: int
 ):
     stalled = Stalled(make_host, two_prompts, world_size)
@@ -169,7 +169,9 @@ def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request
     assert_settles(host)
 
 
-def test_a_pool_full_of_unfinished_reads_hangs_nobody_and_recovers(make_host, two_prompts: Path):
+def test_a_pool_full_of_unfinished_reads_hangs_no_request_and_recovers(
+    make_host, two_prompts: Path
+):
     stalled = Stalled(make_host, two_prompts, num_slots=NUM_CHUNKS)
     host = stalled.host
     request = stalled.give_up()

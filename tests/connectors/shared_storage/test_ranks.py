@@ -257,7 +257,7 @@ def test_what_was_copied_before_a_reset_is_let_go(make_host, url: str):
 
 
 @pytest.mark.parametrize("putting_off", [0, 1])
-def test_a_part_that_was_put_off_is_asked_for_again_whoever_reports_last(
+def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
     make_host, url: str, putting_off: int
 ):
     host = make_host(store=url, groups=groups(), world_size=2)

@@ -1,4 +1,5 @@
-"""Unknown options are refused in one line that names them, before anything is made."""
+"""Options of the first version and unknown ones are refused in one line that says what to do
+instead, before anything is made."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from kvferry.v1.types import KVConnectorRole
 from tests.connectors.shared_storage.hosts import make_groups
 from tests.connectors.shared_storage.test_v1 import make_config
 
-OLD = {"keep_bytes": 0}
+CASES = pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"staging_bytes": "1GiB"}, "'staging_bytes' is gone: memory_bytes replaces it"),
+        ({"keep_bytes": 0}, "'keep_bytes' is gone: memory_bytes replaces it"),
+        ({"promise": "index"}, "'promise' is gone: a hit is always verified"),
+        ({"memory_byte": 0}, "unknown option 'memory_byte'; did you mean 'memory_bytes'?"),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,39 +36,42 @@ def model_dir(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def assert_says(error: BaseException) -> None:
-    (said,) = str(error).splitlines()
-    assert "unknown option 'keep_bytes'; did you mean 'memory_bytes'?" in said
+def assert_says(error: BaseException, said: str) -> None:
+    (line,) = str(error).splitlines()
+    assert said in line
 
 
+@CASES
 @pytest.mark.parametrize(
     "make", [create_roles, create_worker, partial(open_parts, where="options", schedules=True)]
 )
-def test_by_the_connector(tmp_path, make):
+def test_by_the_connector(tmp_path, make, options, said):
     groups = make_groups()
     spec = EngineSpec(
         identity=ModelIdentity(weights=bytes(32), config={}),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, 1),
     )
-    options = {"store": f"file://{tmp_path}/store", **OLD}
+    options = {"store": f"file://{tmp_path}/store", **options}
     with pytest.raises(ConfigError) as refused:
         make("shared_storage", spec, options, Counters())
-    assert_says(refused.value)
+    assert_says(refused.value, said)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_by_the_embedded_engine(tmp_path, model_dir):
+@CASES
+def test_by_the_embedded_engine(tmp_path, model_dir, options, said):
     with pytest.raises(ConfigError) as refused:
-        LLM(model_dir, store=f"file://{tmp_path}/store", connector_options=OLD)
-    assert_says(refused.value)
+        LLM(model_dir, store=f"file://{tmp_path}/store", connector_options=options)
+    assert_says(refused.value, said)
     assert list(tmp_path.iterdir()) == []
 
 
+@CASES
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_by_the_one_class_shape(tmp_path, model_dir, role):
-    config = make_config(model_dir, store=f"file://{tmp_path}/store", **OLD)
+def test_by_the_one_class_shape(tmp_path, model_dir, role, options, said):
+    config = make_config(model_dir, store=f"file://{tmp_path}/store", **options)
     with pytest.raises(ConfigError) as refused:
         SharedStorageConnector(config, role)
-    assert_says(refused.value)
+    assert_says(refused.value, said)
     assert list(tmp_path.iterdir()) == []

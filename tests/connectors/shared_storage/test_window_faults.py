@@ -172,7 +172,7 @@ def test_a_hit_of_which_the_host_takes_less_fails_where_its_windows_were_not_fet
     assert set(windowed[8:10]) <= failed
 
 
-def test_a_host_without_all_tables_is_told_so(waiting):
+def test_a_host_without_all_tables_is_warned(waiting):
     host, request = waiting
     with pytest.raises(ContractError, match="1 block tables"):
         load(host, request, request.block_ids[:1], 80)

@@ -67,7 +67,9 @@ def test_a_store_of_the_first_version_opened_for_reading_is_left_untouched(bench
     assert files_of(first_version) == before
 
 
-def test_who_dies_while_the_accounts_go_leaves_them_to_the_next(bench, first_version, monkeypatch):
+def test_a_process_killed_while_it_removes_the_accounts_leaves_the_rest_to_the_next(
+    bench, first_version, monkeypatch
+):
     monkeypatch.setattr(directory.shutil, "rmtree", lambda name, dir_fd: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.open()

@@ -171,7 +171,7 @@ def test_a_child_that_closes_leaves_its_parents_half_written_record(bench):
     assert read_value(store, make_key()) == make_value(1000)
 
 
-def test_a_child_may_open_the_store_anew(tmp_path):
+def test_a_child_may_open_the_store_again(tmp_path):
     root = tmp_path / "store"
 
     def put_as_child():

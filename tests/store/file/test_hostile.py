@@ -255,7 +255,7 @@ def test_whatever_stands_in_the_place_of_its_own_files(bench, caplog, outside, n
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", ["index.sqlite3", "index.sqlite3-journal", "index.sqlite3.lock"])
-def test_an_index_that_is_none_is_made_anew(bench, outside, name, make):
+def test_an_index_that_is_no_database_is_rebuilt(bench, outside, name, make):
     first = bench.open(max_bytes=100_000)
     first.put(make_key(), [make_value(1000)])
     first.close()
@@ -327,7 +327,7 @@ def test_hostile_names_are_left_alone(bench, caplog, outside, folder):
     assert set(NAMES) <= set(os.listdir(place))
 
 
-def test_what_nobody_writes_any_more_goes_whatever_it_is(bench, outside):
+def test_abandoned_entries_in_writing_are_removed_whatever_they_are(bench, outside):
     store = bench.open(max_bytes=100_000)
     (bench.root / "writing").mkdir(exist_ok=True)
     for number, make in enumerate(MAKERS):

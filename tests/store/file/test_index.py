@@ -460,7 +460,7 @@ def test_one_that_only_reads_serves_what_is_there(tmp_path, place, damage):
 
 
 @pytest.mark.parametrize("damage", [is_deleted, is_noise, is_a_link, is_empty, has_no_totals])
-def test_two_that_find_it_damaged_make_it_anew_once(tmp_path, place, damage, caplog):
+def test_two_processes_that_find_it_damaged_rebuild_it_once(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store, FileStore(root, max_bytes=QUOTA) as other:
         assert store.wait_indexed(10)
@@ -504,7 +504,9 @@ def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, child
 
 
 @pytest.mark.parametrize("begin", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE", "BEGIN"])
-def test_a_process_that_stops_with_a_lock_holds_nobody(tmp_path, place, children, begin, caplog):
+def test_a_process_that_stops_with_a_lock_does_not_block_others(
+    tmp_path, place, children, begin, caplog
+):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store:
         assert store.wait_indexed(10)
@@ -595,7 +597,7 @@ for mode in (0o444, 0o000):
 """
 
 
-def test_an_index_that_may_not_be_written_is_made_anew():
+def test_an_index_that_may_not_be_written_is_rebuilt():
     """Run as a user whom file modes bind."""
     with tempfile.TemporaryDirectory() as parent:
         os.chmod(parent, 0o777)
@@ -628,7 +630,7 @@ def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeyp
         settle(store, tmp_path / "store")
 
 
-def test_killed_while_it_is_made_anew_it_is_made_by_the_next(tmp_path, place, children):
+def test_killed_while_it_rebuilds_the_next_process_rebuilds(tmp_path, place, children):
     root = tmp_path / "store"
     for calls_left in range(1, 16):
         with suppress(FileNotFoundError):  # killed between setting it aside and making it anew

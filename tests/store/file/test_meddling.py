@@ -275,7 +275,7 @@ def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
         assert store.stat().used_bytes <= num_rows * 1000
 
 
-def test_a_quota_that_shrinks_makes_nobody_wait_long(tmp_path):
+def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
     root = tmp_path / "store"
     FileStore(root, background=False).close()
     rows = []
@@ -317,7 +317,7 @@ def test_a_quota_that_shrinks_makes_nobody_wait_long(tmp_path):
     assert max(took) < 4
 
 
-def test_who_else_may_change_the_store_is_said_once(tmp_path, caplog):
+def test_a_store_that_other_users_can_change_is_warned_of_once(tmp_path, caplog):
     root = tmp_path / "store"
     FileStore(root, background=False).close()
     assert caplog.text == ""

@@ -272,7 +272,7 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert not store.contains(make_key())
 
-    def test_nor_when_the_index_could_not_be_told(self, bench, monkeypatch, removed_by):
+    def test_nor_when_the_index_was_locked(self, bench, monkeypatch, removed_by):
         store = bench.open()
 
         def locked(*arguments):

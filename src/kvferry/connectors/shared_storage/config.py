@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from kvferry.observe import Observer
     from kvferry.store.base import Store
 
+REPLACED = {
+    "staging_bytes": "memory_bytes replaces it",
+    "keep_bytes": "memory_bytes replaces it",
+    "promise": "a hit is always verified before it is promised; leave it out",
+}
+"""Options of the first version, and what to do instead."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorageConfig:
