@@ -237,9 +237,9 @@ def test_a_key_deleted_while_it_is_confirmed_leaves_no_row(bench, monkeypatch):
     store = bench.open()
     confirm = store._index.confirm
 
-    def late(file, key, num_bytes, namespace):
+    def late(file, key, num_bytes):
         store.delete(key)
-        confirm(file, key, num_bytes, namespace)
+        confirm(file, key, num_bytes)
 
     monkeypatch.setattr(store._index, "confirm", late)
     store.put(make_key(), [b"value"])
@@ -270,6 +270,13 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         place = store._directory.place
         monkeypatch.setattr(store._directory, "place", removed_by(place, store))
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert not store.contains(make_key())
+
+    def test_nor_when_it_was_stored_before_the_first_look(self, bench):
+        store, other = bench.open(), bench.open()
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert other.delete(make_key())
+        store.maintain()
         assert not store.contains(make_key())
 
     def test_nor_when_the_index_was_locked(self, bench, monkeypatch, removed_by):

@@ -41,10 +41,10 @@ _BROKEN = frozenset(
 
 
 class IndexUnavailable(OSError):
-    """The index cannot be asked or changed now: locked, full, damaged, closed."""
+    """The index cannot be read or changed now: locked, full, damaged, closed."""
 
 
-class Damaged(Exception):
+class Damaged(sqlite3.Error):
     """The database holds values that kvferry never writes. Raised inside a transaction, it marks
     the database as broken, and the next `open` replaces it."""
 
@@ -74,7 +74,6 @@ class Database:
         self._db: sqlite3.Connection | None = None
         self._inode = 0
         self._is_broken = False
-        self._data_version = -1
         self._identity = (0, 0)
         self._steps = 0.0
         os.register_at_fork(after_in_child=partial(_leak_after_fork, weakref.ref(self)))
@@ -85,34 +84,21 @@ class Database:
         return os.getpid() == self._pid
 
     def open(self) -> bool:
-        """Open the database unless it is open; replace it if it is missing, damaged or of another
-        schema. True if earlier answers no longer hold."""
+        """Open the database unless it is open. True if earlier answers no longer hold."""
         with self._locked():
             if self._db is not None and not self._is_broken and self._inode == self._inode_now():
                 return False
             self._close()
             self._db = self._connect()
             self._is_broken = False
-            self._data_version = -1
             return True
 
     def close(self) -> None:
         with suppress(IndexUnavailable), self._locked():
             self._close()
 
-    def has_changed(self) -> bool:
-        """Whether another process changed it since this was asked last."""
-        with self._locked():
-            if self._db is None:
-                return False
-            self._check_place()
-            version = self._db.execute("PRAGMA data_version").fetchone()[0]
-            changed, self._data_version = version != self._data_version, version
-        return bool(changed)
-
     @contextmanager
     def transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
-        """All of the block, or nothing of it; rolled back if it raises."""
         with self._locked():
             db = self._db
             if db is None:
@@ -137,10 +123,9 @@ class Database:
             raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
         try:
             yield
-        except (sqlite3.Error, Damaged) as error:
-            code = getattr(error, "sqlite_errorcode", None)
-            if code is None or code & 0xFF in _BROKEN:
-                self._is_broken = True
+        except sqlite3.Error as error:
+            code = _code(error)
+            self._is_broken |= code in _BROKEN
             number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO
             raise IndexUnavailable(number, f"the index: {error}") from error
         finally:
@@ -154,14 +139,10 @@ class Database:
         self._steps = steps
 
     def _check_place(self) -> None:
-        """Raise if another file stands in the place of the database or of its journal. SQLite finds
-        the journal by name, so it would replay that of another database; it also follows links and
-        blocks on a fifo."""
+        """Raise if another file stands in the place of the database or of its journal: SQLite would
+        replay the journal of another database, follow a link, and block on a fifo."""
         if self._inode != self._inode_now():
             raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
-        self._check_files()
-
-    def _check_files(self) -> None:
         for suffix in _FILES if self._path is not None else ():
             with suppress(FileNotFoundError):
                 mode = os.lstat(f"{self._path}{suffix}").st_mode
@@ -169,7 +150,6 @@ class Database:
                     raise Damaged("not a file, or not to be written")
 
     def _connect(self) -> sqlite3.Connection:
-        """Raises: OSError."""
         path = self._path
         if path is None:
             return self._prepared(":memory:")
@@ -182,16 +162,16 @@ class Database:
         found = self._inode_now()
         try:
             return self._prepared(f"{uri}?mode=rwc")
-        except (sqlite3.Error, Damaged) as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-            if code & 0xFF not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
+        except sqlite3.Error as error:
+            if _code(error) not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
                 raise
         if found == self._inode_now():  # else another process has replaced it
             self._set_all_aside(path)
         return self._prepared(f"{uri}?mode=rwc")
 
     def _prepared(self, name: str) -> sqlite3.Connection:
-        self._check_files()
+        self._inode = self._inode_now()
+        self._check_place()
         if self._path is not None and not self.read_only:
             # The mode is private, and SQLite copies it to the journal. An existing file is not
             # opened here: closing it would drop the locks of this process's other connections.
@@ -256,6 +236,12 @@ def _leak_after_fork(database: weakref.ref[Database]) -> None:
         forked._db = None
 
 
+def _code(error: sqlite3.Error) -> int:
+    """The primary error code; what did not come from SQLite itself counts as damage."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF
+
+
 def _identity(db: sqlite3.Connection) -> tuple[int, int]:
     """Two numbers of its header: one changes with the schema, one is random for each database."""
     schema = db.execute("PRAGMA schema_version").fetchone()[0]
@@ -263,9 +249,8 @@ def _identity(db: sqlite3.Connection) -> tuple[int, int]:
 
 
 def execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
-    """Execute one statement for all rows, which replace its `{}`. Not one per row: Python releases
-    its lock at each step of SQLite, a busy thread keeps it for 5 ms, and meanwhile other processes
-    wait for the database."""
+    """Execute one statement for all rows, which replace its `{}`. Not one per row: other processes
+    wait while a busy thread of this one takes the GIL, at each step of SQLite, for 5 ms."""
     row = f"({', '.join('?' * len(rows[0]))})"
     values = f"VALUES {', '.join([row] * len(rows))}"
     db.execute(statement.format(values), [value for row in rows for value in row])
@@ -289,11 +274,7 @@ _IS_KIND: dict[str, Callable[[object], bool]] = {
 
 
 def checked(row: Sequence[object], kinds: str) -> tuple[Any, ...]:
-    """The row, if its values are of these `kinds`: k key, n number, t time, s string, b bytes.
-
-    Raises:
-        Damaged: they are not.
-    """
+    """The row, if its values are of these `kinds`: k key, n number, t time, s string, b bytes."""
     if len(row) != len(kinds) or not all(_IS_KIND[k](v) for k, v in zip(kinds, row, strict=True)):
         raise Damaged(f"a row of the index is wrong: {row!r:.100}")
     return tuple(row)

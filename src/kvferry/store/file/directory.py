@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
+from kvferry.record.check import namespace_of
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
@@ -47,16 +48,13 @@ _FILE_NAMES = {
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
-_FIRST_VERSION_ONLY = ("writers", "reconcile.lock")
-"""The accounts of format version 1, which the index replaces."""
-
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class NotARecord(Exception):
-    """Something that is no regular file stands where a record should."""
+class NotAFile(OSError):
+    """A directory, link, fifo, socket or device stands where a file should."""
 
 
 class Found(NamedTuple):
@@ -68,9 +66,9 @@ class Found(NamedTuple):
     """Seconds since the epoch."""
 
 
-def shard_of(key: ChunkKey) -> int:
-    """The shard a key belongs to."""
-    return key[0] >> 3
+def shard_of(key: ChunkKey) -> tuple[str, str]:
+    """The directories of a key, from the root on."""
+    return "records", f"{key[0] >> 3:02x}"
 
 
 def record_name(key: ChunkKey) -> str:
@@ -86,7 +84,7 @@ def record_name(key: ChunkKey) -> str:
 
 def record_path(root: str, key: ChunkKey) -> str:
     """Where the file of a key is, for messages and tools; the store itself goes by handles."""
-    return f"{root}/records/{shard_of(key):02x}/{record_name(key)}"
+    return "/".join((root, *shard_of(key), record_name(key)))
 
 
 class Directory:
@@ -123,44 +121,22 @@ class Directory:
         """Descriptor and size of a record; None if it is absent.
 
         Raises:
-            NotARecord: a directory, link, fifo, socket or device.
+            NotAFile: something else stands in its place.
         """
-        name = record_name(key)
-        try:
-            with self.opened("records", f"{shard_of(key):02x}") as shard:
-                # Without O_NONBLOCK a fifo would wait for a writer for ever.
-                fd = open_at(name, os.O_RDONLY | os.O_NONBLOCK, shard)
-        except _ABSENT:
-            return None
-        except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise NotARecord(name) from error
-            raise
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise NotARecord(name)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd, status.st_size
+        return self._open_file(record_name(key), *shard_of(key))
 
-    def read_head(self, key: ChunkKey) -> bytes:
-        """The first bytes of a record; none if they cannot be read."""
-        with suppress(OSError, NotARecord):
-            opened = self.open_record(key)
-            if opened is not None:
-                try:
-                    return os.read(opened[0], _HEAD_BYTES)
-                finally:
-                    os.close(opened[0])
+    def read_namespace(self, key: ChunkKey) -> bytes:
+        """Namespace that the head of a record names; empty if there is none, or no record."""
+        with suppress(OSError):
+            head = self._read(record_name(key), _HEAD_BYTES, *shard_of(key))
+            return namespace_of(head or b"") or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
         """What the directory says of a record; None if no regular file has its name."""
         name = record_name(key)
         try:
-            with self.opened("records", f"{shard_of(key):02x}") as shard:
+            with self.opened(*shard_of(key)) as shard:
                 status = _lstat(name, shard)
         except _ABSENT:
             return None
@@ -168,13 +144,10 @@ class Directory:
 
     def list_shard(self, shard: int) -> set[ChunkKey]:
         """Keys of all that is named like a record of this shard; empty if there is none."""
-        try:
-            with self.opened("records", f"{shard:02x}") as fd:
-                names = os.listdir(fd)
-        except _ABSENT:
-            return set()
-        keys = {ChunkKey(bytes.fromhex(n[:64])) for n in names if _RECORD_NAME.fullmatch(n)}
-        return {key for key in keys if shard_of(key) == shard}
+        place = "records", f"{shard:02x}"
+        names = filter(_RECORD_NAME.fullmatch, self._listed(*place))
+        keys = {ChunkKey(bytes.fromhex(name[:64])) for name in names}
+        return {key for key in keys if shard_of(key) == place}
 
     def is_empty(self) -> bool:
         """Whether there is no shard yet; False if that cannot be seen."""
@@ -195,7 +168,7 @@ class Directory:
     def remove(self, key: ChunkKey) -> bool:
         """Remove what stands in a record's place. False if there is nothing."""
         try:
-            with self.opened("records", f"{shard_of(key):02x}") as shard:
+            with self.opened(*shard_of(key)) as shard:
                 self._remove_any(record_name(key), shard)
         except _ABSENT:
             return False
@@ -226,7 +199,7 @@ class Directory:
         target = record_name(key)
         with (
             self.opened("writing") as writing,
-            self.opened("records", f"{shard_of(key):02x}", make=True) as shard,
+            self.opened(*shard_of(key), make=True) as shard,
         ):
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(_lstat(target, shard).st_mode):
@@ -234,23 +207,18 @@ class Directory:
             try:
                 os.link(name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False)
             except OSError as error:
-                if self._is_same(name, writing, target, shard):
-                    return True  # linked: a network file system sent the request twice
-                if error.errno == errno.EEXIST:
-                    return False
+                with suppress(FileNotFoundError):
+                    # Linked if it is ours: a network file system sent the request twice.
+                    return os.path.samestat(_lstat(target, shard), _lstat(name, writing))
                 if error.errno not in _NO_LINKS:
                     raise
                 # Without hard links two writers of one key can both believe to be first: the later
                 # one replaces the earlier with equal bytes.
-                with suppress(FileNotFoundError):
-                    _lstat(target, shard)
-                    return False
                 os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
     def drop(self, folder: str, name: str) -> bool:
-        """Remove a file of `writing` or `quarantine`. Whether it was there and is gone. Never
-        raises: what is left is found later."""
+        """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
             with suppress(OSError), self.opened(folder) as directory:
                 self._remove_any(name, directory)
@@ -282,11 +250,11 @@ class Directory:
         return False
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
-        """Move a record aside; what is no regular file is removed. The name that it has now, and
-        its bytes; None if there was no file."""
+        """Move a record aside: its new name and its bytes. None if it was no regular file, which is
+        removed instead."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
-        with self.opened("records", f"{shard_of(key):02x}") as shard:
+        with self.opened(*shard_of(key)) as shard:
             status = _lstat(record_name(key), shard)
             if not stat.S_ISREG(status.st_mode):
                 self._remove_any(record_name(key), shard)
@@ -296,7 +264,7 @@ class Directory:
         return name, _found(status).num_bytes
 
     def write_text(self, name: str, text: str, *within: str) -> None:
-        """Make or replace a small file, whole or not at all."""
+        """Make or replace a file, whole or not at all."""
         temporary = f".{name}.{secrets.token_hex(8)}"
         with self.opened(*within, make=True) as directory:
             fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory)
@@ -312,27 +280,18 @@ class Directory:
 
     def read_text(self, name: str, *within: str) -> str | None:
         """A small file; None if it is absent. Bytes that are no text are replaced."""
-        try:
-            with self.opened(*within) as directory:
-                fd = open_at(name, os.O_RDONLY | os.O_NONBLOCK, directory)
-        except FileNotFoundError:
-            return None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", name)
-            return os.read(fd, _MAX_TEXT_BYTES).decode(errors="replace")
-        finally:
-            os.close(fd)
+        content = self._read(name, _MAX_TEXT_BYTES, *within)
+        return None if content is None else content.decode(errors="replace")
 
     def remove_first_version(self) -> None:
-        """Remove the account files of format version 1."""
+        """Remove the accounts of format version 1, which the index replaces."""
         with self.opened() as root:
-            for name in _FIRST_VERSION_ONLY:
+            for name in ("writers", "reconcile.lock"):
                 with suppress(FileNotFoundError):
                     self._remove_any(name, root)
 
     def list_root(self) -> list[str]:
-        """What is in the root besides what may be in an empty one."""
+        """Names in the root besides those that may be in an empty one."""
         return [name for name in self._listed() if not _IGNORED.fullmatch(name)]
 
     def _listed(self, *names: str) -> list[str]:
@@ -341,6 +300,35 @@ class Directory:
                 return os.listdir(fd)
         except _ABSENT:
             return []
+
+    def _open_file(self, name: str, *within: str) -> tuple[int, int] | None:
+        try:
+            with self.opened(*within) as directory:
+                # Without O_NONBLOCK a fifo would wait for a writer for ever.
+                fd = open_at(name, os.O_RDONLY | os.O_NONBLOCK, directory)
+        except _ABSENT:
+            return None
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise NotAFile(error.errno, "not a regular file", name) from error
+            raise
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotAFile(errno.EINVAL, "not a regular file", name)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd, status.st_size
+
+    def _read(self, name: str, limit: int, *within: str) -> bytes | None:
+        opened = self._open_file(name, *within)
+        if opened is None:
+            return None
+        try:
+            return os.read(opened[0], limit)
+        finally:
+            os.close(opened[0])
 
     def _remove_any(self, name: str, directory: int) -> None:
         try:
@@ -352,12 +340,6 @@ class Directory:
                 shutil.rmtree(name, dir_fd=directory)
             except RecursionError as error:
                 raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
-
-    def _is_same(self, name: str, writing: int, target: str, shard: int) -> bool:
-        try:
-            return os.path.samestat(_lstat(name, writing), _lstat(target, shard))
-        except OSError:
-            return False
 
 
 def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:

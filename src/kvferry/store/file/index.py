@@ -12,7 +12,6 @@ machine, on that machine's own disk, because locks of network file systems are u
 from __future__ import annotations
 
 import errno
-import heapq
 import os
 import socket
 import sqlite3
@@ -21,10 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from kvferry.observe import Observer
-from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, Removal
 from kvferry.store.file.database import (
     Damaged,
@@ -43,8 +41,6 @@ NO_QUOTA = 1 << 62
 
 _BATCH = 1024
 """Rows that one transaction takes up, so that other processes get a turn."""
-_GROUPED = 65536
-"""The same for rows that SQLite adds up."""
 _PAUSE_SECONDS = 0.005
 """Between batches of evictions, for other processes."""
 _MAX_NOTES = 65536
@@ -53,6 +49,7 @@ _NOTE_STEP = 1e-6
 chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
+_INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
     "UPDATE records SET last_used = column2 FROM ({}) WHERE key = column1 AND last_used < column2"
 )
@@ -95,7 +92,7 @@ class Index:
     Args:
         path: of the database; None keeps it in memory.
         directory: the files that are indexed.
-        known: the known keys, which `follow` updates.
+        known: receives the keys that are there.
         read_only: never change the database, which must exist.
         wall: seconds since the epoch.
 
@@ -119,11 +116,10 @@ class Index:
     ) -> None:
         self._database = Database(path, _SCHEMA, read_only=read_only)
         self.directory = directory
-        self._known = known
+        self.known = known
         self._observer = observer
         self._notes: dict[ChunkKey, float] = {}
         self._last_record = self._last_removal = 0
-        self._is_behind = True
         self._was_open = False
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
@@ -131,7 +127,6 @@ class Index:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that made it."""
         return self._database.is_ours
 
     def open(self) -> bool:
@@ -139,15 +134,13 @@ class Index:
         if not self._database.open():
             return False
         self.all_known.clear()
-        self._known.clear()
-        self._last_record = self._last_removal = 0
-        self._is_behind = True
         # A database that came in place of ours may be an older copy: compare the directory again.
         is_other = self._was_open and not self._database.read_only
         try:
             with self._changing() if is_other else self._reading() as db:
                 if is_other:
                     db.execute("UPDATE totals SET is_complete = 0 WHERE is_complete = 1")
+                self._learn_anew(*self._last_ids(db))
         except OSError:
             self._database.close()  # so that the next call starts again
             raise
@@ -156,10 +149,6 @@ class Index:
 
     def close(self) -> None:
         self._database.close()
-
-    def knows(self, key: ChunkKey) -> bool:
-        """Whether it is known to be there. Memory only, without a lock."""
-        return self._known.contains(key)
 
     def reserve(self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int) -> bool | None:
         """Reserve room for a value that is written to `file`; evict if the quota of `max_bytes`
@@ -179,9 +168,8 @@ class Index:
 
     def confirm(self, file: str, key: ChunkKey, num_bytes: int | None = None) -> None:
         """Turn a reservation into a record; without `num_bytes` it has the size of its file. Adds
-        no row if the reservation was released already, as that of a writer that seemed dead, or if
-        the record is gone again. The key becomes known inside the transaction, so that a removal by
-        another process is followed afterwards."""
+        no row if the reservation was released, as that of a writer that seemed dead, or if the
+        record is gone again."""
         with self._changing() as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
@@ -190,11 +178,11 @@ class Index:
             if there is not None:
                 if num_bytes is None:
                     num_bytes = there.num_bytes
-                self._insert(db, [(key, num_bytes, self.wall(), self._namespace(key))])
-                self._known.stored(key)
+                namespace = self.directory.read_namespace(key)
+                execute(db, _INSERT, [(key, num_bytes, self.wall(), namespace)])
+                self.known.stored(key)
 
     def release(self, file: str) -> None:
-        """Drop a reservation."""
         with self._changing() as db:
             db.execute("DELETE FROM writing WHERE file = ?", (file,))
 
@@ -204,9 +192,7 @@ class Index:
             return dict(checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
-        """Evict until at most `max_bytes` are stored and no record was last used before
-        `unused_since`, or no more can be removed; in batches, between which other processes get a
-        turn."""
+        """Evict, as `_evict` does, in batches between which other processes get a turn."""
         while True:
             with self._changing() as db:
                 if not self._evict(db, max_bytes, unused_since):
@@ -216,12 +202,13 @@ class Index:
     def add(self, keys: Iterable[ChunkKey]) -> int:
         """Add rows for those `keys` that have files; how many."""
         found = [(key, there) for key in keys if (there := self.directory.find(key)) is not None]
-        rows = [(key, each.num_bytes, each.modified, self._namespace(key)) for key, each in found]
+        read = self.directory.read_namespace
+        rows = [(key, each.num_bytes, each.modified, read(key)) for key, each in found]
         if rows:
             with self._changing() as db:
-                self._insert(db, rows)
+                execute(db, _INSERT, rows)
                 for key, _ in found:
-                    self._known.add(key)
+                    self.known.add(key)
         return len(rows)
 
     def forget(
@@ -231,8 +218,8 @@ class Index:
         detail: str = "",
         quarantined: Sequence[tuple[str, int]] = (),
     ) -> int:
-        """Remove the rows of those `keys` whose files are gone; how many. The transaction keeps
-        other writers out while it looks. Files that were `quarantined` are counted from now on."""
+        """Remove the rows of those `keys` whose files are gone; how many. Files that were
+        `quarantined` are counted from now on."""
         with self._changing() as db:
             db.executemany("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", quarantined)
             gone = [key for key in keys if self.directory.find(key) is None]
@@ -240,15 +227,15 @@ class Index:
         return len(gone)
 
     def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
-        """Count the files in quarantine. Remove those from before `kept_since`. Of the rest, remove
-        the oldest beyond 64 files or `max_bytes`, but never the newest."""
-        files = sorted(self.directory.list_files("quarantine").items(), key=lambda f: f[1].modified)
-        total = sum(found.num_bytes for _, found in files)
-        for index, (file, found) in enumerate(files, 1 - len(files)):
-            is_too_much = total > max_bytes or -index >= _MAX_QUARANTINE_FILES
-            if found.modified < kept_since or (is_too_much and index < 0):
+        """Count the files in quarantine. Remove those from before `kept_since`, and of the rest the
+        oldest beyond 64 files or `max_bytes`, but never the newest."""
+        files = self.directory.list_files("quarantine").items()
+        total = 0
+        for newer, (file, found) in enumerate(sorted(files, key=lambda f: -f[1].modified)):
+            total += found.num_bytes
+            is_too_much = total > max_bytes or newer >= _MAX_QUARANTINE_FILES
+            if found.modified < kept_since or (is_too_much and newer > 0):
                 self.directory.drop("quarantine", file)  # it stays counted until it is gone
-                total -= found.num_bytes
         with self._changing() as db:
             there = self.directory.list_files("quarantine")
             rows = [(file, found.num_bytes) for file, found in there.items()]
@@ -257,15 +244,14 @@ class Index:
                 db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
 
     def complete(self) -> None:
-        """Mark the index as complete: the whole directory was compared."""
+        """Note that the whole directory was compared."""
         with self._changing() as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
-        self._is_behind = True
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that `keys` were used now, the nearest to the root of the prefix first. Memory only;
-        keys beyond 65,536 waiting ones are dropped."""
+        """Note that `keys` were used now, the nearest to the root of the prefix first. Memory only,
+        65,536 at most."""
         used = self.wall()
         notes = self._notes
         for key in keys:
@@ -283,48 +269,50 @@ class Index:
                 execute(db, _SET_USED, batch)
 
     def follow(self) -> bool:
-        """Learn which records other processes added and removed, up to 1,024 of each. Whether
-        there are more.
+        """Learn which records were added and removed, up to 1,024 of each. Whether there are more.
 
-        The known keys change inside the transaction, so that another thread that removes a key
-        afterwards does not see it come back.
+        Here, and in every method, the known keys change inside the transaction: a key that another
+        thread or process removes afterwards does not come back, and its removal is followed.
         """
-        self._is_behind |= self._database.has_changed()
-        if not self._is_behind:
-            return False
         with self._reading() as db:
-            rows = db.execute("SELECT name, seq FROM sqlite_sequence")
-            ends = dict(checked(row, "sn") for row in rows)
-            last_record, last_removal = ends.get("records", 0), ends.get("removals", 0)
-            row = db.execute(
-                "SELECT (SELECT ifnull(max(id), 0) FROM records), ifnull(min(id), 0), "
-                "ifnull(max(id), 0) FROM removals"
-            )
-            newest, oldest, newest_removal = checked(row.fetchone(), "nnn")
-            if newest > last_record or newest_removal > last_removal:
-                raise Damaged("an id is beyond its sequence")
+            last_record, last_removal = self._last_ids(db)
+            row = db.execute("SELECT ifnull(min(id), 0) FROM removals").fetchone()
+            (oldest_removal,) = checked(row, "n")
             if last_record < self._last_record or not (
-                oldest - 1 <= self._last_removal <= last_removal
+                oldest_removal - 1 <= self._last_removal <= last_removal
             ):
                 # The history no longer holds all removals, or this is another database.
-                self._known.clear()
-                self._last_record = self._last_removal = 0
-            if self._last_record == self._last_removal == 0:
-                self._last_record = 0 if self._known.learns else last_record
-                self._last_removal = last_removal
+                self._learn_anew(last_record, last_removal)
             last, keys = read_keys(db, f"removals {_NEXT}", self._last_removal)
             self._last_removal = max(last, self._last_removal)
             for key in keys:
-                self._known.discard(key)
+                self.known.discard(key)
             if len(keys) < _BATCH:  # removals come first: a key may be removed and added again
                 last, keys = read_keys(db, f"records {_NEXT}", self._last_record)
                 self._last_record = max(last, self._last_record)
                 for key in keys:
-                    self._known.add(key)
-            self._is_behind = len(keys) == _BATCH
-        if not self._is_behind and self.totals.is_complete:
+                    self.known.add(key)
+        is_behind = len(keys) == _BATCH
+        if not is_behind and self.totals.is_complete:
             self.all_known.set()
-        return self._is_behind
+        return is_behind
+
+    def _learn_anew(self, last_record: int, last_removal: int) -> None:
+        """Forget all keys, to learn them from the rows."""
+        self.known.clear()
+        self._last_record = 0 if self.known.learns else last_record
+        self._last_removal = last_removal
+
+    def _last_ids(self, db: sqlite3.Connection) -> tuple[int, int]:
+        """The last ids given to records and removals."""
+        rows = db.execute("SELECT name, seq FROM sqlite_sequence")
+        given = dict(checked(row, "sn") for row in rows)
+        last_record, last_removal = given.get("records", 0), given.get("removals", 0)
+        for table, last in (("records", last_record), ("removals", last_removal)):
+            newest = db.execute(f"SELECT ifnull(max(id), 0) FROM {table}").fetchone()
+            if checked(newest, "n")[0] > last:
+                raise Damaged("an id is beyond its sequence")
+        return last_record, last_removal
 
     def keys_of_shard(self, shard: int) -> set[ChunkKey]:
         """Keys of the records that belong to a shard."""
@@ -335,47 +323,20 @@ class Index:
     def entries(
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
     ) -> Iterator[Entry]:
-        """Records: the `limit` used last, or the largest, first; -1 for all."""
+        """All records by id, or with an order the `limit` used last, or the largest; -1 for all."""
         query = "SELECT id, key, num_bytes, last_used, namespace FROM records"
-        if order == "last_used":
+        part = _NEXT if order is None else f"ORDER BY {order} DESC LIMIT ?"
+        argument = 0 if order is None else limit
+        while True:  # in slices, because a long read keeps other processes from writing
             with self._reading() as db:
-                rows = db.execute(f"{query} ORDER BY last_used DESC LIMIT ?", (limit,))
-                return iter([Entry(*checked(row, "nkntb")[1:]) for row in rows])
-        slices = self._slices(
-            f"{query} WHERE id > ? AND id <= ? ORDER BY id LIMIT {_BATCH}", "nkntb"
-        )
-        found = (Entry(*row[1:]) for row in slices)
-        if order == "num_bytes":
-            count = self.totals.num_records if limit < 0 else limit
-            return iter(heapq.nlargest(count, found, key=lambda entry: entry.num_bytes))
-        return islice(found, None if limit < 0 else limit)
-
-    def by_namespace(self) -> dict[bytes, tuple[int, int]]:
-        """Records and bytes of each namespace."""
-        query = (
-            "SELECT max(id), namespace, count(*), sum(num_bytes) FROM (SELECT * FROM records "
-            f"WHERE id > ? AND id <= ? ORDER BY id LIMIT {_GROUPED}) GROUP BY namespace"
-        )
-        found: dict[bytes, tuple[int, int]] = {}
-        for _, namespace, count, num_bytes in self._slices(query, "nbnn"):
-            before = found.get(namespace, (0, 0))
-            found[namespace] = (before[0] + count, before[1] + num_bytes)
-        return found
-
-    def _slices(self, query: str, kinds: str) -> Iterator[tuple[Any, ...]]:
-        """Rows of a query of records with ids above one number and up to another; its first column
-        is the id. In slices, because a long read keeps other processes from writing."""
-        with self._reading() as db:
-            ends = db.execute("SELECT ifnull(min(id), 1) - 1, ifnull(max(id), 0) FROM records")
-            last, end = checked(ends.fetchone(), "nn")
-        while last < end:
-            with self._reading() as db:
-                rows = [checked(row, kinds) for row in db.execute(query, (last, end))]
-            last = max((row[0] for row in rows), default=end)
-            yield from rows
+                rows = db.execute(f"{query} {part}", (argument,))
+                found = [checked(row, "nkntb") for row in rows]
+            yield from (Entry(*row[1:]) for row in found)
+            if order is not None or len(found) < _BATCH:
+                return
+            argument = found[-1][0]
 
     def removals(self, count: int) -> list[Removal]:
-        """The last removals, newest first."""
         query = (
             "SELECT key, num_bytes, at, reason, detail, by FROM removals ORDER BY id DESC LIMIT ?"
         )
@@ -384,8 +345,8 @@ class Index:
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
-        are counted and no record was last used before `unused_since`. Stops after 1,024 records,
-        because other writers wait. Whether any record was evicted."""
+        are counted and no record was last used before `unused_since`; 1,024 records at most, as
+        other writers wait. Whether any record was evicted."""
         excess = self.totals.num_bytes - max_bytes
         if excess <= 0 and not unused_since:
             return False
@@ -425,7 +386,7 @@ class Index:
         if not gone:
             return
         for key in gone:
-            self._known.discard(key)
+            self.known.discard(key)
         now, by = self.wall(), f"{os.getpid()}@{socket.gethostname()}"
         execute(
             db,
@@ -436,17 +397,6 @@ class Index:
         execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
         bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
         db.execute(bound, (MAX_REMOVALS,))
-
-    def _insert(
-        self, db: sqlite3.Connection, rows: Sequence[tuple[ChunkKey, int, float, bytes]]
-    ) -> None:
-        """Rows that exist stay as they are."""
-        columns = "key, num_bytes, last_used, namespace"
-        execute(db, f"INSERT OR IGNORE INTO records ({columns}) {{}}", rows)
-
-    def _namespace(self, key: ChunkKey) -> bytes:
-        """As its file says; empty if it says nothing."""
-        return namespace_of(self.directory.read_head(key)) or b""
 
     def _check_totals(self, db: sqlite3.Connection) -> None:
         query = (

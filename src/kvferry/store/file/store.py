@@ -20,7 +20,7 @@ from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store,
 from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import NUM_SHARDS, NotARecord, open_root, record_name
+from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, Index
 from kvferry.store.file.upkeep import Upkeep
@@ -177,7 +177,7 @@ class FileStore(Store):
             return None
         try:
             opened = self._directory.open_record(key)
-        except NotARecord:
+        except NotAFile:
             self.discard(key, "not_a_file")
             return None
         except OSError as error:
@@ -262,8 +262,11 @@ class FileStore(Store):
             yield from () if self._closed else self._index.entries(order, limit)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        with self._listing():
-            return {} if self._closed else self._index.by_namespace()
+        found: dict[bytes, tuple[int, int]] = {}
+        for entry in self.scan():
+            num_records, num_bytes = found.get(entry.namespace, (0, 0))
+            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
+        return found
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"

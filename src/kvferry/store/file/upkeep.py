@@ -243,7 +243,7 @@ class Upkeep:
         """Add the probed keys that have files: of each prefix, up to the first that has none."""
         while self._probes:
             for key in self._probes.popleft():
-                if not self._index.knows(key) and not self._index.add([key]):
+                if not self._index.known.contains(key) and not self._index.add([key]):
                     break
 
     def _flush(self) -> None:
