@@ -50,17 +50,14 @@ class Damaged(sqlite3.Error):
 
 
 class Database:
-    """One connection, used by one thread at a time. Thread-safe; a forked child has none.
+    """One connection, used by one thread at a time. Thread-safe; a forked child has none. Every
+    method may raise `IndexUnavailable`.
 
     Args:
         path: of the database; None keeps it in memory.
         schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
             be among them: its sequence only grows, so that an older copy is noticed.
-        read_only: never changes it; then it must be there.
-
-    Raises:
-        ConfigError: this Python has a SQLite from before 3.33 (2020).
-        IndexUnavailable: from every method.
+        read_only: never change it; then it must be there.
     """
 
     def __init__(self, path: str | None, schema: Sequence[str], *, read_only: bool) -> None:
@@ -80,7 +77,6 @@ class Database:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that made it."""
         return os.getpid() == self._pid
 
     def open(self) -> bool:
@@ -116,7 +112,6 @@ class Database:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """For this thread alone, with errors translated."""
         if not self.is_ours:
             raise IndexUnavailable(errno.EPERM, "a forked process has no index")
         if not self._lock.acquire(timeout=LOCK_SECONDS):
@@ -229,7 +224,7 @@ class Database:
 
 
 def _leak_after_fork(database: weakref.ref[Database]) -> None:
-    """Never close a connection in a forked child: that would undo what its parent does."""
+    """Closing a connection in a forked child would undo what its parent does."""
     forked = database()
     if forked is not None and forked._db is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(forked._db))

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
-from kvferry.record.check import namespace_of
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
@@ -72,11 +71,6 @@ def shard_of(key: ChunkKey) -> tuple[str, str]:
 
 
 def record_name(key: ChunkKey) -> str:
-    """File name of a key.
-
-    Raises:
-        ValueError: the key has not 32 bytes.
-    """
     if len(key) != 32:
         raise ValueError(f"a chunk key has 32 bytes, not {len(key)}")
     return f"{key.hex()}.safetensors"
@@ -88,18 +82,15 @@ def record_path(root: str, key: ChunkKey) -> str:
 
 
 class Directory:
-    """Files under one absolute root. Thread-safe; keeps nothing open.
-
-    Raises:
-        OSError: from every method: the medium refused.
-    """
+    """Files under one absolute root. Thread-safe; keeps nothing open. Every method may raise
+    OSError: the medium refused."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Handle of the directory `names` under the root, made if it is missing and `make`."""
+        """Handle of the directory `names` under the root, which is made if `make`."""
         fd = os.open(self.root, _DIRECTORY | os.O_CLOEXEC)  # which may be a link
         try:
             for name in names:
@@ -118,18 +109,13 @@ class Directory:
             os.close(fd)
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
-        """Descriptor and size of a record; None if it is absent.
-
-        Raises:
-            NotAFile: something else stands in its place.
-        """
+        """Descriptor and size of a record; None if it is absent. May raise `NotAFile`."""
         return self._open_file(record_name(key), *shard_of(key))
 
-    def read_namespace(self, key: ChunkKey) -> bytes:
-        """Namespace that the head of a record names; empty if there is none, or no record."""
+    def read_head(self, key: ChunkKey) -> bytes:
+        """The first bytes of a record; none if they cannot be read."""
         with suppress(OSError):
-            head = self._read(record_name(key), _HEAD_BYTES, *shard_of(key))
-            return namespace_of(head or b"") or b""
+            return self._read(record_name(key), _HEAD_BYTES, *shard_of(key)) or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
@@ -145,14 +131,14 @@ class Directory:
     def list_shard(self, shard: int) -> set[ChunkKey]:
         """Keys of all that is named like a record of this shard; empty if there is none."""
         place = "records", f"{shard:02x}"
-        names = filter(_RECORD_NAME.fullmatch, self._listed(*place))
+        names = filter(_RECORD_NAME.fullmatch, self.listed(*place))
         keys = {ChunkKey(bytes.fromhex(name[:64])) for name in names}
         return {key for key in keys if shard_of(key) == place}
 
     def is_empty(self) -> bool:
         """Whether there is no shard yet; False if that cannot be seen."""
         try:
-            return not self._listed("records")
+            return not self.listed("records")
         except OSError:
             return False
 
@@ -228,7 +214,7 @@ class Directory:
     def list_files(self, folder: str) -> dict[str, Found]:
         """The files of `writing` or `quarantine` by name."""
         found = {}
-        for name in filter(_FILE_NAMES[folder].fullmatch, self._listed(folder)):
+        for name in filter(_FILE_NAMES[folder].fullmatch, self.listed(folder)):
             with suppress(*_ABSENT), self.opened(folder) as directory:
                 found[name] = _found(_lstat(name, directory))
         return found
@@ -290,11 +276,7 @@ class Directory:
                 with suppress(FileNotFoundError):
                     self._remove_any(name, root)
 
-    def list_root(self) -> list[str]:
-        """Names in the root besides those that may be in an empty one."""
-        return [name for name in self._listed() if not _IGNORED.fullmatch(name)]
-
-    def _listed(self, *names: str) -> list[str]:
+    def listed(self, *names: str) -> list[str]:
         try:
             with self.opened(*names) as fd:
                 return os.listdir(fd)
@@ -360,7 +342,7 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
                 "let the first writer create the store"
             )
         if version is None:
-            foreign = directory.list_root()
+            foreign = [name for name in directory.listed() if not _IGNORED.fullmatch(name)]
             if foreign and _read_marker(directory) is None:
                 raise ConfigError(
                     f"{directory.root} is not empty ({foreign[0]!r} is in it) and has no {MARKER}: "

@@ -44,11 +44,7 @@ def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:
 
 
 def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of `views` one after the other from `offset` on, however short single calls are.
-
-    Raises:
-        OSError: the medium refused; what was written so far is unspecified.
-    """
+    """Write all of `views` one after the other from `offset` on, however short single calls are."""
     waiting = list(views)
     while waiting:
         written = os.pwritev(fd, waiting[:_IOV_MAX], offset)
@@ -62,16 +58,12 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
 
 
 class FileSource(Source):
-    """One open record, readable even after the record is removed. Not thread-safe.
+    """One open record, readable even after the record is removed. Not thread-safe. Closes `fd`;
+    goes past the page cache only if `direct`.
 
     A read of one random page with RWF_NOWAIT fails if the record is not in the page cache. It is
     one page, because even a failing attempt makes the kernel read ahead what was asked for, and a
     random one, because it is in the cache from then on.
-
-    Args:
-        fd: the file, which is closed with this.
-        size: of the file, in bytes.
-        direct: whether reads may go past the page cache.
     """
 
     def __init__(self, fd: int, size: int, *, direct: bool) -> None:
@@ -82,7 +74,6 @@ class FileSource(Source):
         self._looked = False
 
     def is_cached(self) -> bool:
-        """Whether reads go through the page cache."""
         if self._direct and not self._looked:
             self._looked = True
             page = random.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES

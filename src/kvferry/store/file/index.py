@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvferry.observe import Observer
+from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, Removal
 from kvferry.store.file.database import (
     Damaged,
@@ -87,21 +88,16 @@ class Totals(NamedTuple):
 
 class Index:
     """The database and the keys that this process knows from it. Thread-safe; not for a forked
-    child.
+    child. Every method may raise `IndexUnavailable`.
 
     Args:
         path: of the database; None keeps it in memory.
-        directory: the files that are indexed.
         known: receives the keys that are there.
         read_only: never change the database, which must exist.
-        wall: seconds since the epoch.
 
     Attributes:
         totals: as of the last look; read without a lock.
         all_known: set once all that is stored is known.
-
-    Raises:
-        IndexUnavailable: from every method.
     """
 
     def __init__(
@@ -178,8 +174,7 @@ class Index:
             if there is not None:
                 if num_bytes is None:
                     num_bytes = there.num_bytes
-                namespace = self.directory.read_namespace(key)
-                execute(db, _INSERT, [(key, num_bytes, self.wall(), namespace)])
+                execute(db, _INSERT, [(key, num_bytes, self.wall(), self._namespace(key))])
                 self.known.stored(key)
 
     def release(self, file: str) -> None:
@@ -187,7 +182,7 @@ class Index:
             db.execute("DELETE FROM writing WHERE file = ?", (file,))
 
     def writing(self) -> dict[str, ChunkKey]:
-        """Files that are being written, or were when their writer died."""
+        """Files with a reservation; their writers may be dead."""
         with self._reading() as db:
             return dict(checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
@@ -202,8 +197,7 @@ class Index:
     def add(self, keys: Iterable[ChunkKey]) -> int:
         """Add rows for those `keys` that have files; how many."""
         found = [(key, there) for key in keys if (there := self.directory.find(key)) is not None]
-        read = self.directory.read_namespace
-        rows = [(key, each.num_bytes, each.modified, read(key)) for key, each in found]
+        rows = [(key, each.num_bytes, each.modified, self._namespace(key)) for key, each in found]
         if rows:
             with self._changing() as db:
                 execute(db, _INSERT, rows)
@@ -261,7 +255,6 @@ class Index:
             used -= _NOTE_STEP
 
     def flush(self) -> None:
-        """Write the noted times of use to the database."""
         notes, self._notes = self._notes, {}
         used = iter(list(notes.items()))  # another thread may still add to them
         while batch := list(islice(used, _BATCH)):
@@ -298,13 +291,11 @@ class Index:
         return is_behind
 
     def _learn_anew(self, last_record: int, last_removal: int) -> None:
-        """Forget all keys, to learn them from the rows."""
         self.known.clear()
         self._last_record = 0 if self.known.learns else last_record
         self._last_removal = last_removal
 
     def _last_ids(self, db: sqlite3.Connection) -> tuple[int, int]:
-        """The last ids given to records and removals."""
         rows = db.execute("SELECT name, seq FROM sqlite_sequence")
         given = dict(checked(row, "sn") for row in rows)
         last_record, last_removal = given.get("records", 0), given.get("removals", 0)
@@ -315,7 +306,6 @@ class Index:
         return last_record, last_removal
 
     def keys_of_shard(self, shard: int) -> set[ChunkKey]:
-        """Keys of the records that belong to a shard."""
         first, last = bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)
         with self._reading() as db:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
@@ -337,11 +327,10 @@ class Index:
             argument = found[-1][0]
 
     def removals(self, count: int) -> list[Removal]:
-        query = (
-            "SELECT key, num_bytes, at, reason, detail, by FROM removals ORDER BY id DESC LIMIT ?"
-        )
+        query = "SELECT key, num_bytes, at, reason, detail, by FROM removals"
         with self._reading() as db:
-            return [Removal(*checked(row, "kntsss")) for row in db.execute(query, (count,))]
+            rows = db.execute(f"{query} ORDER BY id DESC LIMIT ?", (count,))
+            return [Removal(*checked(row, "kntsss")) for row in rows]
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
@@ -397,6 +386,9 @@ class Index:
         execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
         bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
         db.execute(bound, (MAX_REMOVALS,))
+
+    def _namespace(self, key: ChunkKey) -> bytes:
+        return namespace_of(self.directory.read_head(key)) or b""
 
     def _check_totals(self, db: sqlite3.Connection) -> None:
         query = (

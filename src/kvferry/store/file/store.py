@@ -46,7 +46,7 @@ class GcReport(NamedTuple):
 
 
 class _Writing(NamedTuple):
-    """A value with its room, hidden until it is placed."""
+    """A value that has its room and is hidden until it is placed."""
 
     key: ChunkKey
     num_bytes: int
@@ -135,12 +135,9 @@ class FileStore(Store):
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
     ) -> tuple[Index, bool]:
         """The index, and whether this process compares it with the directory all the time."""
-        if file is not None:
-            path = str(file)
-        elif machines_share:
-            path = _private_index(self._directory.root)
-        else:
-            path = f"{self._directory.root}/index.sqlite3"
+        if file is None and machines_share:
+            file = _private_index(self._directory.root)
+        path = f"{self._directory.root}/index.sqlite3" if file is None else str(file)
         make = partial(
             Index, directory=self._directory, known=self._known, observer=self._faults.observer
         )
@@ -253,11 +250,7 @@ class FileStore(Store):
         self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
     ) -> Iterator[Entry]:
         """Every record, from the index. With an order, the `limit` that were used last, or are the
-        largest; -1 for all.
-
-        Raises:
-            StoreError: the index cannot be read.
-        """
+        largest; -1 for all. Raises StoreError if the index cannot be read."""
         with self._listing():
             yield from () if self._closed else self._index.entries(order, limit)
 
@@ -280,11 +273,8 @@ class FileStore(Store):
         return description or said
 
     def removals(self, count: int) -> list[Removal]:
-        """The last removals, up to `count`, newest first.
-
-        Raises:
-            StoreError: the index cannot be read.
-        """
+        """The last removals, up to `count`, newest first. Raises StoreError if the index cannot be
+        read."""
         with self._listing():
             return [] if self._closed else self._index.removals(count)
 
@@ -396,12 +386,10 @@ class FileStore(Store):
         return not self._closed and not self.is_read_only and self._index.is_ours
 
     def _begin(self, key: ChunkKey, num_bytes: int) -> _Writing | PutResult:
-        """Make room and a hidden file for a value, or say why not."""
         record_name(key)  # a key of another length is the caller's mistake
         if not self._writes():
             return PutResult.FAILED
-        resting = self._faults.resting()
-        if resting is not None:
+        if (resting := self._faults.resting()) is not None:
             return resting
         try:
             if self._directory.find(key) is not None:
@@ -428,7 +416,6 @@ class FileStore(Store):
         return refused
 
     def _reserve(self, writing: _Writing) -> bool:
-        """Whether there is room, after eviction if the quota requires it."""
         reserve = partial(
             self._index.reserve, writing.file, writing.key, writing.num_bytes, self._max_bytes
         )
@@ -445,7 +432,6 @@ class FileStore(Store):
         return bool(has_room)
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
-        """Write, and give the value its name."""
         key = writing.key
         try:
             write_all(writing.fd, views, 0)
@@ -470,7 +456,7 @@ class FileStore(Store):
         return PutResult.STORED
 
     def _abort(self, writing: _Writing) -> None:
-        """Remove the file and its reservation. Never raises: what stays is found later."""
+        """Never raises: what stays is found later."""
         self._directory.drop("writing", writing.file)
         with suppress(OSError):
             self._index.release(writing.file)
@@ -491,13 +477,13 @@ class FileStore(Store):
             self._miss(key)  # its row goes when the shard is next compared
 
     def _miss(self, key: ChunkKey) -> None:
-        """There was no file. Look again in the background: one may just have been stored."""
+        """There was no file; the background looks again, as one may just have been stored."""
         if self._known.contains(key):
             self._known.discard(key)
             self.probe([key])
 
 
-def _private_index(root: str) -> str:
+def _private_index(root: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return f"{cache}/kvferry/index/{name}.sqlite3"
+    return Path(cache) / "kvferry" / "index" / f"{name}.sqlite3"

@@ -40,56 +40,42 @@ _QUARANTINE_FRACTION = 20
 
 
 class ShardComparison:
-    """Corrects the index by the directory, one shard at a time: in the first pass every shard, in
-    each later pass those whose directory changed since."""
+    """Corrects the index by the directory: in the first pass all shards, in each later pass those
+    whose directory changed since. The shards left of a pass are `waiting`."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self.restart()
 
     def restart(self) -> None:
-        """Compare every shard (again)."""
         self.is_first_pass = True
         self.waiting = list(range(NUM_SHARDS))
-        """Shards of this pass that were not compared yet."""
         self._marks = [(-1, 0)] * NUM_SHARDS
 
     def next_pass(self) -> None:
-        """Begin a pass with the shards that changed."""
         self.is_first_pass = False
         now = map(self._index.directory.mark_of_shard, range(NUM_SHARDS))
         self.waiting = [n for n, mark in enumerate(now) if mark != self._marks[n]]
 
-    def compare_next(self) -> int:
-        """Make the index say what is in the next shard; how many rows were wrong.
-
-        Raises:
-            IndexUnavailable: not now; the shard stays the next one.
-            OSError: the shard cannot be listed; it is looked at again in the next pass.
-        """
-        shard = self.waiting[0]
-        mark = self._index.directory.mark_of_shard(shard)
-        is_settled = self._index.wall() - mark[1] / 1e9 > _SETTLED_SECONDS
-        try:
-            there = self._index.directory.list_shard(shard)
-        except OSError:
-            self._end(shard, (mark[0], -1))
-            raise
-        listed = self._index.keys_of_shard(shard)
+    def compare(self, shard: int) -> int:
+        """Make the index say what is in a shard; how many rows were wrong. If that fails, or if the
+        shard may just have changed, the next pass compares it again."""
+        index = self._index
+        mark = index.directory.mark_of_shard(shard)
+        self._marks[shard] = (mark[0], -1)
+        is_settled = index.wall() - mark[1] / 1e9 > _SETTLED_SECONDS
+        there = index.directory.list_shard(shard)
+        listed = index.keys_of_shard(shard)
         extra = there - listed
         if extra:
-            written = extra & set(self._index.writing().values())  # their writers count them
+            written = extra & set(index.writing().values())  # their writers count them
             extra -= written
             is_settled &= not written  # unless another writer was first
-        num_wrong = sum(self._index.add(batch) for batch in _batches(extra))
-        for batch in _batches(listed - there):
-            num_wrong += self._index.forget(batch, "vanished")
-        self._end(shard, mark if is_settled else (mark[0], -1))
+        num_wrong = sum(index.add(batch) for batch in _batches(extra))
+        num_wrong += sum(index.forget(batch, "vanished") for batch in _batches(listed - there))
+        if is_settled:
+            self._marks[shard] = mark
         return num_wrong
-
-    def _end(self, shard: int, mark: tuple[int, int]) -> None:
-        self._marks[shard] = mark
-        del self.waiting[0]
 
 
 class Upkeep:
@@ -101,8 +87,7 @@ class Upkeep:
         max_bytes: the quota.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
-        compares: whether to compare the index with the directory all the time; else, if anything
-            may be written, only until the index is complete.
+        compares: whether to compare all the time, or only to complete an index that may be written.
     """
 
     def __init__(
@@ -130,8 +115,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Look for the files of these keys soon; dropped when too many wait. Memory only. Does
-        nothing for an index that may only be read."""
+        """Look for the files of these keys soon; dropped when too many wait. Memory only."""
         if not self._compares:
             return
         if len(self._probes) >= _MAX_PROBES:
@@ -146,8 +130,7 @@ class Upkeep:
         self._thread.start()
 
     def stop(self, timeout: float, last: Callable[[], None]) -> None:
-        """Stop after the current step, and do `last`. Waits `timeout` seconds at most, so that a
-        hanging disk does not block the caller."""
+        """Stop after the current step, and do `last`. Waits `timeout` seconds at most."""
         self._last = last
         self._wake.set()
         if self._thread is None:
@@ -156,7 +139,7 @@ class Upkeep:
             self._thread.join(timeout)
 
     def run_until_idle(self) -> None:
-        """Do all jobs now, and compare everything, in this thread."""
+        """Do all jobs, and compare everything, in this thread."""
         self._restart()
         while self.step(rests=False):
             pass
@@ -224,7 +207,6 @@ class Upkeep:
         self._do(self._index.close)
 
     def _is_due(self, job: str, seconds: float) -> bool:
-        """Whether a job is due; if so, it is due again after so many seconds."""
         now = self._faults.clock()
         if now < self._due[job]:
             return False
@@ -272,7 +254,9 @@ class Upkeep:
             self._due["compare"] = started + COMPARE_SECONDS
             return False
         with self._past_errors_of_files():
-            self._faults.observer.count("store_index_corrected", comparison.compare_next())
+            num_wrong = comparison.compare(comparison.waiting[0])
+            self._faults.observer.count("store_index_corrected", num_wrong)
+        del comparison.waiting[0]
         is_first = comparison.is_first_pass
         if is_first and not (rests and self._index.totals.is_complete):
             return True
@@ -283,8 +267,8 @@ class Upkeep:
 
     @contextmanager
     def _past_errors_of_files(self) -> Iterator[None]:
-        """Log errors of files, so that one bad directory does not stop the rest of the work. Errors
-        of the index are raised: nothing can be done without it."""
+        """Log errors of files: one bad directory must not stop the rest. Those of the index are
+        raised."""
         try:
             yield
         except IndexUnavailable:
@@ -301,6 +285,5 @@ class Upkeep:
 
 
 def _batches(keys: set[ChunkKey]) -> list[list[ChunkKey]]:
-    """The keys in batches, between which other processes get a turn."""
     ordered = sorted(keys)
     return [ordered[start : start + _BATCH] for start in range(0, len(ordered), _BATCH)]
