@@ -210,12 +210,9 @@ class Database:
         logger.warning("the index %s cannot be used: it is rebuilt from the directory", path)
 
     def _inode_now(self) -> int:
-        if self._path is None:
-            return 0
-        try:
-            return os.lstat(self._path).st_ino
-        except OSError:
-            return -1
+        with suppress(OSError):
+            return 0 if self._path is None else os.lstat(self._path).st_ino
+        return -1
 
     def _close(self) -> None:
         if self._db is not None:

@@ -120,13 +120,10 @@ class Directory:
 
     def find(self, key: ChunkKey) -> Found | None:
         """What the directory says of a record; None if no regular file has its name."""
-        name = record_name(key)
-        try:
-            with self.opened(*shard_of(key)) as shard:
-                status = _lstat(name, shard)
-        except _ABSENT:
-            return None
-        return _found(status) if stat.S_ISREG(status.st_mode) else None
+        with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
+            status = _lstat(record_name(key), shard)
+            return _found(status) if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def list_shard(self, shard: int) -> set[ChunkKey]:
         """Keys of all that is named like a record of this shard; empty if there is none."""
@@ -137,28 +134,23 @@ class Directory:
 
     def is_empty(self) -> bool:
         """Whether there is no shard yet; False if that cannot be seen."""
-        try:
+        with suppress(OSError):
             return not self.listed("records")
-        except OSError:
-            return False
+        return False
 
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
         """Changes whenever a file came into this shard or left it."""
-        try:
-            with self.opened("records") as records:
-                status = _lstat(f"{shard:02x}", records)
-        except OSError:  # absent, or listing it will say why
-            return 0, 0
-        return status.st_ino, status.st_mtime_ns
+        with suppress(OSError), self.opened("records") as records:
+            status = _lstat(f"{shard:02x}", records)
+            return status.st_ino, status.st_mtime_ns
+        return 0, 0  # absent, or listing it will say why
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove what stands in a record's place. False if there is nothing."""
-        try:
-            with self.opened(*shard_of(key)) as shard:
-                self._remove_any(record_name(key), shard)
-        except _ABSENT:
-            return False
-        return True
+        with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
+            self._remove_any(record_name(key), shard)
+            return True
+        return False
 
     def begin(self) -> tuple[str, int]:
         """Make a file to be written: its name and its descriptor. The system drops its lock when
@@ -172,13 +164,10 @@ class Directory:
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
-        if _FILE_NAMES["writing"].fullmatch(name) is None:
-            return None
-        try:
-            with self.opened("writing") as writing:
+        if _FILE_NAMES["writing"].fullmatch(name) is not None:
+            with suppress(FileNotFoundError), self.opened("writing") as writing:
                 return open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
-        except FileNotFoundError:
-            return None
+        return None
 
     def place(self, name: str, key: ChunkKey) -> bool:
         """Give a written file its name. False if the key is taken: the first writer wins."""
@@ -236,8 +225,7 @@ class Directory:
         return False
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
-        """Move a record aside: its new name and its bytes. None if it was no regular file, which is
-        removed instead."""
+        """Move a record aside: its new name and bytes. What is no file is removed, with None."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened(*shard_of(key)) as shard:
@@ -277,11 +265,9 @@ class Directory:
                     self._remove_any(name, root)
 
     def listed(self, *names: str) -> list[str]:
-        try:
-            with self.opened(*names) as fd:
-                return os.listdir(fd)
-        except _ABSENT:
-            return []
+        with suppress(*_ABSENT), self.opened(*names) as fd:
+            return os.listdir(fd)
+        return []
 
     def _open_file(self, name: str, *within: str) -> tuple[int, int] | None:
         try:
@@ -291,9 +277,9 @@ class Directory:
         except _ABSENT:
             return None
         except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise NotAFile(error.errno, "not a regular file", name) from error
-            raise
+            if error.errno not in _NOT_A_FILE:
+                raise
+            raise NotAFile(error.errno, "not a regular file", name) from error
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):

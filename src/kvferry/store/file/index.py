@@ -133,7 +133,7 @@ class Index:
         # A database that came in place of ours may be an older copy: compare the directory again.
         is_other = self._was_open and not self._database.read_only
         try:
-            with self._changing() if is_other else self._reading() as db:
+            with self._transaction(writes=is_other) as db:
                 if is_other:
                     db.execute("UPDATE totals SET is_complete = 0 WHERE is_complete = 1")
                 self._learn_anew(*self._last_ids(db))
@@ -149,7 +149,7 @@ class Index:
     def reserve(self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int) -> bool | None:
         """Reserve room for a value that is written to `file`; evict if the quota of `max_bytes`
         requires it. False if there is no room, None if another process may free some soon."""
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             if max_bytes < NO_QUOTA:
                 if not self.totals.is_complete:
                     raise IndexUnavailable(errno.EAGAIN, "the index is being made")
@@ -166,30 +166,29 @@ class Index:
         """Turn a reservation into a record; without `num_bytes` it has the size of its file. Adds
         no row if the reservation was released, as that of a writer that seemed dead, or if the
         record is gone again."""
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
                 return
             db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
             there = self.directory.find(key)
             if there is not None:
-                if num_bytes is None:
-                    num_bytes = there.num_bytes
-                execute(db, _INSERT, [(key, num_bytes, self.wall(), self._namespace(key))])
+                size = there.num_bytes if num_bytes is None else num_bytes
+                execute(db, _INSERT, [(key, size, self.wall(), self._namespace(key))])
                 self.known.stored(key)
 
     def release(self, file: str) -> None:
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             db.execute("DELETE FROM writing WHERE file = ?", (file,))
 
     def writing(self) -> dict[str, ChunkKey]:
         """Files with a reservation; their writers may be dead."""
-        with self._reading() as db:
+        with self._transaction(writes=False) as db:
             return dict(checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
         """Evict, as `_evict` does, in batches between which other processes get a turn."""
         while True:
-            with self._changing() as db:
+            with self._transaction(writes=True) as db:
                 if not self._evict(db, max_bytes, unused_since):
                     return
             time.sleep(_PAUSE_SECONDS)
@@ -199,7 +198,7 @@ class Index:
         found = [(key, there) for key in keys if (there := self.directory.find(key)) is not None]
         rows = [(key, each.num_bytes, each.modified, self._namespace(key)) for key, each in found]
         if rows:
-            with self._changing() as db:
+            with self._transaction(writes=True) as db:
                 execute(db, _INSERT, rows)
                 for key, _ in found:
                     self.known.add(key)
@@ -214,7 +213,7 @@ class Index:
     ) -> int:
         """Remove the rows of those `keys` whose files are gone; how many. Files that were
         `quarantined` are counted from now on."""
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             db.executemany("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", quarantined)
             gone = [key for key in keys if self.directory.find(key) is None]
             self._take_out(db, gone, reason, detail)
@@ -230,7 +229,7 @@ class Index:
             is_too_much = total > max_bytes or newer >= _MAX_QUARANTINE_FILES
             if found.modified < kept_since or (is_too_much and newer > 0):
                 self.directory.drop("quarantine", file)  # it stays counted until it is gone
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             there = self.directory.list_files("quarantine")
             rows = [(file, found.num_bytes) for file, found in there.items()]
             if set(db.execute("SELECT file, num_bytes FROM quarantine")) != set(rows):
@@ -239,13 +238,12 @@ class Index:
 
     def complete(self) -> None:
         """Note that the whole directory was compared."""
-        with self._changing() as db:
+        with self._transaction(writes=True) as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that `keys` were used now, the nearest to the root of the prefix first. Memory only,
-        65,536 at most."""
+        """Note that `keys` were used now, the nearest to the root first. Keeps 65,536 at most."""
         used = self.wall()
         notes = self._notes
         for key in keys:
@@ -258,16 +256,14 @@ class Index:
         notes, self._notes = self._notes, {}
         used = iter(list(notes.items()))  # another thread may still add to them
         while batch := list(islice(used, _BATCH)):
-            with self._changing() as db:
+            with self._transaction(writes=True) as db:
                 execute(db, _SET_USED, batch)
 
     def follow(self) -> bool:
         """Learn which records were added and removed, up to 1,024 of each. Whether there are more.
-
         Here, and in every method, the known keys change inside the transaction: a key that another
-        thread or process removes afterwards does not come back, and its removal is followed.
-        """
-        with self._reading() as db:
+        thread or process removes afterwards does not come back, and its removal is followed."""
+        with self._transaction(writes=False) as db:
             last_record, last_removal = self._last_ids(db)
             row = db.execute("SELECT ifnull(min(id), 0) FROM removals").fetchone()
             (oldest_removal,) = checked(row, "n")
@@ -307,7 +303,7 @@ class Index:
 
     def keys_of_shard(self, shard: int) -> set[ChunkKey]:
         first, last = bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)
-        with self._reading() as db:
+        with self._transaction(writes=False) as db:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
     def entries(
@@ -318,7 +314,7 @@ class Index:
         part = _NEXT if order is None else f"ORDER BY {order} DESC LIMIT ?"
         argument = 0 if order is None else limit
         while True:  # in slices, because a long read keeps other processes from writing
-            with self._reading() as db:
+            with self._transaction(writes=False) as db:
                 rows = db.execute(f"{query} {part}", (argument,))
                 found = [checked(row, "nkntb") for row in rows]
             yield from (Entry(*row[1:]) for row in found)
@@ -326,11 +322,12 @@ class Index:
                 return
             argument = found[-1][0]
 
-    def removals(self, count: int) -> list[Removal]:
+    def removals(self, count: int) -> Iterator[Removal]:
         query = "SELECT key, num_bytes, at, reason, detail, by FROM removals"
-        with self._reading() as db:
+        with self._transaction(writes=False) as db:
             rows = db.execute(f"{query} ORDER BY id DESC LIMIT ?", (count,))
-            return [Removal(*checked(row, "kntsss")) for row in rows]
+            found = [Removal(*checked(row, "kntsss")) for row in rows]
+        yield from found
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
@@ -406,14 +403,9 @@ class Index:
         return self.totals
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._database.transaction(writes=False) as db:
+    def _transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        with self._database.transaction(writes=writes) as db:
             self._read_totals(db)
             yield db
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        with self._database.transaction(writes=True) as db:
-            self._read_totals(db)
-            yield db
-            self._read_totals(db)
+            if writes:
+                self._read_totals(db)

@@ -8,10 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
@@ -34,7 +35,7 @@ CLOSE_SECONDS = 5.0
 ROOM_SECONDS = 2.0
 """How long a put waits for others to finish whose reservations fill the quota."""
 
-NO_OBSERVER = Observer()
+_Found = TypeVar("_Found")
 
 
 class GcReport(NamedTuple):
@@ -77,7 +78,7 @@ class FileStore(Store):
         max_bytes: int | None = None,
         create: bool = True,
         read_only: bool = False,
-        observer: Observer = NO_OBSERVER,
+        observer: Observer | None = None,
         direct_io: DirectIO = "auto",
         index: bool = True,
         index_file: Path | None = None,
@@ -90,7 +91,6 @@ class FileStore(Store):
         Args:
             root: the directory; made a store if it is absent or empty and `create` is set.
             max_bytes: quota over all processes, None for none. Each process enforces its own value.
-            create: make the store if it is not there.
             read_only: never write. Implied, with a warning, if the directory cannot be written.
             observer: receives counts named `store_...`.
             direct_io: "auto" reads past the page cache what is not in it; "off" never does.
@@ -109,6 +109,7 @@ class FileStore(Store):
         self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
         self._direct_io = direct_io
         self._closed = False
+        observer = Observer() if observer is None else observer
         self._faults = MediumFaults(self.url, observer, clock)
         self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
@@ -251,8 +252,7 @@ class FileStore(Store):
     ) -> Iterator[Entry]:
         """Every record, from the index. With an order, the `limit` that were used last, or are the
         largest; -1 for all. Raises StoreError if the index cannot be read."""
-        with self._listing():
-            yield from () if self._closed else self._index.entries(order, limit)
+        return self._listed(self._index.entries(order, limit))
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         found: dict[bytes, tuple[int, int]] = {}
@@ -275,8 +275,7 @@ class FileStore(Store):
     def removals(self, count: int) -> list[Removal]:
         """The last removals, up to `count`, newest first. Raises StoreError if the index cannot be
         read."""
-        with self._listing():
-            return [] if self._closed else self._index.removals(count)
+        return list(self._listed(self._index.removals(count)))
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         if not self._closed and self._index.is_ours and self._known.learns:
@@ -337,13 +336,8 @@ class FileStore(Store):
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Check every file, without the index, and discard the bad ones; see `checking.verify`."""
-
-        def keys() -> Iterator[ChunkKey]:
-            with self._listing():
-                for shard in range(NUM_SHARDS):
-                    yield from self._directory.list_shard(shard)
-
-        return verify(self, keys(), progress)
+        shards = map(self._directory.list_shard, range(NUM_SHARDS))
+        return verify(self, self._listed(chain.from_iterable(shards)), progress)
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         """Remove what was not used for long, then the least recently used until the rest fits.
@@ -375,10 +369,10 @@ class FileStore(Store):
             used_bytes=end.num_bytes,
         )
 
-    @contextmanager
-    def _listing(self) -> Iterator[None]:
+    def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
+        """What is found, none in a closed store; errors are translated."""
         try:
-            yield
+            yield from () if self._closed else found
         except OSError as error:
             raise StoreError(f"{self.url} cannot be listed: {error}") from error
 

@@ -125,7 +125,6 @@ class Upkeep:
         self._wake.set()
 
     def start(self) -> None:
-        """Start the thread. It never keeps the process from ending."""
         self._thread = threading.Thread(target=self._run, name="kvferry-store", daemon=True)
         self._thread.start()
 
@@ -139,7 +138,6 @@ class Upkeep:
             self._thread.join(timeout)
 
     def run_until_idle(self) -> None:
-        """Do all jobs, and compare everything, in this thread."""
         self._restart()
         while self.step(rests=False):
             pass
@@ -267,8 +265,7 @@ class Upkeep:
 
     @contextmanager
     def _past_errors_of_files(self) -> Iterator[None]:
-        """Log errors of files: one bad directory must not stop the rest. Those of the index are
-        raised."""
+        """Raise errors of the index; log those of files: one bad directory stops nothing else."""
         try:
             yield
         except IndexUnavailable:
@@ -277,8 +274,7 @@ class Upkeep:
             self._faults.failed("upkeep", error)
 
     def _keep_below_quota(self) -> None:
-        """Evict for files that were not reserved here: of machines with another index, or placed by
-        hand."""
+        """Evict for files that were not reserved here: of other machines, or placed by hand."""
         totals = self._index.totals
         if self._changes and totals.is_complete and totals.num_bytes > self._max_bytes:
             self._index.shrink(self._max_bytes)
