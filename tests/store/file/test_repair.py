@@ -237,9 +237,9 @@ def test_a_key_deleted_while_it_is_confirmed_leaves_no_row(bench, monkeypatch):
     store = bench.open()
     confirm = store._index.confirm
 
-    def late(file, key, num_bytes, namespace):
+    def late(file, key, num_bytes):
         store.delete(key)
-        confirm(file, key, num_bytes, namespace)
+        confirm(file, key, num_bytes)
 
     monkeypatch.setattr(store._index, "confirm", late)
     store.put(make_key(), [b"value"])
