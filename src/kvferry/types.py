@@ -33,7 +33,7 @@ class ExtraKeys:
     """What decides the KV bytes of a request besides its token ids and the model.
 
     Attributes:
-        cache_salt: isolates tenants; equal prompts under other salts share nothing.
+        cache_salt: isolates tenants; equal prompts under different salts share nothing.
         lora: identity of the adapter's *content*, not its name or path.
         items: multimodal inputs, in order of `offset`.
         embeds_digest: digest of prompt embeddings where they replace token ids.
@@ -109,8 +109,7 @@ class KVGroup:
         content_size: elements stored per token and head: K and V side by side (2 x head_dim), or
             the latent of MLA.
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
-        block_size: the engine's page of this group, in tokens, where it says nothing else by
-            `TablePart`.
+        block_size: tokens per block of the engine, unless a `TablePart` states another size.
         window: sliding window in tokens, the attending one included; None for full attention.
     """
 
@@ -148,7 +147,7 @@ class TablePart:
     """Layers of one group whose blocks stand in one block table of the host.
 
     Attributes:
-        table: index of the table in a `BlockTable`.
+        table: index in a `BlockTable`, which has one sequence per table.
         group: index of the group.
         layers: which layers, counted within what this rank holds of the group; none where only
             other ranks have layers of the group in this table.

@@ -135,5 +135,5 @@ def test_a_table_that_the_spec_does_not_mention_is_no_load():
         groups=(group,),
         shard=tensor_parallel_shard((group,), 0, 1),
     )
-    with pytest.raises(ContractError, match="2 block tables; 1 take part"):
+    with pytest.raises(ContractError, match="2 block tables, the host announced 1"):
         Tables(spec).load_slices(([1, 2], [9]), 0, 8)

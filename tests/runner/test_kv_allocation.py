@@ -234,7 +234,7 @@ def test_layers_that_share_a_tensor_share_a_view():
                 "groups": make_groups(spec=AttentionSpec(padding=32)),
                 "config": make_config(AttentionSpec(padding=32)),
             },
-            "pages with padding cannot be one tensor",
+            "padded pages are not supported",
         ),
     ],
 )

@@ -7,8 +7,8 @@
     I/O thread                                                     └─ write
 
 Loads go the other way: slot to the device, scatter, and the engine's stream waits. The engine's
-thread only submits. Every token's place is checked before anything is submitted. Without a device
-everything has happened when a call returns, and nothing passes through memory of its own.
+thread only submits. Every token's place is checked before anything is submitted. On a CPU
+every call copies at once, straight between slot and block.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REACHED = Mark()
+"""Nothing to wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,10 @@ class DeviceSetup:
 
     Attributes:
         stream: makes the side stream.
-        copies: runs the copies; None for the fastest.
+        copies: makes the copy kernels; None for the fastest that are installed.
         pin: locks the pages of slots.
-        num_bytes: of device memory that one step's saves use without holding up the engine's
-            stream until they are in their slots.
+        num_bytes: device memory for one step's saves. In a step that saves more, the engine's
+            stream waits for copies to slots.
     """
 
     stream: Callable[[torch.device], SideStream] = SideStream
@@ -139,7 +140,11 @@ class BlockCopies:
         return runs
 
     def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
-        """Where all tokens of a chunk lie; errors as for `load_runs`."""
+        """Where all tokens of a chunk lie.
+
+        Raises:
+            LayoutError: a block id outside the cache, a null block, or a table too short.
+        """
         start, stop = self._span(first_token)
         return self._paged.runs(blocks, lambda _table: start, stop)
 
@@ -161,11 +166,12 @@ class BlockCopies:
         return self._stream.overlaps
 
     def mark(self) -> Mark:
-        """All that the caller's current stream was given so far."""
+        """A mark that is reached when all that the caller's current stream was given so far has
+        run."""
         return self._stream.mark()
 
     def done(self) -> Mark:
-        """All copies submitted so far, of every thread."""
+        """A mark that is reached when all copies submitted so far, by every thread, have run."""
         return self._stream.end()
 
     def hold(self) -> None:
@@ -175,14 +181,16 @@ class BlockCopies:
     # -- copies ---------------------------------------------------------------------------------
 
     def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
-        """Copy tokens of a chunk from its slot into the blocks; the slot is read until `done`.
+        """Copy tokens of a chunk from its slot into the blocks. The slot is read until the
+        mark of `done` is reached.
 
         Args:
             chunk: from where to where.
             after: the blocks are not written before this.
 
         Raises:
-            TransferError: no device memory; part of the blocks may be written until `done`.
+            TransferError: no device memory; part of the blocks may be written until the mark of
+                `done` is reached.
         """
         if self._stream.overlaps:
             self._run(partial(self._scatter_on_device, chunk), after)
@@ -197,7 +205,7 @@ class BlockCopies:
 
         Raises:
             TransferError: no device memory; the slots of chunks that were not yielded may be
-                written until `done`.
+                written until the mark of `done` is reached.
         """
         if not self._stream.overlaps:
             for chunk in chunks:

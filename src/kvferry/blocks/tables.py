@@ -1,7 +1,8 @@
 """Which blocks, groups and chunks a hit or a save needs, in each block table of the host.
 
 The next token to compute after a hit `[.., stop)` attends, in a group with window w, to
-`[stop - w + 1, stop)` and itself. A table with that window holds the null block before it:
+`[stop - w + 1, stop)` and itself. In a table with that window, every block that ends before these
+tokens is the null block:
 
     tokens   0 .............. start ............................... stop
     table    [ null ........................ ][ block ][ block ]...|
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
-    """The part of one block table that a load or save needs; no null block among it."""
+    """The part of one block table that a load or save needs. It must have no null block, which is
+    checked when the copy is placed."""
 
     skipped: int
     """Blocks of the request before `ids[0]`."""
@@ -61,7 +63,7 @@ class Tables:
         parts = spec.table_parts
         by_index = {part.table: Table(part.table, part.block_size, part.window) for part in parts}
         self.tables = tuple(by_index[index] for index in sorted(by_index))
-        # A host that says nothing of tables has one per group: more of them, and we know nothing.
+        # A host that does not describe its tables has one per group; any other number is refused.
         self._num_tables = None if spec.tables is not None else len(spec.groups)
         self._of_group = tuple(
             tuple(by_index[index] for index in {p.table for p in parts if p.group == group})
@@ -122,8 +124,8 @@ class Tables:
         num_tables = len(block_ids)
         if num_tables <= self.tables[-1].index or num_tables != (self._num_tables or num_tables):
             raise ContractError(
-                f"the request has {num_tables} block tables; {len(self.tables)} take part, the "
-                f"last one is number {self.tables[-1].index}"
+                f"the request has {num_tables} block tables, the host announced "
+                f"{self._num_tables or self.tables[-1].index + 1}"
             )
         return [UNUSED] * len(block_ids)
 

@@ -41,9 +41,7 @@ def generate(
         bool, typer.Option("--raw", help="Use the prompt without the chat template.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, or auto: the model's own.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     json: JsonOption = None,
 ) -> None:

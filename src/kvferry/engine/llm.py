@@ -117,12 +117,7 @@ class LLM:
         try:
             if engine.tensor_parallel_size > 1:
                 self._ranks = Ranks(
-                    model.model_dir,
-                    engine,
-                    num_blocks,
-                    choice,
-                    self._observer,
-                    launch=self._launch,
+                    model.model_dir, engine, num_blocks, choice, self._observer, launch=self._launch
                 )
             self._load(model, engine, num_blocks)
             self._roles.wait_ready(READY_SECONDS)

@@ -23,7 +23,7 @@ from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 
 KEY_VERSION = 1
 CHUNK_TAG = b"kvferry.chunk.1\0"
-"""16 bytes that no namespace encoding starts with: one function per purpose."""
+"""16 bytes that no namespace encoding starts with, so no chunk key equals a namespace's digest."""
 
 
 class ChunkKeys:

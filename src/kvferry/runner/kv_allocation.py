@@ -88,8 +88,9 @@ class UniformKVCaches(NamedTuple):
 def use_uniform_kv_cache(
     attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str, *, connector: object | None
 ) -> bool:
-    """True for a connector with `prefer_cross_layer_blocks`, a model with one group of attention
-    layers, blocks without padding, and a backend whose stride order includes the layers.
+    """Whether all of these hold: the connector has `prefer_cross_layer_blocks`, the model has one
+    group of attention layers, blocks have no padding, and the backend's stride order includes the
+    layers.
 
     Args:
         attn_groups: the model's attention groups, by KV cache group.
@@ -142,8 +143,8 @@ def allocate_uniform_kv_caches(
     num_bytes = num_layers * kv_cache_config.kv_cache_tensors[0].size
     if prod(shape) * spec.dtype.itemsize != num_bytes:
         raise LayoutError(
-            f"{shape} of {spec.dtype} takes {prod(shape) * spec.dtype.itemsize} bytes, planned are "
-            f"{num_bytes}: pages with padding cannot be one tensor"
+            f"{shape} of {spec.dtype} takes {prod(shape) * spec.dtype.itemsize} bytes, the host "
+            f"planned {num_bytes}: padded pages are not supported"
         )
     in_memory = tuple(shape[axis] for axis in stride_order)
     logger.info("Allocating KV of %d layers as one tensor of shape %s", num_layers, in_memory)

@@ -1,8 +1,9 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
-`kvferry.store.recordio`, which knows the record. Methods other than `contains`, `touch` and `stat`
-may block on I/O and run on I/O threads, never on a scheduler's.
+`kvferry.store.recordio`, which knows the record. `contains`, `touch`, `stat`, `probe` and
+`note_stored` use memory only. All others may block on I/O, and run on I/O threads, never on a
+scheduler's.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Store(ABC):
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
     call: `put` is FAILED, `open_read` None, `contains` and `delete` False, `discard` and `touch` do
-    nothing, `scan` is empty, `stat` works, and so for the optional abilities. A `Source` opened
-    before stays readable until it is closed itself.
+    nothing, `scan` is empty, `stat` works; the optional abilities find and do nothing. A `Source`
+    opened before stays readable until it is closed itself.
 
     Recency is what `put` and `touch` say; reading does not change it, so that a scan of everything
     does not make everything recent. The least recent value is evicted first.
@@ -198,8 +199,8 @@ class SupportsNamespaces(Protocol):
 
 @runtime_checkable
 class SupportsProbe(Protocol):
-    """A store whose index can lag behind what other processes stored, or that was opened without
-    one (`open_store`): then `contains` is always False, and nothing here has an effect."""
+    """A store whose index can lag behind what other processes stored. If it was opened without an
+    index (`open_store`), `contains` is always False and these methods do nothing."""
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so

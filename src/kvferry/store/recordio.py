@@ -1,7 +1,8 @@
 """Records in and out of a store, verified on the way.
 
-Blocking functions for I/O threads. None raises: a fault is a `MissReason`, and bytes that are wrong
-are taken out of the store on the way.
+Functions that do I/O block, and run on I/O threads. They raise nothing: a failed read answers with
+a `MissReason`, a failed write with a `PutResult`. A record with wrong bytes is taken out of the
+store.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kvferry.store.base import PutResult, Source, Store
 from kvferry.types import ChunkKey
 
 PIECE_BYTES = 512 * 1024
-"""Bytes of a record in memory that are read and verified at a time: few enough to stay
-in a core's own cache from the read to the checksum, and to hold the interpreter's lock only for
-moments (hashing a leaf holds it); enough for the calls to cost little beside them."""
+"""How much of a record in the page cache is read and verified per call: small enough to stay in a
+core's cache until it is hashed, and to hold the interpreter's lock briefly; large enough that a
+call costs little beside its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

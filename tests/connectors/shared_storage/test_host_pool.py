@@ -322,7 +322,7 @@ def test_integrity_is_checked():
     pool = make_pool()
     slot = hold(pool, A)
     slot.pins = 1
-    with pytest.raises(AssertionError, match="is idle"):
+    with pytest.raises(AssertionError, match="should be idle"):
         pool.check_integrity()
 
 

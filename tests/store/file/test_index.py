@@ -99,9 +99,9 @@ def put_in_place(path, make):
         path.unlink(missing_ok=True)
         try:
             return make()
-        except FileExistsError:
+        except (FileExistsError, NotADirectoryError):  # the latter is what a renamed directory gets
             continue
-    raise AssertionError(f"{path} is made anew each time")
+    raise AssertionError(f"{path} is made again each time")
 
 
 def has_a_cut_journal(place):
@@ -155,8 +155,10 @@ def is_a_link_to_nowhere(place):
 
 
 def is_a_directory(place):
-    put_in_place(place.path, place.path.mkdir)
-    (place.path / "file").touch()
+    made = place.outside.with_name("directory")
+    made.mkdir()
+    (made / "file").touch()
+    put_in_place(place.path, lambda: made.rename(place.path))
 
 
 def is_a_fifo(place):

@@ -1,5 +1,6 @@
-"""The types and functions of this vLLM, looked up once. The only file that knows how versions
-differ. It looks for names, not for version numbers, which builds from source lack.
+"""The types and functions of this vLLM, looked up once. The only file of this adapter that
+knows how versions differ. It looks for names, not for version numbers, which builds from source
+lack.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Host:
         base: its `KVConnectorBase_V1`.
         hma: its `SupportsHMA`.
         metadata: its `KVConnectorMetadata`.
-        worker_meta: its `KVConnectorWorkerMetadata`; None before 0.18, where no message from
-            workers to the scheduler has a field of its own.
+        worker_meta: its `KVConnectorWorkerMetadata`; None before 0.18, whose
+            `KVConnectorOutput` has no field for messages of workers.
         stats: its `KVConnectorStats`.
         prom_metrics: its `KVConnectorPromMetrics`.
         results: its `KVConnectorTransferResults`; None before 0.30.
@@ -74,13 +75,13 @@ def load_host() -> Host:
         v1 = import_module(f"{_V1}.base")
     except ImportError as error:
         raise ConfigError(
-            f"this vLLM (version {version}) has no connectors of the V1 kind: use 0.11.1 or later "
-            f"({error})"
+            f"vLLM (version {version}) or its V1 connectors cannot be imported: install 0.11.1 or "
+            f"later ({error})"
         ) from error
     missing = [name for name in _NEEDED_HOOKS if not hasattr(v1.KVConnectorBase_V1, name)]
     if missing:
         raise ConfigError(
-            f"vLLM {version} cannot be served: its connectors have no {', '.join(missing)}; "
+            f"vLLM {version} is not supported: KVConnectorBase_V1 lacks {', '.join(missing)}; "
             "use 0.11.1 or later"
         )
     metrics = import_module(f"{_V1}.metrics")
@@ -114,7 +115,7 @@ def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  
     choose = getattr(_module("vllm.v1.attention.backends.cpu_attn"), "_get_attn_isa", None)
     if choose is None:
         return "unknown"
-    # 0.11 asked for two of these, later releases for more.
+    # The function took (dtype, block size) in 0.11; the later releases ask for more.
     more = (model.get_head_size(), vllm_config.cache_config.cache_dtype)
     more = more[: len(inspect.signature(choose).parameters) - 2]
     return "+".join(sorted({str(choose(model.dtype, size, *more)) for size in block_sizes}))
@@ -131,10 +132,10 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
 
 
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
-    """`output` with the stats of the connector class `name` alone.
+    """`output` with the stats of the connector class `name` alone; else `output` as it is.
 
-    `MultiConnector` puts the stats of its children into one object, by class, and hands all of it
-    to each of them. Since 0.18 no messages travel on stats.
+    Up to 0.17 our workers' messages travel on stats, and `MultiConnector` hands the stats of all
+    its children, by class, to each of them.
     """
     stats = output.kv_connector_stats
     held = getattr(stats, "data", None)

@@ -1,9 +1,9 @@
 """The host pool: the table of slots in host memory and their chunks, alike on all ranks.
 
-Host memory for KV is divided into slots of one chunk each, as many on every rank; a rank's slot
-holds its part of the chunk. This table is the only owner of all slots:
+Host memory for KV is divided into slots of one chunk each, the same number on every rank; a rank's
+slot holds its part of the chunk. This table is the only owner of all slots:
 
-    free ──fetch, save──▶ filling ──all ranks held it──▶ held ──▶ idle (may be evicted)
+    free ──fetch, save──▶ filling ──all ranks have it──▶ held ──▶ idle (may be evicted)
      ▲                       │ a rank missed it            ▲ │
      └───────────────────────┘                       unpin │ │ pin
                                                            └─▼
@@ -14,7 +14,7 @@ Invariants:
   read cannot overwrite another chunk. Workers report the end of every operation.
 - A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised.
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
-  unpinned when that plan is complete, and so assigned in a later plan at the earliest.
+  unpinned when that plan is built, so only a later plan can assign it again.
 - Chunks are verified before they are held, and are immutable under their key.
 """
 
@@ -331,15 +331,26 @@ class HostPool:
         _check(len(places) <= self.num_slots, f"{len(places)} places, {self.num_slots} slots")
         for index, slot in assigned.items():
             is_idle = not (slot.pins or slot.is_busy)
-            _check(slot.pins >= 0 and slot.index == index, f"{slot}")
-            _check(bool(slot.filling) == (slot.num_filling > 0), f"{slot} fills nothing")
-            _check((self._idle.get(slot.key) is slot) == is_idle, f"{slot} is idle: {is_idle}")
+            _check(slot.pins >= 0 and slot.index == index, f"wrong pins or index: {slot}")
+            _check(
+                bool(slot.filling) == (slot.num_filling > 0),
+                f"{slot}: groups and ranks that fill it disagree",
+            )
+            _check(
+                (self._idle.get(slot.key) is slot) == is_idle, f"{slot} should be idle: {is_idle}"
+            )
             if self._by_key.get(slot.key) is slot:
                 _check(bool(slot.held or slot.filling), f"{slot} holds nothing")
         found = [slot for slot in self._by_key.values() if assigned.get(slot.index) is not slot]
         _check(not found, f"keys of slots that have another chunk: {found}")
-        _check(self._num_filling == _count(assigned, lambda s: s.num_filling > 0), "busy")
-        _check(self._num_writing == _count(assigned, lambda s: s.num_writing > 0), "writing")
+        _check(
+            self._num_filling == _count(assigned, lambda s: s.num_filling > 0),
+            "number of slots that are filling",
+        )
+        _check(
+            self._num_writing == _count(assigned, lambda s: s.num_writing > 0),
+            "number of slots that are written",
+        )
 
     def __repr__(self) -> str:
         assigned = self._slots

@@ -7,8 +7,8 @@ hit decides which chunks it needs (`kvferry.blocks.tables`).
 A look-up takes the longest hit whose chunks are all held or stored. If all are held, the hit is
 promised at once. Otherwise the missing chunks are fetched, and the answer is "ask again" until all
 fetches have ended or the deadline has passed. Then the longest hit whose chunks are all held is
-promised. A shorter hit may need other chunks of a window; until the deadline, they are fetched
-too.
+promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
+these are fetched, too, until the deadline.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Lookup:
         state.promised = None
 
     def end(self, state: RequestState) -> None:
-        """A request ended. Note that its prefix was used: the root, which was stored first, is then
-        evicted last."""
+        """A request ended. Its whole prefix was used now: else the root, which is the oldest, would
+        be evicted first."""
         self.release(state)
         self._store.touch(state.keys.keys)
         self._pool.touch(state.keys.keys)
@@ -111,14 +111,15 @@ class Lookup:
     # -- parts ----------------------------------------------------------------------------------
 
     def _known_until(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
-        """The first chunk from `first` on that is neither held nor known to be stored, and why."""
+        """Index of the first chunk from `first` on that cannot be had, and why: its last read
+        failed, or it has no slot and the store does not know it."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
         everything = self._tables.all_groups
         for index in range(first, len(keys)):
             key = keys[index]
             slot = find(key)
             if slot is not None and (slot.is_save or everything <= slot.held):
-                continue  # whatever the store has under its key
+                continue  # it is in memory: what the store has does not matter
             if key in unreadable:
                 return index, LookupMiss.UNREADABLE
             if slot is None and not contains(key):
@@ -131,11 +132,8 @@ class Lookup:
         return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
 
     def _numbers(self, start: int, stop: int) -> range:
-        """Places of the chunks that a hit of `[start, stop)` needs.
-
-        The last known chunk is left out if rounding to whole blocks makes it useless, and the first
-        ones if they are out of every window. If every window is of one token, no chunk is needed.
-        """
+        """Indices of the chunks that a hit of `[start, stop)` needs: those that begin before `stop`
+        and end inside some window. If every window is of one token, no chunk is needed."""
         first = self._tables.first_needed(start, stop) // self._chunk
         return range(first, max(first, -(-stop // self._chunk)))
 
@@ -144,7 +142,8 @@ class Lookup:
         return self._tables.groups_of((number + 1) * self._chunk, start, stop)
 
     def _lacking(self, state: RequestState, start: int, stop: int) -> int | None:
-        """The first chunk of the last run of needed chunks that are not held; None if all are held.
+        """The first chunk of the last contiguous run of those that are needed and not held; None if
+        all are held.
 
         Every hit that ends inside or behind the run needs part of it, so the next candidate ends
         before the run. All candidates of a look-up together take linear time.
@@ -162,11 +161,11 @@ class Lookup:
         """Whether there is time left for fetches."""
         if state.gave_up is not None:
             return False
-        if state.asked is None or self._clock() < state.deadline:
+        if state.fetching_since is None or self._clock() < state.deadline:
             return True
         if state.awaited:
             tokens = len(state.fetched) * self._chunk
-            self._policy.saw_slow_load(tokens, self._clock() - state.asked)
+            self._policy.saw_slow_load(tokens, self._clock() - state.fetching_since)
         return False
 
     def _why_not_held(self, state: RequestState, lacking: int, *, may_fetch: bool) -> LookupMiss:
@@ -189,11 +188,11 @@ class Lookup:
         num_tokens = stop - start
         numbers, keys = self._numbers(start, stop), state.keys.keys
         now = self._clock()
-        if state.asked is None:
+        if state.fetching_since is None:
             if not self._policy.worth_loading(num_tokens):
                 state.gave_up = LookupMiss.SLOWER
                 return False
-            state.asked, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
+            state.fetching_since, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
         self._pin_only(state, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, start, stop)

@@ -18,6 +18,7 @@ UNREADABLE_SECONDS = 60.0
 ever, because another process may repair the record unseen."""
 
 MAX_UNREADABLE = 100_000
+"""Beyond this number all are forgotten."""
 
 
 @dataclass(slots=True)
@@ -26,15 +27,15 @@ class RequestState:
 
     Attributes:
         keys: of its whole chunks.
-        pinned: slots of its hit: held for it, or awaited.
-        awaited: the pinned slots whose fetch had not ended at the last look-up.
-        fetched: chunks that were not held at its first look-up.
+        pinned: slots of its hit, which it keeps from eviction, filled or still filling.
+        awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
+            end only, so the last one is still filling.
+        fetched: chunks whose fetch it waited for, its own or that of another request.
         promised: tokens `[start, stop)` of the last positive answer.
         num_local: tokens that the engine had itself at the last look-up.
-        asked: when its fetches began; None if there were none.
+        fetching_since: when its fetches began; None if there were none.
         deadline: when its fetches must have ended.
-        miss: why the last answer was not longer. The initial value means that the host has not
-            asked yet.
+        miss: why the last answer was not longer; NOT_LOADING before the first look-up.
         gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
@@ -47,7 +48,7 @@ class RequestState:
     fetched: set[ChunkKey] = field(default_factory=set)
     promised: tuple[int, int] | None = None
     num_local: int = 0
-    asked: float | None = None
+    fetching_since: float | None = None
     deadline: float = 0.0
     miss: LookupMiss | None = LookupMiss.NOT_LOADING
     gave_up: LookupMiss | None = None
@@ -60,7 +61,7 @@ class Requests:
 
     Args:
         namespace: digest that roots the chunk keys.
-        new_namespace: makes the digest of another epoch.
+        new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
         chunk_tokens: tokens per chunk.
 
     Attributes:
@@ -92,7 +93,7 @@ class Requests:
 
 
 class UnreadableKeys:
-    """Chunks that could not be read in the last minute. Bounded; not thread-safe."""
+    """Chunks whose read failed less than `UNREADABLE_SECONDS` ago. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -156,7 +156,7 @@ class SharedStorageScheduler(SchedulerRole):
         limit = self._lookup.limit(state, len(request.all_token_ids))
         self._accounts.admitted(request, state, stop, limit)
         self._lookup.release(state)
-        state.asked = state.gave_up = None
+        state.fetching_since = state.gave_up = None
         state.miss = LookupMiss.NOT_LOADING
         state.fetched.clear()
 

@@ -38,7 +38,7 @@ class _SharedRecord:
 
     @property
     def session(self) -> str | None:
-        """Name of the hidden file once there is one; a `PutResult` says why there is none."""
+        """Name of the hidden file; None if there is none (yet), `begun` says why."""
         result = self.begun.result
         return None if isinstance(result, PutResult) else result
 
@@ -79,8 +79,8 @@ class SharedWrites:
         self._records[slot.index] = _SharedRecord(slot, schema, begun)
 
     def ready(self) -> tuple[Write, ...]:
-        """The parts that the ranks can write now: all ranks copied theirs, and the file exists. A
-        record that the store refused stays in memory."""
+        """The parts that the ranks can write now: all ranks copied theirs, and the file exists. The
+        chunk of a record that the store refused stays in its slot."""
         writes = []
         for index, record in list(self._records.items()):
             if record.is_named or record.slot.filling or not record.begun.poll():
@@ -96,7 +96,8 @@ class SharedWrites:
         return tuple(writes)
 
     def report(self, rank: int, slot: Slot, saved: Saved) -> bool:
-        """A rank wrote its part, or could not. True for the last part of a whole record."""
+        """A rank wrote its part, or could not. True with the last report, if every rank wrote its
+        part: the commit is then under way."""
         record = self._records.get(slot.index)
         if record is None or record.slot is not slot:
             return False
@@ -108,7 +109,7 @@ class SharedWrites:
         return all(each.result == PutResult.STORED for each in record.reports.values())
 
     def abort(self, slot: Slot) -> None:
-        """A rank could not copy its part: no rank writes its own."""
+        """Give a record up of which a rank could not copy its part: no rank is asked to write."""
         record = self._records.pop(slot.index, None)
         if record is not None:
             self._abort_later(record)
@@ -122,7 +123,9 @@ class SharedWrites:
         """Give up what is not complete. Bounded in time."""
         self._give_up()
         if not self._thread.close(CLOSE_SECONDS):
-            logger.warning("committing records did not end in time; left behind at close")
+            logger.warning(
+                "commits of records did not end in time at close; these records may be missing"
+            )
 
     def _give_up(self) -> None:
         for record in self._records.values():

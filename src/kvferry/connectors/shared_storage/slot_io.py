@@ -152,7 +152,7 @@ class SlotIO:
         key, groups = self._contents.get(chunk.slot, (b"", frozenset[int]()))
         return groups if key == chunk.key else frozenset()
 
-    def read_until(self, slot: int, mark: Mark) -> None:
+    def busy_until(self, slot: int, mark: Mark) -> None:
         """A device reads a slot until a mark."""
         self._read_by_device[slot] = mark
 

@@ -2,7 +2,8 @@
 
 In: for a `Fetch`, I/O threads read and verify a chunk into its slot; a later `Load` copies it from
 the slot into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its slot at
-once, so that blocks are never held back; I/O threads then hash and write it.
+once, so that blocks are never held back; it is hashed on the device, or else by an I/O thread, and
+written by an I/O thread.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class SharedStorageWorker(WorkerRole):
                 f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
             )
         self._plan = plan
-        if plan.pool:  # an empty plan that crossed a process names none
+        if plan.pool:  # not set in an empty plan that was copied to this process
             self._report.pool = plan.pool
         self._report.timed = plan.timed
         self._saved = False
@@ -128,7 +129,8 @@ class SharedStorageWorker(WorkerRole):
     def start_load(self) -> None:
         if not self._plan.loads:
             return
-        # Counted before, taken back after: an error in between must stop this step's saves too.
+        # A failure is counted first and taken back if there was none, so that an exception in
+        # `_load` stops this step's saves, too.
         self._report.failures += 1
         num_failed = len(self._report.failed_keys)
         self._load(self._plan.loads)
@@ -175,7 +177,9 @@ class SharedStorageWorker(WorkerRole):
     def close(self) -> None:
         self._io.close()
         if not self._copies.close(DEVICE_CLOSE_SECONDS):
-            logger.warning("the device did not end its copies in time; slots stay pinned")
+            logger.warning(
+                "copies of the device did not end in time; the host memory stays page-locked"
+            )
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -187,17 +191,19 @@ class SharedStorageWorker(WorkerRole):
         try:
             self._copy_in([loaded for load in loads for loaded in self._copies_of(load)])
         finally:
-            # Also if one failed: the engine computes its blocks again, after what was on its way.
+            # Also if one failed: the engine computes the blocks of it again, and no copy under way
+            # may come after that.
             self._copies.hold()
             if self._copies.overlaps:
                 done = self._copies.done()
                 for load in loads:
                     for chunk in load.chunks:
-                        self._io.read_until(chunk.slot, done)
+                        self._io.busy_until(chunk.slot, done)
         self._observer.observe("load_copy", time.perf_counter() - started)
 
     def _copies_of(self, load: Load) -> Iterator[_Loaded]:
-        """From where to where, for the chunks that are held and fit; the others have failed."""
+        """Yield the copy of each chunk that is held and has valid blocks. Report the others as
+        failed."""
         for chunk in load.chunks:
             held = self._io.groups_held(chunk)
             try:
@@ -223,7 +229,7 @@ class SharedStorageWorker(WorkerRole):
                 self._fail(one.load, one.chunk, error)
 
     def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
-        logger.error("load of %s failed: %s", load.request_id, error)
+        logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
         self._observer.count("load_failed_chunks")
         self._report.failed_requests.add(load.request_id)
         self._report.failed_keys.append(chunk.key)
@@ -247,7 +253,7 @@ class SharedStorageWorker(WorkerRole):
         finally:
             # What was not copied, by whatever error, may still be on its way to its slot.
             for save in waiting:
-                self._io.read_until(save.chunk.slot, self._copies.done())
+                self._io.busy_until(save.chunk.slot, self._copies.done())
             self._put_off([*waiting, *left])
             # Only now: hashing and writing take memory bandwidth from the copies.
             for one in copied:
@@ -259,7 +265,7 @@ class SharedStorageWorker(WorkerRole):
             try:
                 runs = self._copies.chunk_runs(save.blocks, save.chunk.first_token)
             except LayoutError as error:
-                logger.error("save refused: %s", error)
+                logger.error("chunk at token %d is not saved: %s", save.chunk.first_token, error)
                 self._report.filled.append(Filled(save.chunk.slot, REFUSED))
                 continue
             waiting.append(save)
