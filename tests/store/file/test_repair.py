@@ -246,6 +246,19 @@ def test_a_key_deleted_while_it_is_confirmed_leaves_no_row(bench, monkeypatch):
     assert store.stat().num_records == 0
 
 
+def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatch):
+    store = bench.open()
+    store.put(make_key(), [b"value"])
+
+    def unavailable(*arguments):
+        raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
+
+    monkeypatch.setattr(store._index, "forget", unavailable)
+    store.discard(make_key(), "bad_leaf")
+    assert not store.contains(make_key())
+    assert disk_bytes(bench.root) == 0
+
+
 class TestAKeyThatAnotherProcessRemovesMeanwhile:
     """Between the file and what is known of it, the removal is learned from the index."""
 

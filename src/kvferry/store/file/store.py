@@ -468,6 +468,8 @@ class FileStore(Store):
         try:
             self._index.forget([key], reason, detail, moved)
         except OSError:
+            for file, _ in moved:  # it would not count against the quota
+                self._directory.drop("quarantine", file)
             self._miss(key)  # its row goes when the shard is next compared
 
     def _miss(self, key: ChunkKey) -> None:
