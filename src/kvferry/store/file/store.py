@@ -273,8 +273,7 @@ class FileStore(Store):
         return description or said
 
     def removals(self, count: int) -> list[Removal]:
-        """The last removals, up to `count`, newest first. Raises StoreError if the index cannot be
-        read."""
+        """The last `count` removals, newest first. StoreError if the index cannot be read."""
         return list(self._listed(self._index.removals(count)))
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
@@ -352,13 +351,12 @@ class FileStore(Store):
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
         before = 0.0 if older_than_seconds is None else self._index.wall() - older_than_seconds
-        quota = self._max_bytes if max_bytes is None else max_bytes
         try:
             self._index.flush()
             self._upkeep.clean()
             start = self._index.totals
             self._index.bound_quarantine(NO_QUOTA, before)
-            self._index.shrink(quota, before)
+            self._index.shrink(self._max_bytes if max_bytes is None else max_bytes, before)
             self._upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
