@@ -225,18 +225,18 @@ class SupportsShardedWrite(Protocol):
     """
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
-        """Reserve space and create the hidden value; returns its session name, or why not."""
+        """Create the hidden value; returns its session name, or why not."""
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
         """Write a range of a session begun by any process. False if it does not exist (yet, or any
         more), if the range leaves `[0, num_bytes)`, or if the medium failed."""
 
     def commit(self, session: str, head: Buffer) -> PutResult:
-        """Write `head` at offset 0 and make the value visible under its key, atomically.
+        """Write `head` at offset 0, make room, and give the value its key, atomically.
 
         EXISTS if another value was first, FAILED for a session that is over or never began here.
         The session is over afterwards, whatever the answer.
         """
 
     def abort(self, session: str) -> None:
-        """Give the space back. Never raises; nothing happens for a session that is over."""
+        """Remove the hidden value. Never raises; nothing happens for a session that is over."""

@@ -69,7 +69,6 @@ def assert_sound(store, root):
         assert db.execute("SELECT * FROM totals").fetchall() == [
             (len(on_disk), sum(on_disk.values()), 1)
         ]
-        assert db.execute("SELECT * FROM writing").fetchall() == []
     assert store.stat().used_bytes == sum(on_disk.values())
     assert os.listdir(root / "writing") == []
 

@@ -331,7 +331,7 @@ def test_abandoned_entries_in_writing_are_removed_whatever_they_are(bench, outsi
     store = bench.open(max_bytes=100_000)
     (bench.root / "writing").mkdir(exist_ok=True)
     for number, make in enumerate(MAKERS):
-        path = bench.root / "writing" / f"{number:032x}"
+        path = bench.root / "writing" / f"{number:064x}.{number:08x}.{number:024x}"
         make(path, outside)
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
     store.maintain()

@@ -179,14 +179,14 @@ def has_a_fifo_for_a_journal(place):
 
 def has_a_trigger(place):
     place.execute(
-        "CREATE TRIGGER own AFTER INSERT ON writing BEGIN DELETE FROM records; "
+        "CREATE TRIGGER own AFTER INSERT ON records BEGIN DELETE FROM records; "
         "UPDATE totals SET num_bytes = 0; END"
     )
 
 
 def has_a_trigger_without_end(place):
     place.execute(
-        "CREATE TRIGGER own AFTER INSERT ON writing BEGIN INSERT INTO removals "
+        "CREATE TRIGGER own AFTER INSERT ON records BEGIN INSERT INTO removals "
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
         "SELECT i, x'00', 0, 0, '', '', '' FROM n WHERE i < 0; END"
     )
@@ -236,7 +236,6 @@ def has_hostile_file_names(place):
     place.execute(
         "INSERT INTO quarantine VALUES ('../../outside', 10), ('..', 10), ('a' || char(0), 10), "
         "(x'00', 10), ('', 10), (printf('%.300c', 'x'), 10)",
-        "INSERT INTO writing VALUES ('../../outside', zeroblob(32), 10), (x'00', zeroblob(32), 10)",
     )
 
 

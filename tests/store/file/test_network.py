@@ -162,13 +162,18 @@ def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
 def test_what_a_dead_machine_was_writing_goes_after_an_hour(machine, bench):
     one, other = machine("one"), machine("other")
     sessions = {name: other.begin(make_key(n), 1000) for n, name in enumerate(["old", "young"])}
-    other._index.close()  # nobody there touches them any more
+    while other._sessions:  # nobody there touches them any more
+        os.close(other._sessions.popitem()[1].fd)
+    files = {}
     for name, age in (("old", HOUR + 60), ("young", HOUR - 600)):
+        key, machine, rest = sessions[name].split(".")
+        files[name] = f"{key}.{machine[::-1]}.{rest}"
         at = time.time() - age
         os.utime(bench.root / "writing" / sessions[name], (at, at))
+        (bench.root / "writing" / sessions[name]).rename(bench.root / "writing" / files[name])
     bench.clock.advance(120)
     one.maintain()
-    assert os.listdir(bench.root / "writing") == [sessions["young"]]
+    assert os.listdir(bench.root / "writing") == [files["young"]]
 
 
 def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
@@ -183,9 +188,10 @@ def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
             background=False,
         ) as dying:
             dying.maintain()
-            os._exit(0 if len(dying.begin(make_key(1), 9000)) == 32 else 1)
+            os._exit(isinstance(dying.begin(make_key(1), 9000), PutResult))
     assert os.waitpid(pid, 0)[1] == 0
     assert one.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    one.maintain()
     assert os.listdir(bench.root / "writing") == []
     assert one.stat().used_bytes == 5000
 

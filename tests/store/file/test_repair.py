@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
+from kvferry.store.file import index as index_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
 from kvferry.store.file.directory import Directory
 from kvferry.testing.stores import make_key, make_value
@@ -233,17 +234,39 @@ def test_a_folder_that_is_replaced_all_the_time_keeps_no_other_waiting(bench):
     assert store.stat().num_records == 64 - 2 - 1
 
 
-def test_a_key_deleted_while_it_is_confirmed_leaves_no_row(bench, monkeypatch):
+def test_a_record_removed_by_hand_as_it_is_stored_leaves_no_row(bench, monkeypatch):
     store = bench.open()
-    confirm = store._index.confirm
+    place = store._directory.place
 
-    def late(file, key, num_bytes):
-        store.delete(key)
-        confirm(file, key, num_bytes)
+    def vanishing(file, key):
+        won = place(file, key)
+        bench.path(key).unlink()
+        return won
 
-    monkeypatch.setattr(store._index, "confirm", late)
+    monkeypatch.setattr(store._directory, "place", vanishing)
     store.put(make_key(), [b"value"])
+    store.maintain()
     assert store.stat().num_records == 0
+
+
+@pytest.mark.parametrize("what", ["place", "execute"])
+def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
+    store = bench.open()
+    place = store._directory.place
+
+    def failing(*arguments):
+        if what == "place":  # a network file system that lost the answer
+            place(*arguments)
+        raise IndexUnavailable(errno.EIO, "after the link")
+
+    patched = store._directory if what == "place" else index_module
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, what, failing)
+        assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert not store.contains(make_key())
+    assert disk_bytes(bench.root) == 0
+    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert_index_agrees(bench.root)
 
 
 def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatch):
@@ -280,8 +303,8 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
 
     def test_is_not_known_when_it_was_just_stored(self, bench, monkeypatch, removed_by):
         store = bench.open()
-        place = store._directory.place
-        monkeypatch.setattr(store._directory, "place", removed_by(place, store))
+        add_written = store._index.add_written
+        monkeypatch.setattr(store._index, "add_written", removed_by(add_written, store))
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert not store.contains(make_key())
 
@@ -291,21 +314,6 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         assert other.delete(make_key())
         store.maintain()
         assert not store.contains(make_key())
-
-    def test_nor_when_the_index_was_locked(self, bench, monkeypatch, removed_by):
-        store = bench.open()
-
-        def locked(*arguments):
-            raise IndexUnavailable(errno.EAGAIN, "locked")
-
-        monkeypatch.setattr(store._index, "confirm", removed_by(lambda *_: None, store))
-        store.put(make_key(), [b"value"])
-        monkeypatch.setattr(store._index, "confirm", locked)
-        store.put(make_key(), [b"value"])
-        assert not store.contains(make_key())
-        monkeypatch.undo()
-        store.maintain()
-        assert store.contains(make_key())
 
     def test_nor_when_it_was_there_before(self, bench, monkeypatch, removed_by):
         store = bench.open()

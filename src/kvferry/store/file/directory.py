@@ -2,7 +2,7 @@
 
     kvferry.json                              format marker; a newer version is refused
     records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
-    writing/<32 hex>                          values that are being written
+    writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and machine
     quarantine/                               values that failed verification
     namespaces/<64 hex>.json                  the model that each namespace is of
     index.sqlite3                             what is there: see `index`
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,12 +40,14 @@ NUM_SHARDS = 32
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _MAX_TEXT_BYTES = 1 << 20
-_HEAD_BYTES = 512
+HEAD_BYTES = 512
+"""A record's namespace stands in these."""
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FILE_NAMES = {
-    "writing": re.compile(r"[0-9a-f]{32}"),
+    "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
+_MACHINE = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
@@ -115,7 +119,7 @@ class Directory:
     def read_head(self, key: ChunkKey) -> bytes:
         """The first bytes of a record; none if they cannot be read."""
         with suppress(OSError):
-            return self._read(record_name(key), _HEAD_BYTES, *shard_of(key)) or b""
+            return self._read(record_name(key), HEAD_BYTES, *shard_of(key)) or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
@@ -152,15 +156,26 @@ class Directory:
             return True
         return False
 
-    def begin(self) -> tuple[str, int]:
+    def begin(self, key: ChunkKey) -> tuple[str, int]:
         """Make a file to be written: its name and its descriptor. The system drops its lock when
         the process dies, so the lock shows that the writer lives."""
-        name = secrets.token_hex(16)
-        with self.opened("writing", make=True) as writing:
-            fd = open_at(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, writing)
-        with suppress(OSError):  # a network file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return name, fd
+        while True:
+            name = f"{key.hex()}.{_MACHINE}.{secrets.token_hex(12)}"
+            with self.opened("writing", make=True) as writing:
+                fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, writing)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = os.fstat(fd).st_nlink > 0
+            except OSError as error:
+                is_ours = error.errno != errno.EWOULDBLOCK  # a file system may have no locks
+            if is_ours:
+                return name, fd
+            os.close(fd)  # taken for a dead writer's before it was locked
+
+    def written_by(self, name: str) -> tuple[ChunkKey, bool]:
+        """Key of a file of `writing`, and whether a process of this machine writes it."""
+        key, machine, _ = name.split(".")
+        return ChunkKey(bytes.fromhex(key)), machine == _MACHINE
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
@@ -192,6 +207,16 @@ class Directory:
                 os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
 
+    def unplace(self, name: str, key: ChunkKey) -> None:
+        """Undo `place`, as far as it went. Never raises: what stays is found later."""
+        with (
+            suppress(OSError),
+            self.opened("writing") as writing,
+            self.opened(*shard_of(key)) as shard,
+        ):
+            if os.path.samestat(_lstat(record_name(key), shard), _lstat(name, writing)):
+                os.unlink(record_name(key), dir_fd=shard)
+
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
@@ -208,21 +233,21 @@ class Directory:
                 found[name] = _found(_lstat(name, directory))
         return found
 
-    def is_locked(self, name: str) -> bool:
-        """Whether the writer of this file lives."""
+    def drop_abandoned(self, name: str) -> bool:
+        """Remove a file of `writing` unless its writer lives; whether it was removed."""
         try:
             fd = self.open_writing(name)
         except OSError as error:
-            return error.errno not in _NOT_A_FILE  # unknown: leave it alone
+            return error.errno in _NOT_A_FILE and self.drop("writing", name)
         if fd is None:
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self.drop("writing", name)
         except OSError:
-            return True
+            return False
         finally:
             os.close(fd)
-        return False
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
         """Move a record aside: its new name and bytes. What is no file is removed, with None."""

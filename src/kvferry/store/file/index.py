@@ -1,9 +1,8 @@
 """The index of the store: tables of a database beside the directory, and the keys read from them.
 
-The index is a cache of the directory. A write is two short transactions around the file: *reserve*,
-which evicts in the same transaction if the quota requires it, and *confirm*. A process may be
-killed at any instant: SQLite rolls its transaction back, a file is counted before it has bytes and
-until they are removed, and the upkeep finds rows and files that disagree.
+The index is a cache of the directory. A value that is written gets its name in the directory, its
+row, and its room from eviction in one transaction. A process may be killed at any instant: SQLite
+rolls its transaction back, and the upkeep finds rows and files that disagree.
 
 Several processes on one disk share one index. A directory on a network mount has one index per
 machine, on that machine's own disk, because locks of network file systems are unreliable.
@@ -24,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
-from kvferry.store.base import Entry, Removal
+from kvferry.store.base import Entry, PutResult, Removal
 from kvferry.store.file.database import (
     Damaged,
     Database,
@@ -59,7 +58,6 @@ _SCHEMA = (
     "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, "
     "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB NOT NULL)",
     "CREATE INDEX records_by_use ON records (last_used)",
-    "CREATE TABLE writing (file TEXT PRIMARY KEY, key BLOB NOT NULL, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, "
     "num_bytes INTEGER NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, "
@@ -71,14 +69,14 @@ _SCHEMA = (
         f"CREATE TRIGGER {table}_{event} AFTER {event} ON {table} BEGIN UPDATE totals SET "
         f"num_bytes = num_bytes {sign} {row}.num_bytes, "
         f"num_records = num_records {sign} {int(table == 'records')}; END"
-        for table in ("records", "writing", "quarantine")
+        for table in ("records", "quarantine")
         for event, sign, row in (("INSERT", "+", "new"), ("DELETE", "-", "old"))
     ),
 )
 
 
 class Totals(NamedTuple):
-    """What counts against the quota: records, files being written, and quarantine."""
+    """What counts against the quota: records and quarantine."""
 
     num_records: int
     num_bytes: int
@@ -146,44 +144,35 @@ class Index:
     def close(self) -> None:
         self._database.close()
 
-    def reserve(self, file: str, key: ChunkKey, num_bytes: int, max_bytes: int) -> bool | None:
-        """Reserve room for a value that is written to `file`; evict if the quota of `max_bytes`
-        requires it. False if there is no room, None if another process may free some soon."""
+    def add_written(
+        self,
+        key: ChunkKey,
+        num_bytes: int,
+        head: bytes,
+        max_bytes: int,
+        place: Callable[[], PutResult],
+    ) -> PutResult | None:
+        """Make room for a value, give its file its name by `place`, and add its row if that stored
+        it; in one transaction, so that nothing is evicted that is not yet there. Returns what
+        `place` did, NO_SPACE, or None if more has to be evicted than one transaction may."""
         with self._transaction(writes=True) as db:
             if max_bytes < NO_QUOTA:
                 if not self.totals.is_complete:
                     raise IndexUnavailable(errno.EAGAIN, "the index is being made")
                 has_evicted = self._evict(db, max_bytes - num_bytes)
                 if self._read_totals(db).num_bytes + num_bytes > max_bytes:
-                    if has_evicted or db.execute("SELECT 1 FROM writing").fetchone():
+                    if has_evicted:
                         return None
                     self._check_totals(db)
-                    return False
-            db.execute("INSERT INTO writing VALUES (?, ?, ?)", (file, key, num_bytes))
-        return True
-
-    def confirm(self, file: str, key: ChunkKey, num_bytes: int | None = None) -> None:
-        """Turn a reservation into a record; without `num_bytes` it has the size of its file. Adds
-        no row if the reservation was released, as that of a writer that seemed dead, or if the
-        record is gone again."""
-        with self._transaction(writes=True) as db:
-            if db.execute("DELETE FROM writing WHERE file = ?", (file,)).rowcount == 0:
-                return
-            db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file vanished unnoticed
-            there = self.directory.find(key)
-            if there is not None:
-                size = there.num_bytes if num_bytes is None else num_bytes
-                execute(db, _INSERT, [(key, size, self.wall(), self._namespace(key))])
+                    self._observer.count("store_put_no_space")
+                    return PutResult.NO_SPACE
+            result = place()
+            if result is PutResult.STORED:
+                db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file had vanished
+                row = (key, num_bytes, self.wall(), namespace_of(head) or b"")
+                execute(db, _INSERT, [row])
                 self.known.stored(key)
-
-    def release(self, file: str) -> None:
-        with self._transaction(writes=True) as db:
-            db.execute("DELETE FROM writing WHERE file = ?", (file,))
-
-    def writing(self) -> dict[str, ChunkKey]:
-        """Files with a reservation; their writers may be dead."""
-        with self._transaction(writes=False) as db:
-            return dict(checked(row, "sk") for row in db.execute("SELECT file, key FROM writing"))
+        return result
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
         """Evict, as `_evict` does, in batches between which other processes get a turn."""
@@ -390,8 +379,7 @@ class Index:
     def _check_totals(self, db: sqlite3.Connection) -> None:
         query = (
             "SELECT (SELECT count(*) FROM records), ifnull(sum(num_bytes), 0) FROM "
-            "(SELECT num_bytes FROM records UNION ALL SELECT num_bytes FROM writing "
-            "UNION ALL SELECT num_bytes FROM quarantine)"
+            "(SELECT num_bytes FROM records UNION ALL SELECT num_bytes FROM quarantine)"
         )
         if db.execute(query).fetchone() != self._read_totals(db)[:2]:
             raise Damaged("the totals are no sum")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store,
 from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
+from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, Index
 from kvferry.store.file.upkeep import Upkeep
@@ -32,8 +31,6 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-ROOM_SECONDS = 2.0
-"""How long a put waits for others to finish whose reservations fill the quota."""
 
 _Found = TypeVar("_Found")
 
@@ -47,7 +44,7 @@ class GcReport(NamedTuple):
 
 
 class _Writing(NamedTuple):
-    """A value that has its room and is hidden until it is placed."""
+    """A value that is hidden until it is placed."""
 
     key: ChunkKey
     num_bytes: int
@@ -61,8 +58,8 @@ class FileStore(Store):
     Guarantees, for every process that is killed at any instant:
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
-    - The bytes counted are never less than what is on disk, so the quota holds. What dead processes
-      had reserved comes back by itself.
+    - Records and quarantine stay within the quota. Beside them, each writer has the one value that
+      it writes; what dead writers left is removed by others.
     - No operation raises for a full, read-only, failing or vanished directory, except
       `Source.read_into` and `open_read` for a record that is there and cannot be read.
 
@@ -113,7 +110,6 @@ class FileStore(Store):
         self._faults = MediumFaults(self.url, observer, clock)
         self._known = KnownKeys(learns=index)
         self._sessions: dict[str, _Writing] = {}
-        self._line = threading.Lock()
         self.is_read_only = read_only or not os.access(self._directory.root, os.W_OK)
         if untrusted := why_untrusted(self._directory.root):
             logger.warning("store %s %s: other users can change it", self.url, untrusted)
@@ -392,66 +388,45 @@ class FileStore(Store):
             if self._max_bytes < NO_QUOTA and not self._index.totals.is_complete:
                 self._faults.observer.count("store_put_skipped")  # the index is not complete
                 return PutResult.FAILED
-            file, fd = self._directory.begin()
+            return _Writing(key, num_bytes, *self._directory.begin(key))
         except OSError as error:
             return self._faults.write_failed(error)
-        writing = _Writing(key, num_bytes, file, fd)
-        try:
-            if self._reserve(writing):
-                return writing
-            self._faults.observer.count("store_put_no_space")
-            refused = PutResult.NO_SPACE
-        except OSError as error:
-            refused = self._faults.write_failed(error)
-        self._directory.drop("writing", file)
-        os.close(fd)
-        return refused
-
-    def _reserve(self, writing: _Writing) -> bool:
-        reserve = partial(
-            self._index.reserve, writing.file, writing.key, writing.num_bytes, self._max_bytes
-        )
-        if reserve():
-            return True
-        clock = self._faults.clock
-        until = clock() + ROOM_SECONDS
-        with self._line:  # one asks again and again, the others let the index be
-            if (has_room := reserve()) is None:
-                self._upkeep.clean()
-            while has_room is None and clock() < until:
-                time.sleep(0.005)  # others are about to store what fills the quota
-                has_room = reserve()
-        return bool(has_room)
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
         key = writing.key
+        result: PutResult | None = None
         try:
             write_all(writing.fd, views, 0)
-            won = self._directory.place(writing.file, key)
+            head = os.pread(writing.fd, HEAD_BYTES, 0)
+            place = partial(self._place, writing)
+            while result is None:
+                result = self._index.add_written(
+                    key, writing.num_bytes, head, self._max_bytes, place
+                )
         except OSError as error:
-            self._abort(writing)
-            return self._faults.write_failed(error)
-        self._faults.write_succeeded()
-        if not won:
-            self._abort(writing)
+            self._known.discard(key)
+            result = self._faults.write_failed(error)
+        if result is PutResult.STORED:
+            self._faults.write_succeeded()
+            self._faults.observer.count("store_put_records")
+            self._faults.observer.count("store_put_bytes", writing.num_bytes)
+        else:
+            self._directory.unplace(writing.file, key)  # nothing would count it
+        self._abort(writing)
+        if result is PutResult.EXISTS:
             self.probe([key])
-            return PutResult.EXISTS
-        # The first name goes before the reservation does: an eviction would leave it behind.
-        self._directory.drop("writing", writing.file)
+        return result
+
+    def _place(self, writing: _Writing) -> PutResult:
         try:
-            self._index.confirm(writing.file, key, writing.num_bytes)
+            won = self._directory.place(writing.file, writing.key)
         except OSError as error:
-            self._faults.failed("index", error)  # stays reserved until the next clean
-        os.close(writing.fd)
-        self._faults.observer.count("store_put_records")
-        self._faults.observer.count("store_put_bytes", writing.num_bytes)
-        return PutResult.STORED
+            return self._faults.write_failed(error)
+        return PutResult.STORED if won else PutResult.EXISTS
 
     def _abort(self, writing: _Writing) -> None:
         """Never raises: what stays is found later."""
         self._directory.drop("writing", writing.file)
-        with suppress(OSError):
-            self._index.release(writing.file)
         os.close(writing.fd)
 
     def _abort_all(self) -> None:

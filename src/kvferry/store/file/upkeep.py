@@ -28,7 +28,6 @@ COMPARE_SECONDS = 1.0
 ABANDONED_SECONDS = 3600.0
 """How long another machine's half-written file is left alone."""
 
-_YOUNG_SECONDS = 1.0
 _DUTY = 20
 """Comparing a shard is followed by so many times its own duration of rest."""
 _SETTLED_SECONDS = 1.0
@@ -66,12 +65,7 @@ class ShardComparison:
         is_settled = index.wall() - mark[1] / 1e9 > _SETTLED_SECONDS
         there = index.directory.list_shard(shard)
         listed = index.keys_of_shard(shard)
-        extra = there - listed
-        if extra:
-            written = extra & set(index.writing().values())  # their writers count them
-            extra -= written
-            is_settled &= not written  # unless another writer was first
-        num_wrong = sum(index.add(batch) for batch in _batches(extra))
+        num_wrong = sum(index.add(batch) for batch in _batches(there - listed))
         num_wrong += sum(index.forget(batch, "vanished") for batch in _batches(listed - there))
         if is_settled:
             self._marks[shard] = mark
@@ -143,28 +137,18 @@ class Upkeep:
             pass
 
     def clean(self) -> None:
-        """Release the reservations of dead writers and remove their files."""
+        """Remove what dead writers left, and count what they had placed."""
         if not self._changes:
             return
         directory = self._index.directory
-        for file, key in self._index.writing().items():
-            if directory.is_locked(file):
+        for file, found in directory.list_files("writing").items():
+            key, is_of_this_machine = directory.written_by(file)
+            shows_lock = is_of_this_machine or not self._machines_share
+            if not shows_lock and time.time() - found.modified < ABANDONED_SECONDS:
                 continue
-            # A writer that lives and is about to confirm has dropped its file itself.
-            if directory.drop("writing", file):
+            self._index.add([key])
+            if directory.drop_abandoned(file):
                 self._faults.observer.count("store_recovered_writes")
-            self._index.confirm(file, key)
-        # A file without a reservation may be new: its writer is about to reserve. On a network
-        # mount it may belong to another machine, whose locks do not show here.
-        files = directory.list_files("writing")
-        for file in files.keys() - self._index.writing().keys():
-            silent_seconds = time.time() - files[file].modified
-            if self._machines_share:
-                is_left = silent_seconds > ABANDONED_SECONDS
-            else:
-                is_left = silent_seconds > _YOUNG_SECONDS and not directory.is_locked(file)
-            if is_left:
-                directory.drop("writing", file)
         self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
 
     def step(self, *, rests: bool = True) -> bool:

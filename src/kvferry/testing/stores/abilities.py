@@ -241,26 +241,26 @@ class ShardedWriteTests(StoreHooks):
         assert store.stat().num_records == 1
         assert store.stat().used_bytes == self.charge(5)
 
-    def test_space_is_reserved_at_begin(self, tmp_path: Path) -> None:
+    def test_a_value_beyond_the_quota_is_refused_at_once(self, tmp_path: Path) -> None:
         quota = 2 * self.charge(SIZE)
         with self.make_store(tmp_path, max_bytes=quota) as store:
             assert _able(store).begin(make_key(9), quota + 1) is PutResult.NO_SPACE
-            sessions = [_begin(store, number) for number in range(2)]
-            # All room is promised to hidden values, which cannot be evicted.
-            assert _able(store).begin(make_key(2), SIZE) is PutResult.NO_SPACE
-            assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.NO_SPACE
-            for number, session in enumerate(sessions):
+
+    def test_hidden_values_evict_nothing_and_commit_makes_room(self, tmp_path: Path) -> None:
+        quota = 2 * self.charge(SIZE)
+        with self.make_store(tmp_path, max_bytes=quota) as store:
+            for number in range(2):
+                store.put(make_key(number), [make_value(SIZE, number)])
+                self.settle(store)
+            sessions = {number: _begin(store, number) for number in range(2, 6)}
+            for number, session in sessions.items():
                 assert _able(store).write_at(session, 0, [make_value(SIZE, number)])
+            _able(store).abort(sessions.pop(5))
+            assert all(self.peek(store, make_key(number)) is not None for number in range(2))
+            for number, session in sessions.items():
                 head = make_value(SIZE, number)[:HEAD]
                 assert _able(store).commit(session, head) is PutResult.STORED
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
-            assert store.stat().used_bytes <= quota
-
-    def test_begin_makes_room(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=2 * self.charge(SIZE)) as store:
-            for number in range(2):
-                store.put(make_key(number), [make_value(SIZE)])
+                assert self.peek(store, make_key(number - 2)) is None
+                assert store.stat().used_bytes <= quota
                 self.settle(store)
-            session = _begin(store, 2)
-            assert self.peek(store, make_key(0)) is None
-            _able(store).abort(session)
