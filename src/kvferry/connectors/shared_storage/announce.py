@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.messages import Save
+from kvferry.connectors.shared_storage.requests import RequestState
 from kvferry.contract.messages import ChunksRemoved, ChunkStored
-from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.messages import Save
-    from kvferry.connectors.shared_storage.requests import RequestState
-    from kvferry.store.base import Store
-    from kvferry.types import StepView
+from kvferry.store.base import Store
+from kvferry.types import ChunkKey, StepView
 
 CHECKS_PER_STEP = 32
 

@@ -14,18 +14,15 @@ these are fetched, too, until the deadline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import SlotChunk
+from kvferry.connectors.shared_storage.policy import LoadPolicy
+from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.errors import ContractError
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool
-    from kvferry.connectors.shared_storage.policy import LoadPolicy
-    from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
-    from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey
 
 
 class Lookup:

@@ -6,17 +6,14 @@ import heapq
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
-from kvferry.store.base import SupportsScan
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Entry, Store, SupportsScan
 from kvferry.store.io_pool import IOPool, Job
-
-if TYPE_CHECKING:
-    from kvferry.record.schema import RecordSchema
-    from kvferry.store.base import Entry, Store
-    from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey
 
 FILL_SECONDS = 10.0
 """How long the store is listed and read. A host is kept stepping meanwhile."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.host_pool import Slot
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.host_pool import Slot
-    from kvferry.types import ChunkKey, RequestView
+from kvferry.types import ChunkKey, RequestView
 
 UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored again. Not for

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
     Filled,
@@ -15,19 +16,15 @@ from kvferry.connectors.shared_storage.messages import (
     SlotChunk,
     Write,
 )
+from kvferry.connectors.shared_storage.requests import (
+    Requests,
+    RequestState,
+    UnreadableKeys,
+)
+from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult, SupportsProbe
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.connectors.shared_storage.requests import (
-        Requests,
-        RequestState,
-        UnreadableKeys,
-    )
-    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
-    from kvferry.types import ChunkKey, ScheduledRequest, StepView
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 

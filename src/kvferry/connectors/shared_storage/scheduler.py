@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvferry.connectors.shared_storage.accounts import Accounts
 from kvferry.connectors.shared_storage.announce import Announcer
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.lookup import Lookup
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
@@ -29,8 +31,10 @@ from kvferry.connectors.shared_storage.messages import (
     SharedStoragePlan,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
-from kvferry.connectors.shared_storage.requests import Requests, UnreadableKeys
+from kvferry.connectors.shared_storage.recent import RecentRecords
+from kvferry.connectors.shared_storage.requests import Requests, RequestState, UnreadableKeys
 from kvferry.connectors.shared_storage.save_plan import SavePlan
+from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.contract.messages import (
     FREE_NOW,
     FinishResult,
@@ -44,13 +48,6 @@ from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
 from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.connectors.shared_storage.recent import RecentRecords
-    from kvferry.connectors.shared_storage.requests import RequestState
-    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 
 logger = logging.getLogger(__name__)
 

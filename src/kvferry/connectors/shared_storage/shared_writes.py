@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import Saved, Write
+from kvferry.observe import Observer
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema
 from kvferry.store.base import PutResult, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvferry.blocks.copies import Gathered
+from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.messages import (
     Fetch,
     Filled,
@@ -28,20 +29,14 @@ from kvferry.connectors.shared_storage.messages import (
     SlotChunk,
 )
 from kvferry.errors import ConfigError, TransferError
+from kvferry.layout.streams import Mark
+from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import ALIGN
-from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.base import PutResult, Store, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvferry.blocks.copies import Gathered
-    from kvferry.blocks.rows import RankRows
-    from kvferry.layout.streams import Mark
-    from kvferry.observe import Observer
-    from kvferry.record.schema import RecordSchema
-    from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 

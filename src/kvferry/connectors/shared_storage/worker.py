@@ -12,10 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup
 from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
     PUT_OFF,
@@ -38,11 +41,6 @@ from kvferry.errors import ContractError, LayoutError, TransferError
 from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.types import NULL_BLOCK
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvferry.connectors.shared_storage.config import Context
 
 logger = logging.getLogger(__name__)
 
