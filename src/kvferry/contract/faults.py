@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 from kvferry.contract.messages import Plan
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
@@ -43,6 +47,14 @@ class FaultLog:
         self._role = role
         self._observer = observer
         self._seen: dict[str, int] = {}
+
+    def call(self, hook: Callable[..., T], *args: object, otherwise: T, then: str) -> T:
+        """What `hook` returns; if it raises, `otherwise`, and the log says what happens `then`."""
+        try:
+            return hook(*args)
+        except Exception:
+            self.fault(getattr(hook, "__name__", "unnamed"), then)
+            return otherwise
 
     def fault(self, hook: str, consequence: str) -> None:
         """A hook raised. Called in an `except` block: the log line carries the traceback."""
