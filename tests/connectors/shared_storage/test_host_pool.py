@@ -20,6 +20,7 @@ from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
+from tests.connectors.shared_storage.pools import check_pool
 
 GROUPS = frozenset([0, 1])
 A, B, C, D = (make_key(number) for number in range(4))
@@ -38,7 +39,7 @@ def hold(pool: HostPool, key: ChunkKey, groups: frozenset[int] = GROUPS) -> Slot
     while slot.num_filling:
         pool.filled(slot.index)
     pool.unpin(slot)
-    pool.check_integrity()
+    check_pool(pool)
     return slot
 
 
@@ -66,7 +67,7 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     assert pool.num_taken == 0
     assert pool.fetch(A, 8, GROUPS) is slot
     assert not pool.has_orders, "what is held is not read again"
-    pool.check_integrity()
+    check_pool(pool)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -83,7 +84,7 @@ def test_a_chunk_that_one_rank_missed_is_not_held_and_its_slot_is_free_when_all_
     pool.unpin(slot)
     assert pool.num_taken == 0
     assert pool.fetch(B, 0, GROUPS).index == slot.index
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_groups_that_are_held_are_not_fetched_again():
@@ -99,7 +100,7 @@ def test_groups_that_are_held_are_not_fetched_again():
     pool.filled(slot.index, missed=True)
     assert pool.holds(A, frozenset([0]))
     assert not pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_until_its_end():
@@ -116,7 +117,7 @@ def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_u
     pool.filled(slot.index)  # it came all the same
     assert not pool.holds(A, GROUPS), "nobody is told of it"
     assert pool.fetch(B, 0, GROUPS) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_that_no_plan_carried_is_taken_back():
@@ -129,7 +130,7 @@ def test_a_fetch_that_no_plan_carried_is_taken_back():
     assert pool.num_taken == 0
     assert pool.filled(slot.index) is None, "of a report that nobody expects"
     assert pool.fetch(B, 0, GROUPS).index == slot.index
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
@@ -144,7 +145,7 @@ def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
     assert pool.fetch(B, 0, GROUPS) is None, "the read goes on"
     pool.filled(slot.index)
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
@@ -157,7 +158,7 @@ def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
     assert not pool.has_orders
     pool.unpin(slot)
     assert pool.take_orders() == ((), (slot.index,))
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
@@ -168,7 +169,7 @@ def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
         assert pool.filled(index, missed=True) is None
         assert pool.written(index) is None
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 # -- saves --------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_writ
     assert pool.num_taken == 0
     assert pool.fetch(B, 0, GROUPS) is not None
     assert pool.find(A) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
@@ -201,7 +202,7 @@ def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
     assert pool.find(A) is None
     assert not pool.is_writing
     assert pool.num_taken == 0
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
@@ -212,7 +213,7 @@ def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     pool.end_writes(slot)
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 0
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_half_of_the_slots_are_written_at_once():
@@ -224,7 +225,7 @@ def test_half_of_the_slots_are_written_at_once():
     assert pool.save(C, 0) is None, "copied is not written"
     pool.written(first.index)
     assert pool.save(C, 0) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_save_takes_the_place_of_what_was_held_in_part():
@@ -234,7 +235,7 @@ def test_a_save_takes_the_place_of_what_was_held_in_part():
     pool.filled(slot.index)
     pool.written(slot.index)
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_what_is_held_in_part_and_pinned_is_not_saved_over():
@@ -245,7 +246,7 @@ def test_what_is_held_in_part_and_pinned_is_not_saved_over():
     assert pool.find(A) is slot
     pool.unpin(slot)
     assert pool.save(A, 0) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 # -- eviction -----------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_a_pinned_slot_is_never_taken():
     pool.pin(pool.find(C))
     assert pool.fetch(D, 0, GROUPS) is None
     assert pool.save(D, 0) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
@@ -284,7 +285,7 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     unsent = pool.fetch(C, 0, GROUPS)
     saving = pool.save(D, 0)
     pool.clear()
-    pool.check_integrity()
+    check_pool(pool)
     assert [pool.find(key) for key in (A, B, C, D)] == [None] * 4
     assert pool.num_taken == 2
     assert not pool.take_orders()[0]
@@ -295,7 +296,7 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     assert not pool.holds(B, GROUPS)
     assert not pool.holds(D, GROUPS)
     assert pool.filled(unsent.index) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_what_is_dropped_is_held_no_more_unless_another_counts_on_it():
@@ -307,7 +308,7 @@ def test_what_is_dropped_is_held_no_more_unless_another_counts_on_it():
         pool.drop(key)
     assert [pool.find(key) for key in (A, B, C)] == [pinned, None, writing]
     assert idle is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_its_repr_counts_slots_by_state():
@@ -323,7 +324,7 @@ def test_integrity_is_checked():
     slot = hold(pool, A)
     slot.pins = 1
     with pytest.raises(AssertionError, match="should be idle"):
-        pool.check_integrity()
+        check_pool(pool)
 
 
 # -- random use, beside a simple model ----------------------------------------------------------
@@ -567,7 +568,7 @@ class PoolMachine(RuleBasedStateMachine):
     def equals_the_model(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check_integrity()
+        check_pool(self.pool)
         for index in range(self.num_slots):
             slot, chunk = self.pool.assigned(index), self.chunks.get(index)
             assert (slot is None) == (chunk is None), index

@@ -21,6 +21,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep
 from kvferry.types import ChunkKey
+from tests.connectors.shared_storage.pools import check_pool
 
 from .keeping import (
     NUM_CHUNKS,
@@ -310,7 +311,7 @@ def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: 
         assert gate.wait_for_arrival()
     old_keys = keys_of(host)
     assert host.scheduler.reset()
-    host.pool.check_integrity()
+    check_pool(host.pool)
     assert host.pool.num_taken == (NUM_CHUNKS if planned else 0)
     assert host.scheduler.lookup(request, 0).num_tokens == 0
     host.step([])
@@ -339,7 +340,7 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
     wait_for(lambda: (host.step([]), gate.wait_for_arrival(0.01))[1])
     assert host.pool.is_writing
     assert host.scheduler.reset()
-    host.pool.check_integrity()
+    check_pool(host.pool)
     host.finish(request)
     again = host.add("of this epoch", PROMPT)
     assert host.admit(again) == 0
@@ -393,7 +394,7 @@ def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) ->
             pass
         outputs.append(step.output)
     host.scheduler.update_output(host._fold.fold(outputs))
-    host.pool.check_integrity()
+    check_pool(host.pool)
 
 
 @pytest.mark.parametrize(
