@@ -137,11 +137,9 @@ class HostPool:
         Returns:
             The slot, which the caller pins; None if every slot is pinned or busy.
         """
-        slot = self._by_key.get(key)
+        slot = self._by_key.get(key) or self._assign(key, first_token)
         if slot is None:
-            slot = self._assign(key, first_token)
-            if slot is None:
-                return None
+            return None
         if slot.filling or groups <= slot.held:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)

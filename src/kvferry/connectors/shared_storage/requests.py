@@ -97,13 +97,7 @@ class UnreadableKeys:
         self._until: dict[bytes, float] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        if not self._until:
-            return False
-        until = self._until.get(key)
-        if until is not None and self._clock() >= until:
-            del self._until[key]
-            return False
-        return until is not None
+        return key in self._until and self._clock() < self._until[key]
 
     def add(self, keys: Iterable[bytes]) -> None:
         if len(self._until) > MAX_UNREADABLE:

@@ -21,13 +21,7 @@ from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.connectors.shared_storage.messages import (
-    Fetch,
-    Filled,
-    RankReport,
-    Saved,
-    SlotChunk,
-)
+from kvferry.connectors.shared_storage.messages import Fetch, Filled, RankReport, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.observe import Observer
@@ -69,7 +63,6 @@ class SlotMemory:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
         self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
         num_bytes = num_slots * self.slot_bytes
         # Private, since Linux gives large pages to such memory only.
