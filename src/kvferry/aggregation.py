@@ -254,11 +254,7 @@ class KVOutputAggregator:
         """
         if not 0 <= output_rank < len(outputs):
             raise ContractError(f"output_rank is {output_rank}, there are {len(outputs)} outputs")
-        reports = [
-            None if output is None or output.kv_connector_output is None
-            else _as_v1(output.kv_connector_output)
-            for output in outputs
-        ]  # fmt: skip
+        reports = [_report_of(output) for output in outputs]
         counts = [report.expected_finished_count for report in reports if report is not None]
         if (count := max(counts, default=0)) > 0:
             # Ranks that disagree: the larger count releases late, the smaller one too early.
@@ -277,9 +273,11 @@ class KVOutputAggregator:
         return result
 
 
-def _as_v1(report: Any) -> KVConnectorOutput:  # noqa: ANN401 - the host's
-    """A host's own class as ours. Hosts before 0.32 have fewer of the fields."""
-    if isinstance(report, KVConnectorOutput):
+def _report_of(output: RunnerOutput | None) -> KVConnectorOutput | None:
+    """The report in an output, if any; a host's own class as ours. Hosts before 0.32 have fewer of
+    the fields."""
+    report = None if output is None else output.kv_connector_output
+    if report is None or isinstance(report, KVConnectorOutput):
         return report
     values = {field.name: getattr(report, field.name, None) for field in fields(KVConnectorOutput)}
     return KVConnectorOutput(**{name: v for name, v in values.items() if v is not None})

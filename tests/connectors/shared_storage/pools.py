@@ -1,8 +1,13 @@
-"""Accounts for every slot of a host pool."""
+"""The slots of a host pool, and a check of all of them."""
 
 from __future__ import annotations
 
-from kvferry.connectors.shared_storage.host_pool import HostPool
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
+
+
+def slot_at(pool: HostPool, index: int) -> Slot | None:
+    """The slot at a place, also one that was given up."""
+    return pool._slots.get(index)
 
 
 def check_pool(pool: HostPool) -> None:

@@ -20,7 +20,7 @@ from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
-from tests.connectors.shared_storage.pools import check_pool
+from tests.connectors.shared_storage.pools import check_pool, slot_at
 
 GROUPS = frozenset([0, 1])
 A, B, C, D = (make_key(number) for number in range(4))
@@ -55,10 +55,12 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     assert pool.take_orders() == ((Fetch(SlotChunk(slot.index, A, 8), (0, 1)),), ())
     assert pool.take_orders() == ((), ())
     assert not pool.has_orders
-    assert pool.filled(slot.index, 0.25) is None
+    assert pool.filled(slot.index, 0.25) is slot
+    assert slot.filling
     assert not pool.holds(A, GROUPS)
     assert pool.is_filling
     assert pool.filled(slot.index, 0.125) is slot
+    assert not slot.filling
     assert pool.holds(A, GROUPS)
     assert not pool.is_filling
     assert slot.seconds == 0.25
@@ -451,7 +453,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = sorted(i for i, c in self.chunks.items() if c.is_known and c.held)
         if held:
             index = data.draw(st.sampled_from(held))
-            self.pool.pin(self.pool.assigned(index))
+            self.pool.pin(slot_at(self.pool, index))
             self.chunks[index].pins += 1
             self.settle(index)
 
@@ -464,7 +466,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def end_pin(self, index: int) -> None:
         chunk = self.chunks[index]
-        self.pool.unpin(self.pool.assigned(index))
+        self.pool.unpin(slot_at(self.pool, index))
         chunk.pins -= 1
         if not chunk.pins and chunk.filling and not chunk.held and not chunk.is_save:
             chunk.is_known = False
@@ -514,7 +516,7 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.pool.filled(index, missed=missed)
         chunk.filling_ranks.discard(rank)
         chunk.failed |= missed
-        assert (slot is None) == bool(chunk.filling_ranks)
+        assert bool(slot.filling) == bool(chunk.filling_ranks)
         if chunk.filling_ranks:
             return
         if not chunk.failed:
@@ -549,7 +551,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_reports = 0
         for index, chunk in list(self.chunks.items()):
             while chunk.pins:  # as a reset does first
-                self.pool.unpin(self.pool.assigned(index))
+                self.pool.unpin(slot_at(self.pool, index))
                 chunk.pins -= 1
             if chunk.filling and not chunk.held and not chunk.is_save and chunk.is_known:
                 chunk.is_known = False
@@ -570,7 +572,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         check_pool(self.pool)
         for index in range(self.num_slots):
-            slot, chunk = self.pool.assigned(index), self.chunks.get(index)
+            slot, chunk = slot_at(self.pool, index), self.chunks.get(index)
             assert (slot is None) == (chunk is None), index
             if slot is None or chunk is None:
                 continue

@@ -21,7 +21,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep
 from kvferry.types import ChunkKey
-from tests.connectors.shared_storage.pools import check_pool
+from tests.connectors.shared_storage.pools import check_pool, slot_at
 
 from .keeping import (
     NUM_CHUNKS,
@@ -106,7 +106,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     stalled = Stalled(make_host, two_prompts, world_size, num_slots=NUM_CHUNKS + 3)
     host = stalled.host
     request = stalled.give_up()
-    stuck = {index for index in range(host.pool.num_slots) if host.pool.assigned(index)}
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
     assert len(stuck) == NUM_CHUNKS
     host.prefill(request)
     host.finish(request)
@@ -117,7 +117,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
 
     def are_held() -> bool:
         host.step([])
-        assert all(host.pool.assigned(index).is_busy for index in stuck)
+        assert all(slot_at(host.pool, index).is_busy for index in stuck)
         return all(host.pool.holds(key, frozenset([0])) for key in first_three)
 
     wait_for(are_held)
@@ -129,7 +129,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     host.prefill(other)
     host.finish(other)
     host.step([])
-    assert all(host.pool.assigned(index).is_busy for index in stuck)
+    assert all(slot_at(host.pool, index).is_busy for index in stuck)
     stalled.gate.release()
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40
@@ -158,7 +158,7 @@ def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request
     stalled = Stalled(make_host, two_prompts)
     host = stalled.host
     host.finish(stalled.give_up())
-    stuck = {index for index in range(host.pool.num_slots) if host.pool.assigned(index)}
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
     request = host.add("next", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     slots = {host.pool.find(key).index for key in keys_of(host)}

@@ -234,19 +234,16 @@ class HostPool:
     # -- reports --------------------------------------------------------------------------------
 
     def filled(self, index: int, seconds: float = 0.0, *, missed: bool = False) -> Slot | None:
-        """A rank reports the end of a fetch, or of the copy of a save.
-
-        Returns:
-            The slot once all ranks have reported; None before.
-        """
-        slot = self.assigned(index)
+        """A rank reports the end of a fetch, or of the copy of a save. The slot, which still fills
+        until all ranks have reported; None if no end was expected of it."""
+        slot = self._slots.get(index)
         if slot is None or slot.num_filling == 0:
             return None
         slot.num_filling -= 1
         slot.failed |= missed
         slot.seconds = max(slot.seconds, seconds)
         if slot.num_filling:
-            return None
+            return slot
         self._num_filling -= 1
         if not slot.failed:
             slot.held |= slot.filling
@@ -261,7 +258,7 @@ class HostPool:
 
     def written(self, index: int) -> Slot | None:
         """A rank reports the end of a write. The slot, or None if no write was expected of it."""
-        slot = self.assigned(index)
+        slot = self._slots.get(index)
         if slot is None or slot.num_writing == 0:
             return None
         slot.num_writing -= 1
@@ -276,10 +273,6 @@ class HostPool:
             slot.num_writing = 0
             self._num_writing -= 1
         self._settle(slot)
-
-    def assigned(self, index: int) -> Slot | None:
-        """The slot at a place, also one that was given up."""
-        return self._slots.get(index)
 
     # -- ends -----------------------------------------------------------------------------------
 

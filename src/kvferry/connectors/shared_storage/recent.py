@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -44,11 +43,7 @@ class RecentRecords:
     """
 
     def __init__(
-        self,
-        store: Store,
-        schema: RecordSchema,
-        count: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, schema: RecordSchema, count: int, clock: Callable[[], float]
     ) -> None:
         self._store = store
         self._schema = schema

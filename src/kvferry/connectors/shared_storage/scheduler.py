@@ -265,11 +265,10 @@ class SharedStorageScheduler(SchedulerRole):
             self._saves.learn_failures(report)
 
     def _learn_filled(self, filled: Filled) -> None:
-        slot = self.pool.assigned(filled.slot)
-        if slot is None or not slot.filling:
-            return
         is_missed = filled.missed is not None
-        by_all_ranks = self.pool.filled(filled.slot, filled.seconds, missed=is_missed) is not None
+        slot = self.pool.filled(filled.slot, filled.seconds, missed=is_missed)
+        if slot is None:
+            return
         if slot.is_save:
             if is_missed:
                 self._saves.learn_missed(slot, filled)
@@ -277,7 +276,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
             if filled.missed != MissReason.CANCELLED:
                 self._unreadable.add((slot.key,))
-        elif by_all_ranks and not slot.failed:
+        elif not slot.filling and not slot.failed:
             self._accounts.ended("fetch", slot, None, slot.seconds)
 
     # -- ends -----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import logging
 import mmap
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
@@ -148,22 +147,18 @@ class SlotIO:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start to read a chunk. Never blocks."""
-        slot = fetch.chunk.slot
-        # Groups that are read again are not held until they are verified.
-        held = self.groups_held(fetch.chunk) - frozenset(fetch.groups)
-        self._contents[slot] = fetch.chunk.key, held
-        self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
-
-    def _read(self, fetch: Fetch) -> Callable[[Job[Filled]], Filled]:
         started = time.monotonic()
         chunk, schema = fetch.chunk, self._rows.schema
-        slot = self._memory.slot(chunk.slot)
+        # Groups that are read again are not held until they are verified.
+        held = self.groups_held(chunk) - frozenset(fetch.groups)
+        self._contents[chunk.slot] = chunk.key, held
+        memory = self._memory.slot(chunk.slot)
         mark = self._read_by_device.get(chunk.slot)
         record = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
-            head=self._rows.head_of(slot),
-            buffer_for=lambda piece: self._rows.piece_of(slot, piece),
+            head=self._rows.head_of(memory),
+            buffer_for=lambda piece: self._rows.piece_of(memory, piece),
             parts=self._rows.parts_of(frozenset(fetch.groups)),
         )
 
@@ -174,7 +169,7 @@ class SlotIO:
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds)
 
-        return run
+        self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
 
     def cancel(self, slot: int) -> None:
         """Let a read end early. Its end is reported nevertheless."""

@@ -187,7 +187,16 @@ class SharedStorageWorker(WorkerRole):
         started = time.perf_counter()
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
-            self._copy_in([loaded for load in loads for loaded in self._copies_of(load)])
+            loaded = [one for load in loads for one in self._copies_of(load)]
+            before = self._copies.mark()
+            errors = self._io.read_pool.spread(
+                loaded,
+                lambda one: self._copies.scatter(one.copy, after=before),
+                alone=self._copies.overlaps,
+            )
+            for one, error in zip(loaded, errors, strict=True):
+                if error is not None:
+                    self._fail(one.load, one.chunk, error)
         finally:
             # Also if one failed: the engine computes the blocks of it again, and no copy under way
             # may come after that.
@@ -214,17 +223,6 @@ class SharedStorageWorker(WorkerRole):
             else:
                 slot = self._memory.slot(chunk.slot)
                 yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))
-
-    def _copy_in(self, loaded: Sequence[_Loaded]) -> None:
-        before = self._copies.mark()
-
-        def copy(one: _Loaded) -> None:
-            self._copies.scatter(one.copy, after=before)
-
-        errors = self._io.read_pool.spread(loaded, copy, alone=self._copies.overlaps)
-        for one, error in zip(loaded, errors, strict=True):
-            if error is not None:
-                self._fail(one.load, one.chunk, error)
 
     def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
         logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
