@@ -60,8 +60,7 @@ class FaultLog:
         """A hook raised. Called in an `except` block: the log line carries the traceback."""
         self._observer.count("hook_failed")
         self._observer.count(f"hook_failed_{hook}")
-        number = self._note(hook)
-        if number:
+        if number := self._note(hook):
             logger.exception(  # noqa: LOG004 - every caller is an exception handler
                 "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
             )
@@ -69,8 +68,7 @@ class FaultLog:
     def violation(self, rule: str, message: str) -> None:
         """The role answered something that the contract forbids."""
         self._observer.count("contract_violation")
-        number = self._note(rule)
-        if number:
+        if number := self._note(rule):
             logger.warning(
                 "%s breaks its contract (%s, %d so far): %s", self._role, rule, number, message
             )

@@ -179,12 +179,19 @@ class SharedStorageScheduler(SchedulerRole):
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_load(request_id)
         try:
-            saves = self._plan_saves(step)
-        except Exception:
-            # The guard reports the loads of this plan as failed: no later plan may bring them.
+            return self._plan(step)
+        finally:
+            # The plan has the loads. Without a plan, the guard reports them as failed: no later one
+            # may bring them.
             for request_id in tuple(self._loads):
                 self._forget_load(request_id)
-            raise
+
+    def _plan(self, step: StepView) -> Plan:
+        saves: tuple[Save, ...] = ()
+        if self._gets_reports and self._context.spec.saves:
+            saves = self._saves.plan(step)
+            if saves and self._announcer is not None:
+                self._announcer.planned(saves, step, self._requests.by_id)
         writes = self._saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
@@ -193,7 +200,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not (self._loads or saves or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.take_orders()
-        plan = SharedStoragePlan(
+        return SharedStoragePlan(
             pool=self.pool.pool_id,
             fetches=fetches,
             cancels=cancels,
@@ -204,9 +211,6 @@ class SharedStorageScheduler(SchedulerRole):
             timed=timed,
             namespace=self._requests.namespace,
         )
-        for request_id in tuple(self._loads):
-            self._forget_load(request_id)
-        return plan
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
         """Fetch the records that were used last, a few at a time, so that hits do not wait."""
@@ -219,14 +223,6 @@ class SharedStorageScheduler(SchedulerRole):
                 self.pool.fetch(record.key, record.first_token, groups)
         if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
-
-    def _plan_saves(self, step: StepView) -> tuple[Save, ...]:
-        if not (self._gets_reports and self._context.spec.saves):
-            return ()
-        saves = self._saves.plan(step)
-        if saves and self._announcer is not None:
-            self._announcer.planned(saves, step, self._requests.by_id)
-        return saves
 
     def has_pending_work(self) -> bool:
         return (
