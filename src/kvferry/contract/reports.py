@@ -178,10 +178,5 @@ class ReportRules:
 
 
 def _holds_sets(output: WorkerOutput) -> bool:
-    sets = (
-        output.finished_sending,
-        output.finished_recving,
-        output.failed_recving,
-        output.invalid_block_ids,
-    )
-    return all(isinstance(each, frozenset | set) for each in sets)
+    names = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
+    return all(isinstance(getattr(output, name), frozenset | set) for name in names)

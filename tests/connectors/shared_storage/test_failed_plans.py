@@ -62,14 +62,15 @@ def test_a_request_with_wrong_tables_takes_no_slots_and_stops_no_saves_of_others
     assert not build_plan(host, bad).saves
 
 
-def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch):
+@pytest.mark.parametrize("part", ["plan", "writes"])
+def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch, part):
     host = make_host(store=stored)
     role = host.scheduler
     host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
     request = host.add("reader", [*PROMPT, *range(50)])
     host.admit(request)
     with monkeypatch.context() as patch:
-        patch.setattr(role._saves, "plan", lambda _step: 1 / 0)
+        patch.setattr(role._saves, part, lambda *_: 1 / 0)
         plan = build_plan(host, request)
     assert plan.lost_block_ids
     check_pool(host.pool)
