@@ -71,7 +71,6 @@ class GuardedScheduler(SchedulerRole):
         """Wrap `role`.
 
         Args:
-            role: the scheduler role.
             observer: receives `hook_failed...` and `contract_violation` counts.
             block_size: tokens to which hits are rounded down: the block size, with several groups
                 their least common multiple. None: not checked, and a load that is lost fails all

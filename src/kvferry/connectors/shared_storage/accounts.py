@@ -32,7 +32,6 @@ class Accounts:
         """A request was admitted.
 
         Args:
-            request: the request.
             state: as its last look-up left it.
             stop: where its hit ends, local hit included.
             limit: where the longest hit would end that its whole chunks and blocks allow.

@@ -27,12 +27,7 @@ subscriber that misses a chunk asks another engine, one that expects a lost chun
 
 
 class Announcer:
-    """Runs in: scheduler thread; memory only.
-
-    Args:
-        store: its index is asked.
-        chunk_tokens: tokens per chunk.
-    """
+    """Asks the index of `store` only. Runs in: scheduler thread; memory only."""
 
     def __init__(self, store: Store, chunk_tokens: int) -> None:
         self._store = store

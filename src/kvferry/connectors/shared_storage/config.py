@@ -67,8 +67,6 @@ class Context:
     """The values that all parts of a role share.
 
     Attributes:
-        spec: the engine.
-        config: options.
         store: where records are; the builder of the connector closes it.
         observer: receives counts and events.
         tables: block tables of the host.

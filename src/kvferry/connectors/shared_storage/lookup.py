@@ -28,7 +28,6 @@ class Lookup:
     """Runs in: scheduler thread; memory only.
 
     Args:
-        context: of the connector.
         pool: holds chunks in memory.
         unreadable: chunks that are not offered although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.

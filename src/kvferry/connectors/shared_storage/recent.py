@@ -33,7 +33,6 @@ class RecentRecords:
 
     Args:
         store: listed if it can be.
-        schema: of this engine's records.
         count: how many at most.
         clock: monotonic seconds.
 

@@ -59,7 +59,6 @@ class Requests:
     Args:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
-        chunk_tokens: tokens per chunk.
 
     Attributes:
         namespace: digest that roots the keys of new requests.

@@ -33,9 +33,7 @@ class SavePlan:
     """Runs in: scheduler thread; memory only.
 
     Args:
-        context: of the connector.
         pool: assigns the slots.
-        requests: all live requests.
         unreadable: chunks to store again although the store may seem to have them.
         shared_writes: where several ranks write one record, else None.
 

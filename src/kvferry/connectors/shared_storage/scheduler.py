@@ -59,15 +59,11 @@ class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
     Args:
-        context: of the connector.
         namespace: digest that roots the chunk keys.
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
         recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
-
-    Attributes:
-        pool: the host pool.
     """
 
     def __init__(

@@ -46,9 +46,7 @@ class SharedWrites:
     Args:
         pool: where the ranks' parts are.
         store: creates the hidden files and commits them.
-        schema: of the records.
         world_size: ranks that each report once.
-        observer: receives counts.
     """
 
     def __init__(

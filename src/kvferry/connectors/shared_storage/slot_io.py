@@ -54,7 +54,6 @@ class SlotMemory:
     touched.
 
     Args:
-        num_slots: how many slots.
         slot_bytes: bytes that one slot must hold; rounded up to the alignment of O_DIRECT.
 
     Raises:
@@ -109,10 +108,8 @@ class SlotIO:
 
     Args:
         rows: which bytes of a record this rank holds.
-        memory: of the slots.
         store: from where and to where; not closed here.
         io_threads: reads at once, and twice as many as writes at once.
-        observer: receives counts.
     """
 
     def __init__(

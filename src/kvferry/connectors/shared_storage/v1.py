@@ -60,14 +60,8 @@ class ReqMeta:
     def make_meta(
         token_ids: Sequence[int], block_ids: Sequence[int], block_size: int, is_store: bool
     ) -> ReqMeta:
-        """Align to whole blocks and work out the slots.
-
-        Args:
-            token_ids: of the request.
-            block_ids: of its blocks, in token order.
-            block_size: tokens per block.
-            is_store: True to save, False to load.
-        """
+        """Align to whole blocks of `block_size` tokens and work out the slots; `block_ids` are in
+        token order."""
         num_tokens = align_to_block_size(len(token_ids), block_size)
         blocks = torch.tensor(block_ids, dtype=torch.long)
         slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()

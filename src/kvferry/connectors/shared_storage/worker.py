@@ -60,7 +60,6 @@ class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
     Args:
-        context: of the connector.
         rows: which bytes of a record this rank holds.
         num_slots: slots of the host pool, as many on every rank.
         setup: how the device of the engine's tensors is used.
