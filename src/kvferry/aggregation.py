@@ -72,6 +72,10 @@ class WorkerOutputFold:
     - `stats` add up by name; `events` are joined; `meta` is folded by its own `aggregate`. If one
       of these cannot be folded, it is dropped for this step, logged and counted; the ids above are
       kept.
+
+    Attributes:
+        expected_reports: ranks that report each id. A new value holds at the next `fold`, also for
+            the ids of which some ranks have reported before.
     """
 
     def __init__(self, expected_reports: int, *, observer: Observer | None = None) -> None:
@@ -88,7 +92,11 @@ class WorkerOutputFold:
         self._recving = _RankReports()
         self._failed: set[str] = set()
         self._faults = FaultLog(type(self).__name__, observer or Observer())
-        self._expected_reports = 0
+        if expected_reports < 1:
+            raise ConfigError(
+                f"{expected_reports} reports expected per request: at least one rank must report, "
+                "or nothing is ever released"
+            )
         self.expected_reports = expected_reports
 
     def __repr__(self) -> str:
@@ -96,21 +104,6 @@ class WorkerOutputFold:
             f"<{type(self).__name__} expected_reports={self.expected_reports} "
             f"sending={len(self._sending)} recving={len(self._recving)} failed={len(self._failed)}>"
         )
-
-    @property
-    def expected_reports(self) -> int:
-        """Ranks that report each id. A new value holds at the next `fold`, also for the ids of
-        which some ranks have reported before."""
-        return self._expected_reports
-
-    @expected_reports.setter
-    def expected_reports(self, count: int) -> None:
-        if count < 1:
-            raise ConfigError(
-                f"{count} reports expected per request: at least one rank must report, or nothing "
-                "is ever released"
-            )
-        self._expected_reports = count
 
     def fold(self, outputs: Sequence[WorkerOutput | None]) -> WorkerOutput:
         """One step's outputs as one; `EMPTY_OUTPUT` itself if there is nothing to report.
@@ -125,11 +118,11 @@ class WorkerOutputFold:
                 self._sending.add(rank, output.finished_sending)
                 self._recving.add(rank, output.finished_recving)
                 self._failed |= output.failed_recving
-        recving = self._recving.release(self._expected_reports)
+        recving = self._recving.release(self.expected_reports)
         failed = recving & self._failed
         self._failed -= failed
         folded = WorkerOutput(
-            finished_sending=self._sending.release(self._expected_reports),
+            finished_sending=self._sending.release(self.expected_reports),
             finished_recving=recving,
             failed_recving=failed,
             invalid_block_ids=frozenset().union(*(output.invalid_block_ids for output in present)),
@@ -223,15 +216,7 @@ class KVOutputAggregator:
     """
 
     def __init__(self, expected_finished_count: int, *, observer: Observer | None = None) -> None:
-        """Begin with no report.
-
-        Args:
-            expected_finished_count: ranks that report each id, at least 1.
-            observer: receives counts of faults.
-
-        Raises:
-            ConfigError: a count that is not at least 1.
-        """
+        """Begin with no report; arguments and errors as for `WorkerOutputFold`."""
         self._fold = WorkerOutputFold(expected_finished_count, observer=observer)
         self._held = EMPTY_OUTPUT  # folded, but there was no output to put it into
 
@@ -269,11 +254,7 @@ class KVOutputAggregator:
         """
         if not 0 <= output_rank < len(outputs):
             raise ContractError(f"output_rank is {output_rank}, there are {len(outputs)} outputs")
-        reports = [
-            None if output is None or output.kv_connector_output is None
-            else _as_v1(output.kv_connector_output)
-            for output in outputs
-        ]  # fmt: skip
+        reports = [_report_of(output) for output in outputs]
         counts = [report.expected_finished_count for report in reports if report is not None]
         if (count := max(counts, default=0)) > 0:
             # Ranks that disagree: the larger count releases late, the smaller one too early.
@@ -292,9 +273,11 @@ class KVOutputAggregator:
         return result
 
 
-def _as_v1(report: Any) -> KVConnectorOutput:  # noqa: ANN401 - the host's
-    """A host's own class as ours. Hosts before 0.32 have fewer of the fields."""
-    if isinstance(report, KVConnectorOutput):
+def _report_of(output: RunnerOutput | None) -> KVConnectorOutput | None:
+    """The report in an output, if any; a host's own class as ours. Hosts before 0.32 have fewer of
+    the fields."""
+    report = None if output is None else output.kv_connector_output
+    if report is None or isinstance(report, KVConnectorOutput):
         return report
     values = {field.name: getattr(report, field.name, None) for field in fields(KVConnectorOutput)}
     return KVConnectorOutput(**{name: v for name, v in values.items() if v is not None})

@@ -101,12 +101,9 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
     by_lower = {entry.lower(): entry for entry in sorted(known)}
     if not by_lower:
         return f"unknown {what} {name!r}; there are none"
-    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
-    hint = (
-        f"did you mean {by_lower[found[0]]!r}?"
-        if found
-        else (f"known: {', '.join(by_lower.values())}")
-    )
+    hint = f"known: {', '.join(by_lower.values())}"
+    for near in difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
+        hint = f"did you mean {by_lower[near]!r}?"
     return f"unknown {what} {name!r}; {hint}"
 
 

@@ -45,8 +45,7 @@ def open_parts(
     # It needs torch, which the names and options above do not.
     from kvferry.connectors.shared_storage.build import Parts
 
-    where = where or f"{name} options"
-    return Parts(spec, options, observer, where=where, schedules=schedules)
+    return Parts(spec, options, observer, where=where or f"{name} options", schedules=schedules)
 
 
 def create_roles(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 from kvferry.contract.messages import Plan
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
@@ -44,12 +48,19 @@ class FaultLog:
         self._observer = observer
         self._seen: dict[str, int] = {}
 
+    def call(self, hook: Callable[..., T], *args: object, otherwise: T, then: str) -> T:
+        """What `hook` returns; if it raises, `otherwise`, and the log says what happens `then`."""
+        try:
+            return hook(*args)
+        except Exception:
+            self.fault(getattr(hook, "__name__", "unnamed"), then)
+            return otherwise
+
     def fault(self, hook: str, consequence: str) -> None:
         """A hook raised. Called in an `except` block: the log line carries the traceback."""
         self._observer.count("hook_failed")
         self._observer.count(f"hook_failed_{hook}")
-        number = self._note(hook)
-        if number:
+        if number := self._note(hook):
             logger.exception(  # noqa: LOG004 - every caller is an exception handler
                 "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
             )
@@ -57,8 +68,7 @@ class FaultLog:
     def violation(self, rule: str, message: str) -> None:
         """The role answered something that the contract forbids."""
         self._observer.count("contract_violation")
-        number = self._note(rule)
-        if number:
+        if number := self._note(rule):
             logger.warning(
                 "%s breaks its contract (%s, %d so far): %s", self._role, rule, number, message
             )

@@ -71,7 +71,6 @@ class GuardedScheduler(SchedulerRole):
         """Wrap `role`.
 
         Args:
-            role: the scheduler role.
             observer: receives `hook_failed...` and `contract_violation` counts.
             block_size: tokens to which hits are rounded down: the block size, with several groups
                 their least common multiple. None: not checked, and a load that is lost fails all
@@ -84,17 +83,13 @@ class GuardedScheduler(SchedulerRole):
         self._clock = clock
         self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
         self._promises = Promises(block_size, clock, self._faults)
-        try:
-            self._empty_plan = role.empty_plan()
-        except Exception:
-            self._faults.fault("empty_plan", "a plan that cannot be built becomes a bare Plan()")
-            self._empty_plan = Plan()
+        self._empty_plan = self._faults.call(
+            role.empty_plan, otherwise=Plan(), then="a plan that cannot be built is a bare Plan()"
+        )
 
     def on_new_request(self, request: RequestView) -> None:
-        try:
-            self._role.on_new_request(request)
-        except Exception:
-            self._faults.fault("on_new_request", "the request goes on")
+        hook = self._role.on_new_request
+        self._faults.call(hook, request, otherwise=None, then="the request goes on")
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if self._promises.is_barred(request.request_id):
@@ -174,10 +169,8 @@ class GuardedScheduler(SchedulerRole):
 
     def update_output(self, output: WorkerOutput) -> None:
         self._promises.learn(output)
-        try:
-            self._role.update_output(output)
-        except Exception:
-            self._faults.fault("update_output", "the role did not learn what the workers did")
+        then = "the role did not learn what the workers did"
+        self._faults.call(self._role.update_output, output, otherwise=None, then=then)
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         request_id = request.request_id
@@ -210,31 +203,19 @@ class GuardedScheduler(SchedulerRole):
             return ()
 
     def take_stats(self) -> Mapping[str, float] | None:
-        try:
-            return self._role.take_stats()
-        except Exception:
-            self._faults.fault("take_stats", "its counters are lost")
-            return None
+        hook = self._role.take_stats
+        return self._faults.call(hook, otherwise=None, then="its counters are lost")
 
     def has_pending_work(self) -> bool:
-        try:
-            return self._role.has_pending_work()
-        except Exception:
-            self._faults.fault("has_pending_work", "the engine does not step for it")
-            return False
+        hook = self._role.has_pending_work
+        return self._faults.call(hook, otherwise=False, then="the engine does not step for it")
 
     def reset(self) -> bool:
-        try:
-            return self._role.reset()
-        except Exception:
-            self._faults.fault("reset", "reported as failed: stored KV may be stale")
-            return False
+        then = "reported as failed: stored KV may be stale"
+        return self._faults.call(self._role.reset, otherwise=False, then=then)
 
     def close(self) -> None:
-        try:
-            self._role.close()
-        except Exception:
-            self._faults.fault("close", "something may be left open")
+        self._faults.call(self._role.close, otherwise=None, then="something may be left open")
 
 
 class _OwedReports:
@@ -320,11 +301,9 @@ class GuardedWorker(WorkerRole):
         if isinstance(plan, RepairedPlan):
             lost = plan.lost_block_ids
             plan = plan.plan
-        try:
-            return self._role.planned_blocks(plan) | lost
-        except Exception:
-            self._faults.fault("planned_blocks", "failed loads of this plan may go unreported")
-            return lost
+        then = "failed loads of this plan may go unreported"
+        hook = self._role.planned_blocks
+        return lost | self._faults.call(hook, plan, otherwise=lost, then=then)
 
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
         if isinstance(plan, RepairedPlan):
@@ -418,18 +397,12 @@ class GuardedWorker(WorkerRole):
             self._saves_stopped = True
 
     def save(self) -> None:
-        if self._saves_stopped:
-            return
-        try:
-            self._role.save()
-        except Exception:
-            self._faults.fault("save", "this step saves nothing")
+        if not self._saves_stopped:
+            self._faults.call(self._role.save, otherwise=None, then="this step saves nothing")
 
     def wait(self, seconds: float) -> None:
-        try:
-            self._role.wait(seconds)
-        except Exception:
-            self._faults.fault("wait", "the step goes on without waiting")
+        then = "the step goes on without waiting"
+        self._faults.call(self._role.wait, seconds, otherwise=None, then=then)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         try:
@@ -441,13 +414,7 @@ class GuardedWorker(WorkerRole):
             return self._owed.add_to(EMPTY_OUTPUT)
 
     def end_step(self) -> None:
-        try:
-            self._role.end_step()
-        except Exception:
-            self._faults.fault("end_step", "the step is over nevertheless")
+        self._faults.call(self._role.end_step, otherwise=None, then="the step is over nevertheless")
 
     def close(self) -> None:
-        try:
-            self._role.close()
-        except Exception:
-            self._faults.fault("close", "something may be left open")
+        self._faults.call(self._role.close, otherwise=None, then="something may be left open")

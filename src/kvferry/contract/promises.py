@@ -81,9 +81,8 @@ class Promises:
 
     def lose(self, request_id: str) -> None:
         """The role may not know of this request's load, if one is due in the next plan."""
-        load = self._planned.get(request_id)
-        if load is not None:
-            self._lost[request_id] = load
+        if request_id in self._planned:
+            self._lost[request_id] = self._planned[request_id]
 
     def lose_plan(self) -> None:
         """The role could not build the plan: none of its loads is known to be in it."""

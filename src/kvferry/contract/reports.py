@@ -113,6 +113,9 @@ class ReportRules:
             return reported
         admitted = set()
         for request_id in reported | self._early:
+            was_early = request_id in self._early
+            self._early.discard(request_id)
+            last_report_given = self._ended.get(request_id)
             if request_id in self._loading:
                 # The end of the load frees the blocks; a second report for the id kills the host.
                 self._violation(
@@ -120,26 +123,21 @@ class ReportRules:
                     f"{request_id!r} in finished_sending while its load is under way: "
                     "request_finished must return delay_free=False for it",
                 )
-                self._early.discard(request_id)
-                continue
-            last_report_given = self._ended.get(request_id)
-            if last_report_given is None:
-                if request_id not in self._early:
+            elif last_report_given is None:
+                if not was_early:
                     self._violation(
                         "sending_early",
                         f"{request_id!r} in finished_sending before the host said that it ended: "
                         "held back until then",
                     )
-                    self._early.add(request_id)
-                continue
-            self._early.discard(request_id)
-            if last_report_given:
+                self._early.add(request_id)
+            elif last_report_given:
                 self._violation(
                     "finished_sending", f"{request_id!r} was reported before: each id is once"
                 )
-                continue
-            self._ended[request_id] = True
-            admitted.add(request_id)
+            else:
+                self._ended[request_id] = True
+                admitted.add(request_id)
         return frozenset(admitted)
 
     def _failed_recving(self, reported: frozenset[str], recving: frozenset[str]) -> frozenset[str]:
@@ -180,10 +178,5 @@ class ReportRules:
 
 
 def _holds_sets(output: WorkerOutput) -> bool:
-    sets = (
-        output.finished_sending,
-        output.finished_recving,
-        output.failed_recving,
-        output.invalid_block_ids,
-    )
-    return all(isinstance(each, frozenset | set) for each in sets)
+    names = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
+    return all(isinstance(getattr(output, name), frozenset | set) for name in names)

@@ -53,8 +53,6 @@ class EngineSpec:
     tables: tuple[TablePart, ...] | None = None
 
     def __post_init__(self) -> None:
-        for part in self.tables or ():
-            self._check_part(part)
         if self.tables is not None:
             self._check_tables(self.tables)
 
@@ -94,6 +92,7 @@ class EngineSpec:
         kinds: dict[int, tuple[int, int | None]] = {}
         layers: list[list[int]] = [[] for _ in self.groups]
         for part in parts:
+            self._check_part(part)
             kind = (part.block_size, part.window)
             if kinds.setdefault(part.table, kind) != kind:
                 raise ConfigError(

@@ -17,6 +17,7 @@ from kvferry.testing.host import SimulatedHost
 from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
+from tests.connectors.shared_storage.pools import check_pool
 
 
 def make_groups(
@@ -72,6 +73,6 @@ def make_shared_storage_host(
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
-        check=scheduler.pool.check_integrity,
+        check=lambda: check_pool(scheduler.pool),
     )
     return host, parts

@@ -27,6 +27,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep
 from tests.connectors.shared_storage.hosts import make_groups
+from tests.connectors.shared_storage.pools import check_pool
 from tests.connectors.shared_storage.simulated_device import job_without_a_thread
 
 from .keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, open_store, wait_for
@@ -61,17 +62,18 @@ def test_a_request_with_wrong_tables_takes_no_slots_and_stops_no_saves_of_others
     assert not build_plan(host, bad).saves
 
 
-def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch):
+@pytest.mark.parametrize("part", ["plan", "writes"])
+def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch, part):
     host = make_host(store=stored)
     role = host.scheduler
     host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
     request = host.add("reader", [*PROMPT, *range(50)])
     host.admit(request)
     with monkeypatch.context() as patch:
-        patch.setattr(role._saves, "plan", lambda _step: 1 / 0)
+        patch.setattr(role._saves, part, lambda *_: 1 / 0)
         plan = build_plan(host, request)
     assert plan.lost_block_ids
-    host.pool.check_integrity()
+    check_pool(host.pool)
     assert host.pool.num_taken == 0
     assert not build_plan(host, request).plan.loads
 

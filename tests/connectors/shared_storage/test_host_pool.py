@@ -20,6 +20,7 @@ from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
+from tests.connectors.shared_storage.pools import check_pool, slot_at
 
 GROUPS = frozenset([0, 1])
 A, B, C, D = (make_key(number) for number in range(4))
@@ -38,7 +39,7 @@ def hold(pool: HostPool, key: ChunkKey, groups: frozenset[int] = GROUPS) -> Slot
     while slot.num_filling:
         pool.filled(slot.index)
     pool.unpin(slot)
-    pool.check_integrity()
+    check_pool(pool)
     return slot
 
 
@@ -54,10 +55,12 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     assert pool.take_orders() == ((Fetch(SlotChunk(slot.index, A, 8), (0, 1)),), ())
     assert pool.take_orders() == ((), ())
     assert not pool.has_orders
-    assert pool.filled(slot.index, 0.25) is None
+    assert pool.filled(slot.index, 0.25) is slot
+    assert slot.filling
     assert not pool.holds(A, GROUPS)
     assert pool.is_filling
     assert pool.filled(slot.index, 0.125) is slot
+    assert not slot.filling
     assert pool.holds(A, GROUPS)
     assert not pool.is_filling
     assert slot.seconds == 0.25
@@ -66,7 +69,7 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     assert pool.num_taken == 0
     assert pool.fetch(A, 8, GROUPS) is slot
     assert not pool.has_orders, "what is held is not read again"
-    pool.check_integrity()
+    check_pool(pool)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -83,7 +86,7 @@ def test_a_chunk_that_one_rank_missed_is_not_held_and_its_slot_is_free_when_all_
     pool.unpin(slot)
     assert pool.num_taken == 0
     assert pool.fetch(B, 0, GROUPS).index == slot.index
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_groups_that_are_held_are_not_fetched_again():
@@ -99,7 +102,7 @@ def test_groups_that_are_held_are_not_fetched_again():
     pool.filled(slot.index, missed=True)
     assert pool.holds(A, frozenset([0]))
     assert not pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_until_its_end():
@@ -116,7 +119,7 @@ def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_u
     pool.filled(slot.index)  # it came all the same
     assert not pool.holds(A, GROUPS), "nobody is told of it"
     assert pool.fetch(B, 0, GROUPS) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_that_no_plan_carried_is_taken_back():
@@ -129,7 +132,7 @@ def test_a_fetch_that_no_plan_carried_is_taken_back():
     assert pool.num_taken == 0
     assert pool.filled(slot.index) is None, "of a report that nobody expects"
     assert pool.fetch(B, 0, GROUPS).index == slot.index
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
@@ -144,7 +147,7 @@ def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
     assert pool.fetch(B, 0, GROUPS) is None, "the read goes on"
     pool.filled(slot.index)
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
@@ -157,7 +160,7 @@ def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
     assert not pool.has_orders
     pool.unpin(slot)
     assert pool.take_orders() == ((), (slot.index,))
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
@@ -168,7 +171,7 @@ def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
         assert pool.filled(index, missed=True) is None
         assert pool.written(index) is None
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 # -- saves --------------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_writ
     assert pool.num_taken == 0
     assert pool.fetch(B, 0, GROUPS) is not None
     assert pool.find(A) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
@@ -201,7 +204,7 @@ def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
     assert pool.find(A) is None
     assert not pool.is_writing
     assert pool.num_taken == 0
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
@@ -212,7 +215,7 @@ def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     pool.end_writes(slot)
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 0
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_half_of_the_slots_are_written_at_once():
@@ -224,7 +227,7 @@ def test_half_of_the_slots_are_written_at_once():
     assert pool.save(C, 0) is None, "copied is not written"
     pool.written(first.index)
     assert pool.save(C, 0) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_a_save_takes_the_place_of_what_was_held_in_part():
@@ -234,7 +237,7 @@ def test_a_save_takes_the_place_of_what_was_held_in_part():
     pool.filled(slot.index)
     pool.written(slot.index)
     assert pool.holds(A, GROUPS)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_what_is_held_in_part_and_pinned_is_not_saved_over():
@@ -245,7 +248,7 @@ def test_what_is_held_in_part_and_pinned_is_not_saved_over():
     assert pool.find(A) is slot
     pool.unpin(slot)
     assert pool.save(A, 0) is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 # -- eviction -----------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ def test_a_pinned_slot_is_never_taken():
     pool.pin(pool.find(C))
     assert pool.fetch(D, 0, GROUPS) is None
     assert pool.save(D, 0) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
@@ -284,7 +287,7 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     unsent = pool.fetch(C, 0, GROUPS)
     saving = pool.save(D, 0)
     pool.clear()
-    pool.check_integrity()
+    check_pool(pool)
     assert [pool.find(key) for key in (A, B, C, D)] == [None] * 4
     assert pool.num_taken == 2
     assert not pool.take_orders()[0]
@@ -295,7 +298,7 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     assert not pool.holds(B, GROUPS)
     assert not pool.holds(D, GROUPS)
     assert pool.filled(unsent.index) is None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_what_is_dropped_is_held_no_more_unless_another_counts_on_it():
@@ -307,7 +310,7 @@ def test_what_is_dropped_is_held_no_more_unless_another_counts_on_it():
         pool.drop(key)
     assert [pool.find(key) for key in (A, B, C)] == [pinned, None, writing]
     assert idle is not None
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_its_repr_counts_slots_by_state():
@@ -323,7 +326,7 @@ def test_integrity_is_checked():
     slot = hold(pool, A)
     slot.pins = 1
     with pytest.raises(AssertionError, match="should be idle"):
-        pool.check_integrity()
+        check_pool(pool)
 
 
 # -- random use, beside a simple model ----------------------------------------------------------
@@ -450,7 +453,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = sorted(i for i, c in self.chunks.items() if c.is_known and c.held)
         if held:
             index = data.draw(st.sampled_from(held))
-            self.pool.pin(self.pool.assigned(index))
+            self.pool.pin(slot_at(self.pool, index))
             self.chunks[index].pins += 1
             self.settle(index)
 
@@ -463,7 +466,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def end_pin(self, index: int) -> None:
         chunk = self.chunks[index]
-        self.pool.unpin(self.pool.assigned(index))
+        self.pool.unpin(slot_at(self.pool, index))
         chunk.pins -= 1
         if not chunk.pins and chunk.filling and not chunk.held and not chunk.is_save:
             chunk.is_known = False
@@ -513,7 +516,7 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.pool.filled(index, missed=missed)
         chunk.filling_ranks.discard(rank)
         chunk.failed |= missed
-        assert (slot is None) == bool(chunk.filling_ranks)
+        assert bool(slot.filling) == bool(chunk.filling_ranks)
         if chunk.filling_ranks:
             return
         if not chunk.failed:
@@ -548,7 +551,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_reports = 0
         for index, chunk in list(self.chunks.items()):
             while chunk.pins:  # as a reset does first
-                self.pool.unpin(self.pool.assigned(index))
+                self.pool.unpin(slot_at(self.pool, index))
                 chunk.pins -= 1
             if chunk.filling and not chunk.held and not chunk.is_save and chunk.is_known:
                 chunk.is_known = False
@@ -567,9 +570,9 @@ class PoolMachine(RuleBasedStateMachine):
     def equals_the_model(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check_integrity()
+        check_pool(self.pool)
         for index in range(self.num_slots):
-            slot, chunk = self.pool.assigned(index), self.chunks.get(index)
+            slot, chunk = slot_at(self.pool, index), self.chunks.get(index)
             assert (slot is None) == (chunk is None), index
             if slot is None or chunk is None:
                 continue

@@ -21,6 +21,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep
 from kvferry.types import ChunkKey
+from tests.connectors.shared_storage.pools import check_pool, slot_at
 
 from .keeping import (
     NUM_CHUNKS,
@@ -105,7 +106,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     stalled = Stalled(make_host, two_prompts, world_size, num_slots=NUM_CHUNKS + 3)
     host = stalled.host
     request = stalled.give_up()
-    stuck = {index for index in range(host.pool.num_slots) if host.pool.assigned(index)}
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
     assert len(stuck) == NUM_CHUNKS
     host.prefill(request)
     host.finish(request)
@@ -116,7 +117,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
 
     def are_held() -> bool:
         host.step([])
-        assert all(host.pool.assigned(index).is_busy for index in stuck)
+        assert all(slot_at(host.pool, index).is_busy for index in stuck)
         return all(host.pool.holds(key, frozenset([0])) for key in first_three)
 
     wait_for(are_held)
@@ -128,7 +129,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     host.prefill(other)
     host.finish(other)
     host.step([])
-    assert all(host.pool.assigned(index).is_busy for index in stuck)
+    assert all(slot_at(host.pool, index).is_busy for index in stuck)
     stalled.gate.release()
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40
@@ -157,7 +158,7 @@ def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request
     stalled = Stalled(make_host, two_prompts)
     host = stalled.host
     host.finish(stalled.give_up())
-    stuck = {index for index in range(host.pool.num_slots) if host.pool.assigned(index)}
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
     request = host.add("next", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     slots = {host.pool.find(key).index for key in keys_of(host)}
@@ -310,7 +311,7 @@ def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: 
         assert gate.wait_for_arrival()
     old_keys = keys_of(host)
     assert host.scheduler.reset()
-    host.pool.check_integrity()
+    check_pool(host.pool)
     assert host.pool.num_taken == (NUM_CHUNKS if planned else 0)
     assert host.scheduler.lookup(request, 0).num_tokens == 0
     host.step([])
@@ -339,7 +340,7 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
     wait_for(lambda: (host.step([]), gate.wait_for_arrival(0.01))[1])
     assert host.pool.is_writing
     assert host.scheduler.reset()
-    host.pool.check_integrity()
+    check_pool(host.pool)
     host.finish(request)
     again = host.add("of this epoch", PROMPT)
     assert host.admit(again) == 0
@@ -393,7 +394,7 @@ def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) ->
             pass
         outputs.append(step.output)
     host.scheduler.update_output(host._fold.fold(outputs))
-    host.pool.check_integrity()
+    check_pool(host.pool)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import HostStep
 from tests.connectors.shared_storage.hosts import make_groups
+from tests.connectors.shared_storage.pools import check_pool
 
 from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
 
@@ -270,6 +271,6 @@ def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
         ended = Filled(slot, PUT_OFF if rank == putting_off else None)
         report = RankReport(rank=rank, pool=host.pool.pool_id, filled=[ended])
         host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
-        host.pool.check_integrity()
+        check_pool(host.pool)
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     assert [save.chunk.key for save in plan.saves] == [key]

@@ -4,16 +4,13 @@ reason. Sends an event for each hit, miss, fetch and write."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import Slot
+from kvferry.connectors.shared_storage.requests import RequestState
 from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Event
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import Slot
-    from kvferry.connectors.shared_storage.requests import RequestState
-    from kvferry.types import RequestView
+from kvferry.types import RequestView
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
@@ -35,7 +32,6 @@ class Accounts:
         """A request was admitted.
 
         Args:
-            request: the request.
             state: as its last look-up left it.
             stop: where its hit ends, local hit included.
             limit: where the longest hit would end that its whole chunks and blocks allow.

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.messages import Save
+from kvferry.connectors.shared_storage.requests import RequestState
 from kvferry.contract.messages import ChunksRemoved, ChunkStored
-from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.messages import Save
-    from kvferry.connectors.shared_storage.requests import RequestState
-    from kvferry.store.base import Store
-    from kvferry.types import StepView
+from kvferry.store.base import Store
+from kvferry.types import ChunkKey, StepView
 
 CHECKS_PER_STEP = 32
 
@@ -31,12 +27,7 @@ subscriber that misses a chunk asks another engine, one that expects a lost chun
 
 
 class Announcer:
-    """Runs in: scheduler thread; memory only.
-
-    Args:
-        store: its index is asked.
-        chunk_tokens: tokens per chunk.
-    """
+    """Asks the index of `store` only. Runs in: scheduler thread; memory only."""
 
     def __init__(self, store: Store, chunk_tokens: int) -> None:
         self._store = store

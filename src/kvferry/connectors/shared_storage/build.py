@@ -33,13 +33,8 @@ logger = logging.getLogger(__name__)
 class Parts:
     """The parts that both roles of one process share. Close it once, after both roles.
 
-    Args:
-        spec: the engine.
-        options: fields of `SharedStorageConfig`.
-        observer: receives counts.
-        store: instead of the store that the options name; it is closed here, too.
-        where: the owner of the options, the start of messages about them.
-        schedules: whether this process has the scheduler role, which alone looks keys up.
+    Arguments as for `kvferry.connectors.registry.open_parts`; `store` replaces the store that the
+    options name, and is closed here, too.
 
     Raises:
         ConfigError: an option, or a store that cannot hold one chunk of this model.

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvferry.blocks.tables import Tables
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvferry.blocks.tables import Tables
-    from kvferry.contract.spec import EngineSpec
-    from kvferry.observe import Observer
-    from kvferry.store.base import Store
+from kvferry.observe import Observer
+from kvferry.store.base import Store
 
 REPLACED = {
     "staging_bytes": "memory_bytes replaces it",
@@ -70,8 +67,6 @@ class Context:
     """The values that all parts of a role share.
 
     Attributes:
-        spec: the engine.
-        config: options.
         store: where records are; the builder of the connector closes it.
         observer: receives counts and events.
         tables: block tables of the host.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
@@ -137,11 +137,9 @@ class HostPool:
         Returns:
             The slot, which the caller pins; None if every slot is pinned or busy.
         """
-        slot = self._by_key.get(key)
+        slot = self._by_key.get(key) or self._assign(key, first_token)
         if slot is None:
-            slot = self._assign(key, first_token)
-            if slot is None:
-                return None
+            return None
         if slot.filling or groups <= slot.held:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
@@ -236,19 +234,16 @@ class HostPool:
     # -- reports --------------------------------------------------------------------------------
 
     def filled(self, index: int, seconds: float = 0.0, *, missed: bool = False) -> Slot | None:
-        """A rank reports the end of a fetch, or of the copy of a save.
-
-        Returns:
-            The slot once all ranks have reported; None before.
-        """
-        slot = self.assigned(index)
+        """A rank reports the end of a fetch, or of the copy of a save. The slot, which still fills
+        until all ranks have reported; None if no end was expected of it."""
+        slot = self._slots.get(index)
         if slot is None or slot.num_filling == 0:
             return None
         slot.num_filling -= 1
         slot.failed |= missed
         slot.seconds = max(slot.seconds, seconds)
         if slot.num_filling:
-            return None
+            return slot
         self._num_filling -= 1
         if not slot.failed:
             slot.held |= slot.filling
@@ -263,7 +258,7 @@ class HostPool:
 
     def written(self, index: int) -> Slot | None:
         """A rank reports the end of a write. The slot, or None if no write was expected of it."""
-        slot = self.assigned(index)
+        slot = self._slots.get(index)
         if slot is None or slot.num_writing == 0:
             return None
         slot.num_writing -= 1
@@ -278,10 +273,6 @@ class HostPool:
             slot.num_writing = 0
             self._num_writing -= 1
         self._settle(slot)
-
-    def assigned(self, index: int) -> Slot | None:
-        """The slot at a place, also one that was given up."""
-        return self._slots.get(index)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -319,52 +310,10 @@ class HostPool:
             del self._slots[slot.index]
             self._free.append(slot.index)
 
-    def check_integrity(self) -> None:
-        """Account for every slot. For tests and fault reports.
-
-        Raises:
-            AssertionError: one is lost, is in two places, or is in a wrong state.
-        """
-        assigned = self._slots
-        places = [*self._free, *assigned]
-        _check(sorted(places) == list(range(len(places))), f"slots in two places: {places}")
-        _check(len(places) <= self.num_slots, f"{len(places)} places, {self.num_slots} slots")
-        for index, slot in assigned.items():
-            is_idle = not (slot.pins or slot.is_busy)
-            _check(slot.pins >= 0 and slot.index == index, f"wrong pins or index: {slot}")
-            _check(
-                bool(slot.filling) == (slot.num_filling > 0),
-                f"{slot}: groups and ranks that fill it disagree",
-            )
-            _check(
-                (self._idle.get(slot.key) is slot) == is_idle, f"{slot} should be idle: {is_idle}"
-            )
-            if self._by_key.get(slot.key) is slot:
-                _check(bool(slot.held or slot.filling), f"{slot} holds nothing")
-        found = [slot for slot in self._by_key.values() if assigned.get(slot.index) is not slot]
-        _check(not found, f"keys of slots that have another chunk: {found}")
-        _check(
-            self._num_filling == _count(assigned, lambda s: s.num_filling > 0),
-            "number of slots that are filling",
-        )
-        _check(
-            self._num_writing == _count(assigned, lambda s: s.num_writing > 0),
-            "number of slots that are written",
-        )
-
     def __repr__(self) -> str:
-        assigned = self._slots
+        num_pinned = sum(slot.pins > 0 for slot in self._slots.values())
         return (
-            f"<HostPool {self.num_slots} slots: {self.num_slots - len(assigned)} free, "
-            f"{len(self._idle)} idle, {_count(assigned, lambda s: s.pins > 0)} pinned, "
+            f"<HostPool {self.num_slots} slots: {self.num_slots - len(self._slots)} free, "
+            f"{len(self._idle)} idle, {num_pinned} pinned, "
             f"{self._num_filling} filling, {self._num_writing} writing>"
         )
-
-
-def _count(slots: dict[int, Slot], is_so: Callable[[Slot], bool]) -> int:
-    return sum(is_so(slot) for slot in slots.values())
-
-
-def _check(is_so: bool, otherwise: str) -> None:
-    if not is_so:
-        raise AssertionError(otherwise)

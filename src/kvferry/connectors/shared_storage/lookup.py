@@ -14,25 +14,20 @@ these are fetched, too, until the deadline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import SlotChunk
+from kvferry.connectors.shared_storage.policy import LoadPolicy
+from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
-from kvferry.errors import ContractError
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool
-    from kvferry.connectors.shared_storage.policy import LoadPolicy
-    from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
-    from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey
 
 
 class Lookup:
     """Runs in: scheduler thread; memory only.
 
     Args:
-        context: of the connector.
         pool: holds chunks in memory.
         unreadable: chunks that are not offered although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.
@@ -87,14 +82,9 @@ class Lookup:
 
     def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
-        chunks = []
-        for number in self._numbers(start, stop):
-            key = state.keys.keys[number]
-            slot = self._pool.find(key)
-            if slot is None:
-                raise ContractError(f"chunk {number} of a promised hit is not held")
-            chunks.append(SlotChunk(slot.index, key, number * self._chunk))
-        return tuple(chunks)
+        numbered = [(state.keys.keys[number], number) for number in self._numbers(start, stop)]
+        slots = {slot.key: slot.index for slot in state.pinned}
+        return tuple(SlotChunk(slots[key], key, number * self._chunk) for key, number in numbered)
 
     def release(self, state: RequestState) -> None:
         """End the pins of a request."""

@@ -103,11 +103,8 @@ class LoadPolicy:
         """Whether to start loading a hit. Counts refusals so that it probes again."""
         if self._load_rate is None or self._compute_rate is None:
             return True
-        if self._lost_in_a_row < MIN_LOST:
-            self._refused = 0
-            return True
         loses_by = num_tokens / self._load_rate - num_tokens / self._compute_rate
-        if loses_by <= SLACK_SECONDS:
+        if self._lost_in_a_row < MIN_LOST or loses_by <= SLACK_SECONDS:
             self._refused = 0
             return True
         self._refused += 1

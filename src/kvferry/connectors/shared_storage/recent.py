@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
-from kvferry.store.base import SupportsScan
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Entry, Store, SupportsScan
 from kvferry.store.io_pool import IOPool, Job
-
-if TYPE_CHECKING:
-    from kvferry.record.schema import RecordSchema
-    from kvferry.store.base import Entry, Store
-    from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey
 
 FILL_SECONDS = 10.0
 """How long the store is listed and read. A host is kept stepping meanwhile."""
@@ -37,7 +33,6 @@ class RecentRecords:
 
     Args:
         store: listed if it can be.
-        schema: of this engine's records.
         count: how many at most.
         clock: monotonic seconds.
 
@@ -47,11 +42,7 @@ class RecentRecords:
     """
 
     def __init__(
-        self,
-        store: Store,
-        schema: RecordSchema,
-        count: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, schema: RecordSchema, count: int, clock: Callable[[], float]
     ) -> None:
         self._store = store
         self._schema = schema

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.host_pool import Slot
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.host_pool import Slot
-    from kvferry.types import ChunkKey, RequestView
+from kvferry.types import ChunkKey, RequestView
 
 UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored again. Not for
@@ -62,7 +59,6 @@ class Requests:
     Args:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
-        chunk_tokens: tokens per chunk.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
@@ -100,13 +96,7 @@ class UnreadableKeys:
         self._until: dict[bytes, float] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        if not self._until:
-            return False
-        until = self._until.get(key)
-        if until is not None and self._clock() >= until:
-            del self._until[key]
-            return False
-        return until is not None
+        return key in self._until and self._clock() < self._until[key]
 
     def add(self, keys: Iterable[bytes]) -> None:
         if len(self._until) > MAX_UNREADABLE:

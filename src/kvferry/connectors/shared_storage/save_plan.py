@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import (
     PUT_OFF,
     Filled,
@@ -15,19 +16,11 @@ from kvferry.connectors.shared_storage.messages import (
     SlotChunk,
     Write,
 )
+from kvferry.connectors.shared_storage.requests import Requests, RequestState, UnreadableKeys
+from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult, SupportsProbe
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.connectors.shared_storage.requests import (
-        Requests,
-        RequestState,
-        UnreadableKeys,
-    )
-    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
-    from kvferry.types import ChunkKey, ScheduledRequest, StepView
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +33,7 @@ class SavePlan:
     """Runs in: scheduler thread; memory only.
 
     Args:
-        context: of the connector.
         pool: assigns the slots.
-        requests: all live requests.
         unreadable: chunks to store again although the store may seem to have them.
         shared_writes: where several ranks write one record, else None.
 
@@ -139,10 +130,12 @@ class SavePlan:
                 self._context.observer.count("save_out_of_window")
                 state.next_save += 1
                 continue
-            slot = self._assign(keys[index], first)
+            slot = self._pool.save(keys[index], first)
             if slot is None:
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
+            if self._shared_writes is not None:
+                self._shared_writes.begin(slot)
             saves.append(Save(SlotChunk(slot.index, keys[index], first), blocks))
             state.next_save += 1
 
@@ -154,12 +147,6 @@ class SavePlan:
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
         return self._context.store.contains(key) and key not in self._unreadable
-
-    def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        slot = self._pool.save(key, first_token)
-        if slot is not None and self._shared_writes is not None:
-            self._shared_writes.begin(slot)
-        return slot
 
     def writes(self) -> tuple[Write, ...]:
         """The parts of saved chunks that the ranks can write now."""

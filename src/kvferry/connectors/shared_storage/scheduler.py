@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvferry.connectors.shared_storage.accounts import Accounts
 from kvferry.connectors.shared_storage.announce import Announcer
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.lookup import Lookup
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
@@ -29,8 +31,10 @@ from kvferry.connectors.shared_storage.messages import (
     SharedStoragePlan,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
-from kvferry.connectors.shared_storage.requests import Requests, UnreadableKeys
+from kvferry.connectors.shared_storage.recent import RecentRecords
+from kvferry.connectors.shared_storage.requests import Requests, RequestState, UnreadableKeys
 from kvferry.connectors.shared_storage.save_plan import SavePlan
+from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.contract.messages import (
     FREE_NOW,
     FinishResult,
@@ -45,13 +49,6 @@ from kvferry.record.check import MissReason
 from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.config import Context
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.connectors.shared_storage.recent import RecentRecords
-    from kvferry.connectors.shared_storage.requests import RequestState
-    from kvferry.connectors.shared_storage.shared_writes import SharedWrites
-
 logger = logging.getLogger(__name__)
 
 RECENT_CLOSE_SECONDS = 0.5
@@ -62,15 +59,11 @@ class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
     Args:
-        context: of the connector.
         namespace: digest that roots the chunk keys.
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
         recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
-
-    Attributes:
-        pool: the host pool.
     """
 
     def __init__(
@@ -182,12 +175,19 @@ class SharedStorageScheduler(SchedulerRole):
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_load(request_id)
         try:
-            saves = self._plan_saves(step)
-        except Exception:
-            # The guard reports the loads of this plan as failed: no later plan may bring them.
+            return self._plan(step)
+        finally:
+            # The plan has the loads. Without a plan, the guard reports them as failed: no later one
+            # may bring them.
             for request_id in tuple(self._loads):
                 self._forget_load(request_id)
-            raise
+
+    def _plan(self, step: StepView) -> Plan:
+        saves: tuple[Save, ...] = ()
+        if self._gets_reports and self._context.spec.saves:
+            saves = self._saves.plan(step)
+            if saves and self._announcer is not None:
+                self._announcer.planned(saves, step, self._requests.by_id)
         writes = self._saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
@@ -196,7 +196,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not (self._loads or saves or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.take_orders()
-        plan = SharedStoragePlan(
+        return SharedStoragePlan(
             pool=self.pool.pool_id,
             fetches=fetches,
             cancels=cancels,
@@ -207,9 +207,6 @@ class SharedStorageScheduler(SchedulerRole):
             timed=timed,
             namespace=self._requests.namespace,
         )
-        for request_id in tuple(self._loads):
-            self._forget_load(request_id)
-        return plan
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
         """Fetch the records that were used last, a few at a time, so that hits do not wait."""
@@ -222,14 +219,6 @@ class SharedStorageScheduler(SchedulerRole):
                 self.pool.fetch(record.key, record.first_token, groups)
         if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
-
-    def _plan_saves(self, step: StepView) -> tuple[Save, ...]:
-        if not (self._gets_reports and self._context.spec.saves):
-            return ()
-        saves = self._saves.plan(step)
-        if saves and self._announcer is not None:
-            self._announcer.planned(saves, step, self._requests.by_id)
-        return saves
 
     def has_pending_work(self) -> bool:
         return (
@@ -268,11 +257,10 @@ class SharedStorageScheduler(SchedulerRole):
             self._saves.learn_failures(report)
 
     def _learn_filled(self, filled: Filled) -> None:
-        slot = self.pool.assigned(filled.slot)
-        if slot is None or not slot.filling:
-            return
         is_missed = filled.missed is not None
-        by_all_ranks = self.pool.filled(filled.slot, filled.seconds, missed=is_missed) is not None
+        slot = self.pool.filled(filled.slot, filled.seconds, missed=is_missed)
+        if slot is None:
+            return
         if slot.is_save:
             if is_missed:
                 self._saves.learn_missed(slot, filled)
@@ -280,7 +268,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
             if filled.missed != MissReason.CANCELLED:
                 self._unreadable.add((slot.key,))
-        elif by_all_ranks and not slot.failed:
+        elif not slot.filling and not slot.failed:
             self._accounts.ended("fetch", slot, None, slot.seconds)
 
     # -- ends -----------------------------------------------------------------------------------

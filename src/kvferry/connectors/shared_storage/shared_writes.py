@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.messages import Saved, Write
+from kvferry.observe import Observer
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema
 from kvferry.store.base import PutResult, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
-
-if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
-    from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +46,7 @@ class SharedWrites:
     Args:
         pool: where the ranks' parts are.
         store: creates the hidden files and commits them.
-        schema: of the records.
         world_size: ranks that each report once.
-        observer: receives counts.
     """
 
     def __init__(

@@ -16,32 +16,20 @@ import logging
 import mmap
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvferry.connectors.shared_storage.messages import (
-    Fetch,
-    Filled,
-    RankReport,
-    Saved,
-    SlotChunk,
-)
+from kvferry.blocks.copies import Gathered
+from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.messages import Fetch, Filled, RankReport, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
+from kvferry.layout.streams import Mark
+from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import ALIGN
-from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.base import PutResult, Store, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvferry.blocks.copies import Gathered
-    from kvferry.blocks.rows import RankRows
-    from kvferry.layout.streams import Mark
-    from kvferry.observe import Observer
-    from kvferry.record.schema import RecordSchema
-    from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +54,6 @@ class SlotMemory:
     touched.
 
     Args:
-        num_slots: how many slots.
         slot_bytes: bytes that one slot must hold; rounded up to the alignment of O_DIRECT.
 
     Raises:
@@ -74,7 +61,6 @@ class SlotMemory:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
         self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
         num_bytes = num_slots * self.slot_bytes
         # Private, since Linux gives large pages to such memory only.
@@ -122,10 +108,8 @@ class SlotIO:
 
     Args:
         rows: which bytes of a record this rank holds.
-        memory: of the slots.
         store: from where and to where; not closed here.
         io_threads: reads at once, and twice as many as writes at once.
-        observer: receives counts.
     """
 
     def __init__(
@@ -160,22 +144,18 @@ class SlotIO:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start to read a chunk. Never blocks."""
-        slot = fetch.chunk.slot
-        # Groups that are read again are not held until they are verified.
-        held = self.groups_held(fetch.chunk) - frozenset(fetch.groups)
-        self._contents[slot] = fetch.chunk.key, held
-        self._reads[slot] = (fetch, self.read_pool.submit(self._read(fetch)))
-
-    def _read(self, fetch: Fetch) -> Callable[[Job[Filled]], Filled]:
         started = time.monotonic()
         chunk, schema = fetch.chunk, self._rows.schema
-        slot = self._memory.slot(chunk.slot)
+        # Groups that are read again are not held until they are verified.
+        held = self.groups_held(chunk) - frozenset(fetch.groups)
+        self._contents[chunk.slot] = chunk.key, held
+        memory = self._memory.slot(chunk.slot)
         mark = self._read_by_device.get(chunk.slot)
         record = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
-            head=self._rows.head_of(slot),
-            buffer_for=lambda piece: self._rows.piece_of(slot, piece),
+            head=self._rows.head_of(memory),
+            buffer_for=lambda piece: self._rows.piece_of(memory, piece),
             parts=self._rows.parts_of(frozenset(fetch.groups)),
         )
 
@@ -186,7 +166,7 @@ class SlotIO:
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds)
 
-        return run
+        self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
 
     def cancel(self, slot: int) -> None:
         """Let a read end early. Its end is reported nevertheless."""

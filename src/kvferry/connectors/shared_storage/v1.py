@@ -60,14 +60,8 @@ class ReqMeta:
     def make_meta(
         token_ids: Sequence[int], block_ids: Sequence[int], block_size: int, is_store: bool
     ) -> ReqMeta:
-        """Align to whole blocks and work out the slots.
-
-        Args:
-            token_ids: of the request.
-            block_ids: of its blocks, in token order.
-            block_size: tokens per block.
-            is_store: True to save, False to load.
-        """
+        """Align to whole blocks of `block_size` tokens and work out the slots; `block_ids` are in
+        token order."""
         num_tokens = align_to_block_size(len(token_ids), block_size)
         blocks = torch.tensor(block_ids, dtype=torch.long)
         slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()
@@ -188,13 +182,12 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served; set it to 1"
         )
     config = effective_config(Path(model.model))
-    heads, layers, head_dim = (_geometry(config, name) for name in _GEOMETRY)
     dtype = vllm_config.cache_config.cache_dtype
     world, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
     group = KVGroup(
-        num_layers=layers,
-        num_kv_heads=heads,
-        content_size=2 * head_dim,
+        num_layers=_geometry(config, "num_hidden_layers"),
+        num_kv_heads=_geometry(config, "num_key_value_heads"),
+        content_size=2 * _geometry(config, "head_dim"),
         dtype=str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
         block_size=vllm_config.cache_config.block_size,
     )
@@ -206,9 +199,6 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
         shard=tensor_parallel_shard((group,), rank, world),
         kv_layout=layout,
     )
-
-
-_GEOMETRY = ("num_key_value_heads", "num_hidden_layers", "head_dim")
 
 
 def _geometry(config: Mapping[str, Any], name: str) -> int:

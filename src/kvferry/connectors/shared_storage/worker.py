@@ -12,10 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup
 from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
     PUT_OFF,
@@ -39,11 +42,6 @@ from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.types import NULL_BLOCK
 
-if TYPE_CHECKING:
-    import torch
-
-    from kvferry.connectors.shared_storage.config import Context
-
 logger = logging.getLogger(__name__)
 
 DEVICE_CLOSE_SECONDS = 2.0
@@ -62,7 +60,6 @@ class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
     Args:
-        context: of the connector.
         rows: which bytes of a record this rank holds.
         num_slots: slots of the host pool, as many on every rank.
         setup: how the device of the engine's tensors is used.
@@ -189,7 +186,16 @@ class SharedStorageWorker(WorkerRole):
         started = time.perf_counter()
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
-            self._copy_in([loaded for load in loads for loaded in self._copies_of(load)])
+            loaded = [one for load in loads for one in self._copies_of(load)]
+            before = self._copies.mark()
+            errors = self._io.read_pool.spread(
+                loaded,
+                lambda one: self._copies.scatter(one.copy, after=before),
+                alone=self._copies.overlaps,
+            )
+            for one, error in zip(loaded, errors, strict=True):
+                if error is not None:
+                    self._fail(one.load, one.chunk, error)
         finally:
             # Also if one failed: the engine computes the blocks of it again, and no copy under way
             # may come after that.
@@ -216,17 +222,6 @@ class SharedStorageWorker(WorkerRole):
             else:
                 slot = self._memory.slot(chunk.slot)
                 yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))
-
-    def _copy_in(self, loaded: Sequence[_Loaded]) -> None:
-        before = self._copies.mark()
-
-        def copy(one: _Loaded) -> None:
-            self._copies.scatter(one.copy, after=before)
-
-        errors = self._io.read_pool.spread(loaded, copy, alone=self._copies.overlaps)
-        for one, error in zip(loaded, errors, strict=True):
-            if error is not None:
-                self._fail(one.load, one.chunk, error)
 
     def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
         logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
