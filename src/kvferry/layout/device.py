@@ -67,7 +67,7 @@ class TorchCopies:
         each, by segment."""
         num_layers = rows.shape[0]
         tokens = rows[:, :, run.start - first_token : run.stop - first_token]
-        tokens = torch.unflatten(tokens, 2, (run.num_blocks, run.num_slots)).movedim(2, 1)
+        tokens = torch.unflatten(tokens, 2, (len(run.blocks), run.num_slots)).movedim(2, 1)
         for segment, view in self._views:
             low = max(segment.first_layer, layer)
             high = min(segment.first_layer + segment.num_layers, layer + num_layers)

@@ -207,8 +207,12 @@ class TritonCopies:
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
         """See `PagedKV.gather`."""
-        # Starts as the rows are: tokens without a block stay as they were.
-        target = self._target(rows, runs)
+        target = rows
+        if sum(run.stop - run.start for run in runs) < rows.shape[2]:
+            # Starts as the rows are: tokens without a block stay as they were.
+            target = rows.to(self._device)
+        elif rows.device != self._device:
+            target = torch.empty_like(rows, device=self._device)
         self._copy(target, layer, self._slots(rows, runs, first_token), to_rows=True)
         if target is not rows:
             rows.copy_(target)
@@ -229,13 +233,6 @@ class TritonCopies:
         found = torch.empty(digests.shape, dtype=torch.int64, pin_memory=digests.is_cuda)
         found.copy_(digests, non_blocking=True)
         return lambda: found.numpy().astype(">i8").tobytes()
-
-    def _target(self, rows: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
-        if sum(run.stop - run.start for run in runs) < rows.shape[2]:
-            return rows.to(self._device)
-        if rows.device == self._device:
-            return rows
-        return torch.empty_like(rows, device=self._device)
 
     def _slots(
         self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int

@@ -30,10 +30,6 @@ class BlockRun(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
 
 class Segment(NamedTuple):
     """One content part of layers that are evenly spaced in one memory. In bytes, but for counts."""
