@@ -19,19 +19,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
 from kvferry.blocks.rows import GroupDigests, RankRows
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import TransferError
 from kvferry.layout.ops import MakeCopies
 from kvferry.layout.streams import Mark, SideStream, pinned
 from kvferry.record.schema import LEAF_BYTES
-
-if TYPE_CHECKING:
-    from kvferry.contract.spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +108,8 @@ class BlockCopies:
             logger.warning("copies to and from the device will be slow: %s", error)
 
     def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
-        """Copy tokens of a chunk from its slot into the blocks. The slot is read until
-        `stream.end()` is reached.
-
-        Args:
-            chunk: from where to where.
-            after: the blocks are not written before this.
+        """Copy tokens of a chunk from its slot into the blocks, which are not written before
+        `after`. The slot is read until `stream.end()` is reached.
 
         Raises:
             TransferError: no device memory; part of the blocks may be written until `stream.end()`

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import BlockSlice, Table, Tables
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import MakeCopies, PagedKV
 from kvferry.layout.plan import BlockRun
 from kvferry.types import NULL_BLOCK, GroupShard
-
-if TYPE_CHECKING:
-    from kvferry.blocks.rows import RankRows
-    from kvferry.contract.spec import EngineSpec
 
 Runs = Mapping[int, Sequence[BlockRun]]
 """Where tokens lie, by table; tables that hold none of them are absent."""
@@ -76,11 +74,7 @@ class PagedTables:
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], copies: MakeCopies | None = None
     ) -> None:
-        """Bind the engine's tensors.
-
-        Args:
-            kv_caches: layer name to tensor.
-            copies: see `PagedKV`.
+        """Bind the engine's tensors, given by layer name; `copies` is that of `PagedKV`.
 
         Raises:
             LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
@@ -203,19 +197,13 @@ class PagedTables:
         return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy all rows of a group into the blocks.
-
-        Args:
-            group: index of the group.
-            rows: read.
-            runs: where the wanted tokens go.
-            first_token: of the rows.
-        """
+        """Copy those tokens of a group's rows that `runs` place into the blocks. The rows begin at
+        `first_token`."""
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.scatter(part, layer, table_runs, first_token)
 
     def gather(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy blocks into all rows of a group; arguments as for `scatter`."""
+        """Copy blocks into a group's rows; arguments as for `scatter`."""
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.gather(part, layer, table_runs, first_token)
 

@@ -40,7 +40,6 @@ class TorchCopies:
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.scatter`."""
         rows = rows.to(self._device)
         for run in runs:
             ids = upload(torch.tensor(run.blocks), self._device)
@@ -50,7 +49,6 @@ class TorchCopies:
     def gather(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.gather`."""
         # Starts as the rows are: tokens without a block stay as they were.
         target = rows.to(self._device)
         for run in runs:

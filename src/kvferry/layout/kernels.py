@@ -199,14 +199,12 @@ class TritonCopies:
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.scatter`."""
         slots = self._slots(rows, runs, first_token)
         self._copy(rows.to(self._device), layer, slots, to_rows=False)
 
     def gather(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.gather`."""
         target = rows
         if sum(run.stop - run.start for run in runs) < rows.shape[2]:
             # Starts as the rows are: tokens without a block stay as they were.
@@ -218,7 +216,6 @@ class TritonCopies:
             rows.copy_(target)
 
     def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes] | None:
-        """See `PagedKV.digests_later`."""
         num_layers, num_heads = rows.shape[:2]
         row_bytes = rows.nbytes // (num_layers * num_heads)
         leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}

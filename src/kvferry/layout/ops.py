@@ -16,7 +16,7 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF, TorchCopies
 from kvferry.layout.numpy_copies import NumpyCopies
-from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
+from kvferry.layout.plan import BlockRun, Segment, block_runs, check_block_ids, segments
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -92,9 +92,7 @@ class PagedKV:
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises LayoutError for an id that is not a block of this cache."""
-        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
-            bad = next(b for b in block_ids if not 0 <= b < self.num_blocks)
-            raise LayoutError(f"block id {bad} is outside [0, {self.num_blocks})")
+        check_block_ids(block_ids, self.num_blocks)
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
         """Split tokens `[start, stop)` of a request into maximal runs of blocks: see `block_runs`.
