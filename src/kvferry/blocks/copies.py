@@ -82,7 +82,7 @@ class BlockCopies:
 
     Attributes:
         paged: the engine's tables and tensors.
-        stream: in which all copies run, in the order of the calls.
+        stream: of the copies; without a device until `register`.
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:

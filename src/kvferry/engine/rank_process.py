@@ -1,7 +1,7 @@
 """A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
 
 Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends when the
-other end of that socket is closed, by whatever end of its process too, and when anything fails.
+first rank closes its end of that socket, also by the end of its process, and when anything fails.
 """
 
 from __future__ import annotations
