@@ -427,7 +427,7 @@ def test_type_checkers_and_python_see_the_same_names(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry.")
         for alias in node.names
     }
-    lazy = {(module, public) for module, names in package._MODULES.items() for public in names}
+    lazy = {(module, public) for public, module in package._MODULES.items()}
     assert lazy <= typed
     computed = {"__version__"} & set(package.__all__)
     assert {public for _, public in typed} | computed == set(package.__all__)

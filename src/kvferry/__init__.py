@@ -53,12 +53,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "kvferry.connectors.shared_storage": ("SharedStorageConnector",),
-    "kvferry.v1.base": ("KVConnectorBase_V1",),
-    "kvferry.engine": ("LLM", "SamplingParams"),
-    "kvferry.keys": ("ChunkKeys",),
-    "kvferry.store.base": ("Store",),
-    "kvferry.store.url": ("open_store",),
+    "LLM": "kvferry.engine",
+    "ChunkKeys": "kvferry.keys",
+    "KVConnectorBase_V1": "kvferry.v1.base",
+    "SamplingParams": "kvferry.engine",
+    "SharedStorageConnector": "kvferry.connectors.shared_storage",
+    "Store": "kvferry.store.base",
+    "open_store": "kvferry.store.url",
 }
 
 
@@ -66,12 +67,11 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         # The installed version; reading it costs more than the rest of this module.
         return importlib.import_module("importlib.metadata").version("kvferry")
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(module), name)
-            globals()[name] = value  # the next use finds it there
-            return value
-    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next use finds it there
+    return value
 
 
 def __dir__() -> list[str]:

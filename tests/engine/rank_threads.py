@@ -6,7 +6,7 @@ import socket
 import threading
 
 from kvferry.engine import LLM
-from kvferry.engine.rank_process import RankProcess, report_failure
+from kvferry.engine.rank_process import report_failure, run_rank
 from kvferry.engine.ranks import Channel
 
 
@@ -20,7 +20,7 @@ class RankThread:
         self._thread.start()
 
     def _run(self) -> None:
-        self._status = report_failure(self._channel, RankProcess(self._channel).run)
+        self._status = report_failure(self._channel, run_rank)
         self._channel.close()
 
     def poll(self) -> int | None:

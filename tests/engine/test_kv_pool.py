@@ -37,5 +37,5 @@ def test_a_pool_that_does_not_fit_and_an_unknown_layout_are_refused():
     options = {"kv_layout": "HND", "device": torch.device("cpu")}
     with pytest.raises(ConfigError, match="no memory for a KV pool"):
         allocate_pool(NAMES, (1 << 50, 2, 7, 6), torch.float16, **options)
-    with pytest.raises(ConfigError, match="kv_layout is 'NDH'; it must be one of HND, NHD, cross"):
+    with pytest.raises(ConfigError, match="kv_layout is 'NDH'; it must be one of NHD, HND, cross"):
         EngineConfig(kv_layout="NDH")

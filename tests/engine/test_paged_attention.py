@@ -37,7 +37,7 @@ def random_tokens(count: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) -> torch.Tensor:
+def paged_logits(model, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """All logits, computed in chunks over randomly scattered blocks full of NaN."""
     geometry = model.geometry
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
@@ -54,7 +54,7 @@ def paged_logits(model, token_ids: torch.Tensor, chunks: list[int], **kwargs) ->
     layers = list(zip(geometry.layer_names, pool, strict=True))
     table = torch.randperm(num_blocks + 4, generator=torch.Generator().manual_seed(2))
     table = (table[:num_blocks] + 1).tolist()
-    attention = PagedAttention(layers, model.codec, **kwargs)
+    attention = PagedAttention(layers, model.codec)
     parts, start = [], 0
     for size in chunks:
         new = token_ids[start : start + size]
@@ -77,12 +77,13 @@ def test_chunks_over_scattered_blocks_agree_with_the_model(model_dir, arch):
         assert difference <= 1e-4
 
 
-def test_tiles_agree_with_one_piece(model_dir):
+def test_tiles_agree_with_one_piece(model_dir, monkeypatch):
     path = model_dir("mistral")
     model = PagedModel(ModelConfig(path, EngineConfig()), "cpu")
     token_ids = random_tokens(101)
     whole = paged_logits(model, token_ids, [30, 71])
-    tiled = paged_logits(model, token_ids, [30, 71], max_mask_elements=1000)
+    monkeypatch.setattr("kvferry.engine.paged_attention.MAX_MASK_ELEMENTS", 1000)
+    tiled = paged_logits(model, token_ids, [30, 71])
     assert (tiled - whole).abs().max() <= 1e-5
 
 

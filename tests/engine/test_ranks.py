@@ -96,7 +96,7 @@ class FailingRank(RankThread):
         self._status = report_failure(self._channel, self._fail)
         self._channel.close()
 
-    def _fail(self):
+    def _fail(self, _channel):
         raise self.error
 
 

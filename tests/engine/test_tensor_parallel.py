@@ -32,7 +32,7 @@ def on_ranks(size: int, rendezvous: Path, body):
     """Results of `body(group)` on `size` ranks, each a thread."""
 
     def run(rank: int):
-        group = RankGroup(rank, size, rendezvous, torch.device("cpu"), timeout_seconds=20.0)
+        group = RankGroup(rank, size, rendezvous, torch.device("cpu"))
         return body(group)
 
     with ThreadPoolExecutor(size) as threads:
@@ -124,10 +124,11 @@ def test_a_split_that_changes_the_logits_is_refused(model_dir, tmp_path):
     on_ranks(2, tmp_path / "meet", body)
 
 
-def test_a_rank_whose_peer_never_comes_gives_up(tmp_path):
+def test_a_rank_whose_peer_never_comes_gives_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvferry.engine.tensor_parallel.RANK_TIMEOUT_SECONDS", 0.3)
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2 cannot reach the others"):
-        RankGroup(0, 2, tmp_path / "meet", torch.device("cpu"), timeout_seconds=0.3)
+        RankGroup(0, 2, tmp_path / "meet", torch.device("cpu"))
     assert time.monotonic() - started < 10
 
 
@@ -199,17 +200,17 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
 def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
-        first = llm._runner._first
-        forward = first._forward
+        model = llm._runner._first._model
+        forward = model.forward
 
-        def interrupted(batch):
-            forward(batch)
+        def interrupted(*args):
+            forward(*args)
             raise KeyboardInterrupt
 
-        first._forward = interrupted
+        model.forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(20)], GREEDY)
-        first._forward = forward
+        model.forward = forward
         with pytest.raises(RankError, match=r"KeyboardInterrupt.*open a new one"):
             llm.generate([prompt(20)], GREEDY)
     assert children() == before

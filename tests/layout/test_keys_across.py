@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout.ops import PagedKV, as_rows
+from kvferry.layout.ops import PagedKV
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
@@ -64,7 +64,7 @@ def test_a_token_is_the_same_row_wherever_it_lies_in_its_block(layout, start, st
             )
     paged = PagedKV(kv, GROUP, SHARD, layout)
     shape = (LAYERS, HEADS, stop - start, 2 * DIM)
-    rows = as_rows(memoryview(bytearray(4 * int(np.prod(shape)))), paged, "float32", shape)
+    rows = paged.as_rows(memoryview(bytearray(4 * int(np.prod(shape)))), shape)
     blocks = table[start // BLOCK : -(-stop // BLOCK)]
     paged.gather(rows, 0, paged.runs(blocks, start, stop), start)
     found = torch.from_numpy(rows.copy()).view(torch.float32)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
 from kvferry.layout.device import TorchCopies
-from kvferry.layout.ops import PagedKV, as_rows
+from kvferry.layout.ops import PagedKV
 from kvferry.runner.kv_allocation import allocate_uniform_kv_caches
 from kvferry.topology.shards import heads_of_rank
 from kvferry.types import GroupShard, KVGroup
@@ -218,7 +218,7 @@ def test_a_buffer_becomes_rows_without_a_copy():
     cache.fill()
     paged = cache.paged()
     buffer = bytearray(2 * 3 * 4 * 4 * 2)
-    rows = as_rows(memoryview(buffer), paged, "bfloat16", (2, 3, 4, 4))
+    rows = paged.as_rows(memoryview(buffer), (2, 3, 4, 4))
     paged.gather(rows, 0, paged.runs([2], 0, 4), 0)
     assert bytes(buffer) == expected_rows(cache, [2], 0, 4).tobytes()
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.layout.ops import as_rows
 from kvferry.layout.streams import Mark, SideStream, pinned
 from tests.layout.paging import Cache, expected_rows
 
@@ -33,7 +32,7 @@ def test_a_round_trip_through_pinned_staging_on_a_side_stream(layout, device):
     side = SideStream(device)
     shape = (2, 3, 8, 8)
     staging = memoryview(mmap.mmap(-1, 4 * int(np.prod(shape))))
-    rows = as_rows(staging, there, "float32", shape)
+    rows = there.as_rows(staging, shape)
     with pinned(staging, device):
         source.fill()  # the engine's work: in its own stream, right before
         gathered = side.run(

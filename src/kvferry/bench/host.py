@@ -17,7 +17,7 @@ from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
-from kvferry.layout.ops import PagedKV, as_rows
+from kvferry.layout.ops import PagedKV
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.spec import parse
 from kvferry.observe import Counters, Observer
@@ -82,7 +82,7 @@ class Blocks:
 
     def rows(self, staging: Bytes) -> Rows:
         """A chunk's rows in a buffer."""
-        found: Rows = as_rows(staging.data, self.paged, "bfloat16", self._row_shape)
+        found: Rows = self.paged.as_rows(staging.data, self._row_shape)
         return found
 
 

@@ -19,20 +19,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
 from kvferry.blocks.rows import GroupDigests, RankRows
-from kvferry.errors import LayoutError, TransferError
+from kvferry.contract.spec import EngineSpec
+from kvferry.errors import TransferError
 from kvferry.layout.ops import MakeCopies
 from kvferry.layout.streams import Mark, SideStream, pinned
 from kvferry.record.schema import LEAF_BYTES
-
-if TYPE_CHECKING:
-    from kvferry.blocks.tables import BlockSlice
-    from kvferry.contract.spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +79,17 @@ class BlockCopies:
         spec: the engine, and what this rank holds of it.
         rows: where a chunk's rows lie in a slot.
         setup: how the device is used.
+
+    Attributes:
+        paged: the engine's tables and tensors.
+        stream: of the copies; without a device until `register`.
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
-        self._paged = PagedTables(spec, rows)
+        self.paged = PagedTables(spec, rows)
+        self.stream = SideStream("cpu")
         self._rows = rows
         self._setup = setup
-        self._stream = SideStream("cpu")
         self._pins = ExitStack()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
@@ -97,107 +98,29 @@ class BlockCopies:
         Raises:
             LayoutError: see `PagedTables.register`.
         """
-        self._paged.register(kv_caches, self._setup.copies)
-        self._stream = self._setup.stream(self._paged.device)
-        if not self._stream.overlaps:
+        self.paged.register(kv_caches, self._setup.copies)
+        self.stream = self._setup.stream(self.paged.device)
+        if not self.stream.overlaps:
             return
         try:
-            self._pins.enter_context(self._setup.pin(slots, self._paged.device))
+            self._pins.enter_context(self._setup.pin(slots, self.paged.device))
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
 
-    # -- places ---------------------------------------------------------------------------------
-
-    def load_runs(
-        self,
-        blocks: Sequence[BlockSlice],
-        hit: tuple[int, int],
-        first_token: int,
-        held: frozenset[int],
-    ) -> Runs:
-        """Where those tokens of a chunk go that a load wants.
-
-        Args:
-            blocks: of the load, one slice per table.
-            hit: tokens `[start, stop)` that the load fills.
-            first_token: of the chunk.
-            held: groups that the chunk's slot holds.
-
-        Raises:
-            LayoutError: a block id outside the cache, a null block, a table too short, or a table
-                that needs a group which the slot lacks.
-        """
-        start, stop = self._span(first_token)
-        runs = self._paged.runs(
-            blocks, lambda table: max(start, table.fill_start(*hit)), min(hit[1], stop)
-        )
-        wanted = self._paged.groups_in(runs)
-        if not wanted <= held:
-            raise LayoutError(
-                f"a hit that ends at {hit[1]} needs KV groups {sorted(wanted - held)} of the chunk "
-                f"at {first_token}, which were not fetched"
-            )
-        return runs
-
-    def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
-        """Where all tokens of a chunk lie.
-
-        Raises:
-            LayoutError: a block id outside the cache, a null block, or a table too short.
-        """
-        start, stop = self._span(first_token)
-        return self._paged.runs(blocks, lambda _table: start, stop)
-
-    def block_ids(
-        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int
-    ) -> set[int]:
-        """Ids of the blocks, of all tables, that a load fills with tokens of one chunk."""
-        start, stop = self._span(first_token)
-        return self._paged.block_ids(blocks, max(hit[0], start), min(hit[1], stop))
-
-    def _span(self, first_token: int) -> tuple[int, int]:
-        return first_token, first_token + self._rows.schema.chunk_tokens
-
-    # -- order ----------------------------------------------------------------------------------
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether copies go on after the call that asks for them."""
-        return self._stream.overlaps
-
-    def mark(self) -> Mark:
-        """A mark that is reached when all that the caller's current stream was given so far has
-        run."""
-        return self._stream.mark()
-
-    def done(self) -> Mark:
-        """A mark that is reached when all copies submitted so far, by every thread, have run."""
-        return self._stream.end()
-
-    def hold(self) -> None:
-        """Let the caller's current stream wait for all copies submitted so far."""
-        self._stream.hold(self.done())
-
-    # -- copies ---------------------------------------------------------------------------------
-
     def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
-        """Copy tokens of a chunk from its slot into the blocks. The slot is read until the
-        mark of `done` is reached.
-
-        Args:
-            chunk: from where to where.
-            after: the blocks are not written before this.
+        """Copy tokens of a chunk from its slot into the blocks, which are not written before
+        `after`. The slot is read until `stream.end()` is reached.
 
         Raises:
-            TransferError: no device memory; part of the blocks may be written until the mark of
-                `done` is reached.
+            TransferError: no device memory; part of the blocks may be written until `stream.end()`
+                is reached.
         """
-        if self._stream.overlaps:
+        if self.stream.overlaps:
             self._run(partial(self._scatter_on_device, chunk), after)
             return
-        for group in self._paged.groups_in(chunk.runs):
+        for group in self.paged.groups_in(chunk.runs):
             rows = self._rows.group_rows(chunk.slot, group)
-            self._paged.scatter(group, rows, chunk.runs, chunk.first_token)
+            self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def gather(self, chunks: Iterator[ChunkCopy]) -> Iterator[Gathered]:
         """Copy whole chunks out of the blocks, which the engine's stream may overwrite once all are
@@ -205,16 +128,16 @@ class BlockCopies:
 
         Raises:
             TransferError: no device memory; the slots of chunks that were not yielded may be
-                written until the mark of `done` is reached.
+                written until `stream.end()` is reached.
         """
-        if not self._stream.overlaps:
+        if not self.stream.overlaps:
             for chunk in chunks:
-                for group in self._paged.groups_in(chunk.runs):
+                for group in self.paged.groups_in(chunk.runs):
                     rows = self._rows.group_rows(chunk.slot, group)
-                    self._paged.gather(group, rows, chunk.runs, chunk.first_token)
+                    self.paged.gather(group, rows, chunk.runs, chunk.first_token)
                 yield Gathered(REACHED, {})
             return
-        produced = self._stream.mark()
+        produced = self.stream.mark()
         per_wave = max(1, self._setup.num_bytes // self._rows.slot_bytes)
         while wave := list(islice(chunks, per_wave)):
             yield from self._gather_wave(wave, produced)
@@ -226,7 +149,7 @@ class BlockCopies:
         def gather() -> None:
             gathered.extend(self._gather_on_device(chunk) for chunk in wave)
 
-        self._stream.hold(self._run(gather, produced))
+        self.stream.hold(self._run(gather, produced))
         for index, chunk in enumerate(wave):
             digests: dict[int, Callable[[], bytes]] = {}
             copy = partial(self._to_slot, gathered, index, chunk.slot, digests)
@@ -235,18 +158,18 @@ class BlockCopies:
     # These only submit to the current stream.
 
     def _scatter_on_device(self, chunk: ChunkCopy) -> None:
-        for group in self._paged.groups_in(chunk.runs):
-            rows = self._paged.new_rows(group)
+        for group in self.paged.groups_in(chunk.runs):
+            rows = self.paged.new_rows(group)
             memory = _bytes_in(self._rows.group_rows(chunk.slot, group))
             rows.view(-1).view(torch.uint8).copy_(memory, non_blocking=True)
-            self._paged.scatter(group, rows, chunk.runs, chunk.first_token)
+            self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def _gather_on_device(self, chunk: ChunkCopy) -> dict[int, torch.Tensor]:
         """The rows of a chunk in new memory of the device, by group."""
         gathered = {}
-        for group in self._paged.groups_in(chunk.runs):
-            rows = gathered[group] = self._paged.new_rows(group)
-            self._paged.gather(group, rows, chunk.runs, chunk.first_token)
+        for group in self.paged.groups_in(chunk.runs):
+            rows = gathered[group] = self.paged.new_rows(group)
+            self.paged.gather(group, rows, chunk.runs, chunk.first_token)
         return gathered
 
     def _to_slot(
@@ -259,7 +182,7 @@ class BlockCopies:
         # Dropped here: memory goes back to this stream, whose next work comes after the copy.
         by_group, gathered[index] = gathered[index], {}
         for group, rows in by_group.items():
-            later = self._paged.digests_later(group, rows, LEAF_BYTES)
+            later = self.paged.digests_later(group, rows, LEAF_BYTES)
             if later is not None and self._rows.writes_group(group):
                 digests[group] = later
             target = _bytes_in(self._rows.group_rows(slot, group))
@@ -267,14 +190,14 @@ class BlockCopies:
 
     def _run(self, work: Callable[[], object], after: Mark) -> Mark:
         try:
-            return self._stream.run(work, after=after)
+            return self.stream.run(work, after=after)
         except torch.cuda.OutOfMemoryError as error:
             raise TransferError("the device has no memory left for a chunk on its way") from error
 
     def close(self, timeout: float) -> bool:
         """Let copies under way end, then unpin the slots. False if they did not in time; the slots
         then stay pinned. Idempotent."""
-        if self._stream.overlaps and not self.done().wait(timeout):
+        if self.stream.overlaps and not self.stream.end().wait(timeout):
             return False
         self._pins.close()
         return True

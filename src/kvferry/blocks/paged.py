@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import BlockSlice, Table, Tables
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
-from kvferry.layout.ops import BlockRun, MakeCopies, PagedKV, as_rows
+from kvferry.layout.ops import MakeCopies, PagedKV
+from kvferry.layout.plan import BlockRun
 from kvferry.types import NULL_BLOCK, GroupShard
-
-if TYPE_CHECKING:
-    from kvferry.blocks.rows import RankRows
-    from kvferry.contract.spec import EngineSpec
 
 Runs = Mapping[int, Sequence[BlockRun]]
 """Where tokens lie, by table; tables that hold none of them are absent."""
@@ -75,11 +74,7 @@ class PagedTables:
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], copies: MakeCopies | None = None
     ) -> None:
-        """Bind the engine's tensors.
-
-        Args:
-            kv_caches: layer name to tensor.
-            copies: see `PagedKV`.
+        """Bind the engine's tensors, given by layer name; `copies` is that of `PagedKV`.
 
         Raises:
             LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
@@ -113,19 +108,48 @@ class PagedTables:
         self._of_group = tuple(tuple(parts) for parts in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
 
-    def runs(
-        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
+    def load_runs(
+        self,
+        blocks: Sequence[BlockSlice],
+        hit: tuple[int, int],
+        first_token: int,
+        held: frozenset[int],
     ) -> Runs:
-        """Where tokens lie.
+        """Where those tokens of a chunk go that a load wants.
 
         Args:
-            blocks: one slice per table.
-            first_of: first token wanted of a table.
-            stop: end of the tokens, for all tables.
+            blocks: of the load, one slice per table.
+            hit: tokens `[start, stop)` that the load fills.
+            first_token: of the chunk.
+            held: groups that the chunk's slot holds.
+
+        Raises:
+            LayoutError: a block id outside the cache, a null block, a table too short, or a table
+                that needs a group which the slot lacks.
+        """
+        stop = min(hit[1], first_token + self._rows.schema.chunk_tokens)
+        runs = self._runs(blocks, lambda table: max(first_token, table.fill_start(*hit)), stop)
+        wanted = self.groups_in(runs)
+        if not wanted <= held:
+            raise LayoutError(
+                f"a hit that ends at {hit[1]} needs KV groups {sorted(wanted - held)} of the chunk "
+                f"at {first_token}, which were not fetched"
+            )
+        return runs
+
+    def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
+        """Where all tokens of a chunk lie.
 
         Raises:
             LayoutError: a block id outside the cache, a null block, or a table too short.
         """
+        stop = first_token + self._rows.schema.chunk_tokens
+        return self._runs(blocks, lambda _table: first_token, stop)
+
+    def _runs(
+        self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
+    ) -> Runs:
+        """Where the tokens from `first_of(table)` to `stop` lie in each table."""
         result = {}
         for table in self._tables.tables:
             first = first_of(table)
@@ -138,8 +162,12 @@ class PagedTables:
             result[table.index] = list(bound[0].runs(used, first, stop))
         return result
 
-    def block_ids(self, blocks: Sequence[BlockSlice], start: int, stop: int) -> set[int]:
-        """Ids of the blocks of all tables that hold some of `[start, stop)`, as far as known."""
+    def block_ids(
+        self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int
+    ) -> set[int]:
+        """Ids of the blocks, of all tables, that a load of `hit` fills with tokens of one chunk."""
+        start = max(hit[0], first_token)
+        stop = min(hit[1], first_token + self._rows.schema.chunk_tokens)
         found: set[int] = set()
         for table in self._tables.tables:
             if table.index < len(blocks):
@@ -159,7 +187,7 @@ class PagedTables:
 
     def new_rows(self, group: int) -> torch.Tensor:
         """Memory on the device of the KV for all rows of a group, in the current stream."""
-        kind = INT_OF[getattr(torch, self._spec.groups[group].dtype).itemsize]
+        kind = INT_OF[self._of_group[group][0].paged.item_bytes]
         return torch.empty(self._rows.group_shape(group), dtype=kind, device=self.device)
 
     def digests_later(
@@ -169,32 +197,25 @@ class PagedTables:
         return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy all rows of a group into the blocks.
-
-        Args:
-            group: index of the group.
-            rows: read.
-            runs: where the wanted tokens go.
-            first_token: of the rows.
-        """
+        """Copy those tokens of a group's rows that `runs` place into the blocks. The rows begin at
+        `first_token`."""
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.scatter(part, layer, table_runs, first_token)
 
     def gather(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy blocks into all rows of a group; arguments as for `scatter`."""
+        """Copy blocks into a group's rows; arguments as for `scatter`."""
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.gather(part, layer, table_runs, first_token)
 
     def _targets(
         self, group: int, memory: Rows, runs: Runs
     ) -> Iterator[tuple[PagedKV, Any, int, Sequence[BlockRun]]]:
-        dtype, shape = self._spec.groups[group].dtype, self._rows.group_shape(group)
         rows: Any = None
         for part in self._of_group[group]:
             if part.table not in runs:
                 continue
             if rows is None:
-                rows = as_rows(memory, part.paged, dtype, shape)
+                rows = part.paged.as_rows(memory, self._rows.group_shape(group))
             for span, layer in part.spans:
                 yield part.paged, rows[span], layer, runs[part.table]
 

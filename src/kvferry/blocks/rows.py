@@ -11,15 +11,12 @@ the order of the record.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvferry.errors import LayoutError
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.base import Source
 from kvferry.store.recordio import parts_of
-
-if TYPE_CHECKING:
-    from kvferry.store.base import Source
-    from kvferry.types import KVGroup, RankShard
+from kvferry.types import KVGroup, RankShard
 
 GroupDigests = Mapping[int, Callable[[], bytes]]
 """By group, a function that returns the leaf digests of all its rows."""
@@ -124,12 +121,8 @@ class RankRows:
             start = stop
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
-        """Leaf digests of the `written` ranges, in their order.
-
-        Args:
-            slot: holds the chunk; its rows are hashed here unless a device hashed them.
-            known: what a device has hashed.
-        """
+        """Leaf digests of the `written` ranges of the chunk in a slot, in their order. Rows are
+        hashed here unless a device has hashed them: `known`."""
         parts = []
         spans = zip(self.schema.components, self._group_spans, strict=True)
         for group, (component, (start, stop)) in enumerate(spans):

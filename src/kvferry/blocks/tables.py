@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ContractError
 from kvferry.types import NULL_BLOCK, BlockTable
-
-if TYPE_CHECKING:
-    from kvferry.contract.spec import EngineSpec
 
 
 class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -35,9 +32,6 @@ class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
     skipped: int
     """Blocks of the request before `ids[0]`."""
     ids: tuple[int, ...]
-
-
-UNUSED = BlockSlice(0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +68,6 @@ class Tables:
         """What the length of a hit is a multiple of."""
         self.has_windows = any(table.window is not None for table in self.tables)
 
-    def group_start(self, group: int, start: int, stop: int) -> int:
-        """First token that some table needs of a group in a hit of `[start, stop)`."""
-        return min((t.fill_start(start, stop) for t in self._of_group[group]), default=stop)
-
     def first_needed(self, start: int, stop: int) -> int:
         """First token that a hit of `[start, stop)` needs of anything."""
         if not self.has_windows:
@@ -89,7 +79,9 @@ class Tables:
         if not self.has_windows:
             return self.all_groups
         return frozenset(
-            group for group in self.all_groups if self.group_start(group, start, stop) < chunk_stop
+            group
+            for group, tables in enumerate(self._of_group)
+            if any(table.fill_start(start, stop) < chunk_stop for table in tables)
         )
 
     def load_slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
@@ -127,7 +119,7 @@ class Tables:
                 f"the request has {num_tables} block tables, the host announced "
                 f"{self._num_tables or self.tables[-1].index + 1}"
             )
-        return [UNUSED] * len(block_ids)
+        return [BlockSlice(0, ())] * len(block_ids)
 
 
 def _slice(table: Table, block_ids: BlockTable, start: int, stop: int) -> BlockSlice:

@@ -8,9 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvferry.engine.request import BlockHash, Request
-
-NULL_BLOCK = 0
-"""Never allocated, so that a slot number of 0 can mean "nowhere"."""
+from kvferry.types import NULL_BLOCK
 
 
 def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
@@ -39,7 +37,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Make a pool of `num_blocks` blocks, ids 0 to `num_blocks - 1`, 0 being the null block."""
+        """Make a pool of `num_blocks` blocks, the null block included."""
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
@@ -47,17 +45,9 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def num_usable(self) -> int:
         """Blocks that requests can have at all."""
         return self.num_blocks - 1
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` free blocks, or none at all if there are fewer; their content is

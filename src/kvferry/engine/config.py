@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.errors import ConfigError
+from kvferry.layout.spec import ALIASES, MEMORY_ORDERS
 
 KV_LAYOUTS = {
-    "HND": "LBHNC",
-    "NHD": "LBNHC",
+    **ALIASES,
     "cross_layer": "BLHNC",
-    **{order: order for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
+    **{order: order for order in MEMORY_ORDERS},
 }
 """Orders of the KV pool's axes in memory, by name: layer, block, kv head, token, content. The first
 three names are those of vLLM; with "cross_layer" all layers of a block lie together."""

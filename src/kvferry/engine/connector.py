@@ -24,13 +24,7 @@ from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorChoice:
-    """Which connector an engine uses.
-
-    Attributes:
-        name: of the connector.
-        spec: of rank 0.
-        options: the connector's own.
-    """
+    """Which connector an engine uses, with options of its own; `spec` is that of rank 0."""
 
     name: str
     spec: EngineSpec

@@ -26,7 +26,8 @@ def num_blocks_for(engine: EngineConfig, geometry: ModelGeometry) -> int:
     """
     if engine.num_blocks is not None:
         return engine.num_blocks
-    block_bytes = geometry.block_bytes(engine.block_size)
+    row_bytes = geometry.content_size * geometry.torch_dtype.itemsize
+    block_bytes = geometry.num_layers * geometry.num_kv_heads * engine.block_size * row_bytes
     if engine.kv_cache_bytes is not None:
         num_blocks = engine.kv_cache_bytes // block_bytes
         if num_blocks < 2:
@@ -53,8 +54,8 @@ def allocate_pool(
         layer_names: in layer order.
         shape: of each view: `[num_blocks, num_kv_heads, block_size, content]`.
         dtype: of the KV.
-        kv_layout: the order of all axes in memory, one of `KV_LAYOUTS`.
-        device: where to allocate.
+        kv_layout: one of `KV_LAYOUTS`.
+        device: of the KV.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -101,12 +102,8 @@ class LatentCodec(KVCodec):
     """
 
     def __init__(self, attention_layers: dict[int, Any], *, pairs_apart: bool) -> None:
-        """Serve these layers.
-
-        Args:
-            attention_layers: by number; each has Transformers' `expand_kv` and `kv_lora_rank`.
-            pairs_apart: whether the layers' rotated keys have the first numbers of all pairs first.
-        """
+        """`attention_layers`, by number, have Transformers' `expand_kv` and `kv_lora_rank`. With
+        `pairs_apart` their rotated keys have the first numbers of all pairs first."""
         self._layers = attention_layers
         self._pairs_apart = pairs_apart
         self._offered: dict[int, torch.Tensor] = {}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import count
 from operator import index
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -137,7 +136,7 @@ class LLM:
         )
         self._runner: ModelRunner | ParallelRunner = first
         if self._ranks is not None:
-            self._ranks.expect_ready()
+            self._ranks.wait_ready()
             self._runner = ParallelRunner(first, self._ranks, self._observer)
         self._scheduler = Scheduler(
             engine, BlockPool(num_blocks), self._roles.scheduler, observer=self._observer
@@ -355,12 +354,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
 

@@ -142,7 +142,7 @@ class PagedModel:
         register_attention()
         self.geometry = config.geometry
         self.num_kv_heads = config.geometry.num_kv_heads
-        self.device = usable_device(device)
+        self.device = _usable_device(device)
         self._model_dir = config.model_dir
         self._model = _load_weights(config).to(self.device).eval()
         self._latents = _latent_codec(self._model, config)
@@ -273,12 +273,7 @@ def _load_weights(config: ModelConfig) -> Any:
     return model
 
 
-def usable_device(name: str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+def _usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -33,8 +33,6 @@ class ModelGeometry:
     """The shape of a whole model's KV, whatever part a rank holds.
 
     Attributes:
-        num_query_heads: attention heads.
-        num_kv_heads: heads of KV.
         content_size: elements of KV per token and kv head.
         is_latent: the KV is the latent of multi-head latent attention.
         windows: of each layer, the tokens that it attends to; None for all.
@@ -59,11 +57,6 @@ class ModelGeometry:
     @property
     def layer_names(self) -> tuple[str, ...]:
         return tuple(f"layers.{index}" for index in range(self.num_layers))
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers and heads."""
-        content = self.num_kv_heads * block_size * self.content_size
-        return self.num_layers * content * self.torch_dtype.itemsize
 
 
 class ModelConfig:

@@ -43,12 +43,7 @@ class Scores(NamedTuple):
 
 
 def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: Scores,
-    *,
-    max_mask_elements: int = MAX_MASK_ELEMENTS,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Attention of the last tokens of a request: `[1, num_heads, num_queries, value_dim]`.
 
@@ -57,8 +52,7 @@ def causal_attention(
         key: `[1, num_kv_heads, num_keys, head_dim]`: from the first key that any query sees to that
             of the last query.
         value: `[1, num_kv_heads, num_keys, value_dim]`.
-        scores: what is special about the layer.
-        max_mask_elements: see `MAX_MASK_ELEMENTS`.
+        scores: of the layer.
     """
     num_queries, num_keys, window = query.shape[2], key.shape[2], scores.window
     offset = num_keys - num_queries
@@ -71,7 +65,7 @@ def causal_attention(
         grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
         output = scaled_dot_product_attention(grouped, key, value, scale=scores.scaling)
         return output.reshape(*query.shape[:3], -1)
-    tile = max(1, max_mask_elements // num_keys)
+    tile = max(1, MAX_MASK_ELEMENTS // num_keys)
     parts = []
     for start in range(0, num_queries, tile):
         part = query[:, :, start : start + tile]
@@ -157,22 +151,12 @@ class PagedAttention:
         kv_caches: Sequence[tuple[str, torch.Tensor]],
         codec: KVCodec,
         layerwise: SupportsLayerwise | None = None,
-        *,
-        max_mask_elements: int = MAX_MASK_ELEMENTS,
     ) -> None:
-        """Serve attention from a pool.
-
-        Args:
-            kv_caches: name and KV of each layer, `[num_blocks, num_kv_heads, block_size,
-                content]`, in any order in memory.
-            codec: what the content is.
-            layerwise: the connector's layer hooks.
-            max_mask_elements: see `MAX_MASK_ELEMENTS`.
-        """
+        """`kv_caches` are name and KV of each layer, `[num_blocks, num_kv_heads, block_size,
+        content]`, in any order in memory; `layerwise` are the connector's layer hooks."""
         self._kv_caches = kv_caches
         self._codec = codec
         self._layerwise = layerwise
-        self._max_mask_elements = max_mask_elements
         self._spans: list[_Span] = []
         self._written = (torch.empty(0), torch.empty(0))  # block id and offset of each new token
         self._gathered = torch.empty(0)
@@ -217,10 +201,7 @@ class PagedAttention:
             if span.num_computed_tokens > 0:
                 rows = self._gather(kv_cache, span, scores.window)
                 seen = self._codec.decode(layer_index, rows, query.shape[-1])
-            attended = causal_attention(
-                query[:, :, new], *seen, scores, max_mask_elements=self._max_mask_elements
-            )
-            output[:, new] = attended.transpose(1, 2)
+            output[:, new] = causal_attention(query[:, :, new], *seen, scores).transpose(1, 2)
         if self._layerwise is not None:
             self._layerwise.save_layer(name, kv_cache, self._spans)
         return output

@@ -1,7 +1,7 @@
 """A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
 
-Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends on `Close`,
-when anything fails, and when the first rank's process ends in whatever way.
+Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends when the
+first rank closes its end of that socket, also by the end of its process, and when anything fails.
 """
 
 from __future__ import annotations
@@ -22,16 +22,7 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.connector import create_worker
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
-from kvferry.engine.ranks import (
-    Channel,
-    Close,
-    Connect,
-    Failed,
-    Ready,
-    Start,
-    StepDone,
-    WeightsLoaded,
-)
+from kvferry.engine.ranks import Channel, Connect, Failed, Ready, Start, StepDone
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.tensor_parallel import RankGroup, device_of_rank
@@ -61,63 +52,46 @@ class RankObserver(Observer):
         return StepDone(output, counts, durations)
 
 
-class RankProcess:
-    """One rank's life."""
+def run_rank(channel: Channel) -> None:
+    """One rank's life: load, connect, and run steps.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._observer = RankObserver()
-
-    def run(self) -> None:
-        """Load, connect, run steps until `Close`.
-
-        Raises:
-            RankError: the first rank's process is gone, or another rank is.
-        """
-        start = self._expect(Start)
-        engine = start.engine
-        # Ranks on one machine share its cores.
-        cores = max(1, (os.cpu_count() or 1) // engine.tensor_parallel_size)
-        torch.set_num_threads(engine.num_threads or cores)
-        device = device_of_rank(engine.device, start.rank)
-        model = PagedModel(ModelConfig(start.model_dir, engine), device)
-        half = create_worker(start.connector, start.rank, self._observer)
-        try:
-            self._channel.send(WeightsLoaded())
-            self._expect(Connect)
-            size = engine.tensor_parallel_size
-            model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
-            worker = GuardedWorker(half.worker, self._observer)
-            runner = ModelRunner(
-                model, worker, engine, num_blocks=start.num_blocks, observer=self._observer
-            )
-            self._channel.send(Ready())
-            self._run_steps(runner)
-        finally:
-            half.worker.close()
-            half.close_last()
-
-    def _run_steps(self, runner: ModelRunner) -> None:
+    Raises:
+        RankError: the first rank closed the channel, as it does in the end, or a rank is gone.
+    """
+    observer = RankObserver()
+    start = _expect(channel, Start)
+    engine, size = start.engine, start.engine.tensor_parallel_size
+    # Ranks on one machine share its cores.
+    torch.set_num_threads(engine.num_threads or max(1, (os.cpu_count() or 1) // size))
+    device = device_of_rank(engine.device, start.rank)
+    model = PagedModel(ModelConfig(start.model_dir, engine), device)
+    half = create_worker(start.connector, start.rank, observer)
+    try:
+        channel.send(Ready())
+        _expect(channel, Connect)
+        model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
+        worker = GuardedWorker(half.worker, observer)
+        runner = ModelRunner(model, worker, engine, num_blocks=start.num_blocks, observer=observer)
+        channel.send(Ready())
         while True:
-            message = self._channel.receive(None)
-            if isinstance(message, Close):
-                return
-            if not isinstance(message, RunStep):
-                raise ContractError(f"{message!r} came instead of a step")
-            runner.run(message)
-            self._channel.send(self._observer.done(runner.output))
-
-    def _expect(self, kind: type[_Message]) -> _Message:
-        message = self._channel.receive(None)
-        if not isinstance(message, kind):
-            raise ContractError(f"{message!r} came instead of {kind.__name__}")
-        return message
+            runner.run(_expect(channel, RunStep))
+            channel.send(observer.done(runner.output))
+    finally:
+        half.worker.close()
+        half.close_last()
 
 
-def report_failure(channel: Channel, run: Callable[[], None]) -> int:
+def _expect(channel: Channel, kind: type[_Message]) -> _Message:
+    message = channel.receive(None)
+    if not isinstance(message, kind):
+        raise ContractError(f"{message!r} came instead of {kind.__name__}")
+    return message
+
+
+def report_failure(channel: Channel, run: Callable[[Channel], None]) -> int:
     """Exit status of `run`; sends what it raises to the first rank, if that still listens."""
     try:
-        run()
+        run(channel)
     except Exception as error:  # the outermost frame of this process
         with contextlib.suppress(RankError):  # it is gone, or has seen enough
             channel.send(Failed(first_line(error), type(error).__name__))
@@ -130,7 +104,7 @@ def main() -> None:
     # Ctrl-C goes to the whole process group; the first rank decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    status = report_failure(channel, RankProcess(channel).run)
+    status = report_failure(channel, run_rank)
     sys.stdout.flush()
     # Threads of a stalled store or of a process group that lost its peers must not hold the end up.
     os._exit(status)

@@ -1,9 +1,9 @@
 """The other ranks of a tensor-parallel engine, as the first one's process sees them, and what the
 processes send each other.
 
-In this order: `Start` down, `WeightsLoaded` up, `Connect` down, `Ready` up; then `RunStep` down and
-`StepDone` up, step by step, until `Close`. A rank that cannot go on sends `Failed` instead, and
-ends.
+In this order: `Start` down, `Ready` up; `Connect` down, `Ready` up; then `RunStep` down and
+`StepDone` up, step by step. A rank that cannot go on sends `Failed` instead, and ends. It also ends
+when the socket is closed.
 """
 
 from __future__ import annotations
@@ -108,16 +108,12 @@ class Start(NamedTuple):
     """Where the ranks meet."""
 
 
-class WeightsLoaded(NamedTuple):
-    """Weights are read, nothing is connected yet."""
-
-
 class Connect(NamedTuple):
     """All have loaded: meet, and split the model."""
 
 
 class Ready(NamedTuple):
-    """Steps may come."""
+    """`Start` or `Connect` is done."""
 
 
 class StepDone(NamedTuple):
@@ -126,10 +122,6 @@ class StepDone(NamedTuple):
     output: WorkerOutput
     counts: tuple[tuple[str, int], ...]
     durations: tuple[tuple[str, float], ...]
-
-
-class Close(NamedTuple):
-    """Close the worker role, then end."""
 
 
 class Failed(NamedTuple):
@@ -205,19 +197,14 @@ class Ranks:
         Raises:
             ConfigError: one of them could not be set up.
         """
-        for child in self._children:
-            self._expect(child, WeightsLoaded, LOAD_SECONDS)
+        self.wait_ready(LOAD_SECONDS)
         self._send(Connect())
         return RankGroup(0, self.size, self._rendezvous, device)
 
-    def expect_ready(self) -> None:
-        """Wait until steps may come.
-
-        Raises:
-            ConfigError: one of them could not be set up.
-        """
+    def wait_ready(self, timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
+        """Wait until all have loaded or, after `connect`, until steps may come; errors as there."""
         for child in self._children:
-            self._expect(child, Ready, RANK_TIMEOUT_SECONDS)
+            self._expect(child, Ready, timeout_seconds)
 
     def start_step(self, step: RunStep) -> None:
         """Let every rank begin a step."""
@@ -252,8 +239,8 @@ class Ranks:
     def close(self) -> None:
         """Let every rank close its worker role, and end them all. Idempotent; leaves no process."""
         if self._failure is None:
-            with contextlib.suppress(RankError):
-                self._send(Close())
+            for child in self._children:
+                child.channel.close()
             deadline = time.monotonic() + CLOSE_SECONDS
             for child in self._children:
                 with contextlib.suppress(subprocess.TimeoutExpired):

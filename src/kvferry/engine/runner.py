@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -13,7 +12,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import allocate_pool
 from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import PagedAttention
-from kvferry.engine.request import BatchEntry, RunStep
+from kvferry.engine.request import RunStep
 from kvferry.observe import Observer
 from kvferry.runner.lifecycle import StepLifecycle
 
@@ -69,11 +68,10 @@ class ModelRunner:
             self._lifecycle.no_forward(step.plan, step.finished_request_ids)
             return torch.empty(0)
         with self._lifecycle.step(step.plan, step.finished_request_ids):
-            return self._forward(step.batch)
-
-    def _forward(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
-        positions = self._attention.begin_step(batch)
-        token_ids = [token_id for entry in batch for token_id in entry.token_ids]
-        ends = accumulate(len(entry.token_ids) for entry in batch)
-        wanted = [end - 1 for end, entry in zip(ends, batch, strict=True) if entry.wants_logits]
-        return self._model.forward(torch.tensor(token_ids), positions, self._attention, wanted)
+            positions = self._attention.begin_step(step.batch)
+            token_ids = [token_id for entry in step.batch for token_id in entry.token_ids]
+            ends = accumulate(len(entry.token_ids) for entry in step.batch)
+            wanted = [
+                end - 1 for end, entry in zip(ends, step.batch, strict=True) if entry.wants_logits
+            ]
+            return self._model.forward(torch.tensor(token_ids), positions, self._attention, wanted)

@@ -10,8 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
@@ -28,11 +27,8 @@ MAX_FAILED_LOADS = 3
 never keeps its promises would otherwise keep the request waiting for ever."""
 
 
-class _LentFor(Enum):
-    """Which report of the connector gives lent blocks back."""
-
-    LOAD = "finished_recving"
-    SAVE = "finished_sending"
+_LentFor = Literal["load", "save"]
+"""The report of its end gives lent blocks back."""
 
 
 class _Loan(NamedTuple):
@@ -74,15 +70,8 @@ class Scheduler:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Schedule over `pool`.
-
-        Args:
-            config: budget, number of requests, block size, deadline.
-            pool: the engine's blocks.
-            role: the connector's scheduler role, behind a guard: its answers are not checked here.
-            observer: receives counts.
-            clock: seconds, for deadlines.
-        """
+        """Schedule over `pool`. `role` is behind a guard: its answers are not checked here. `clock`
+        gives seconds."""
         self._config = config
         self._kv = KVCache(pool, config.block_size, prefix_caching=config.prefix_caching)
         self._role = role
@@ -165,7 +154,7 @@ class Scheduler:
         sent = sorted(
             request_id
             for request_id in output.finished_sending
-            if (request_id, _LentFor.SAVE) in self._lent
+            if (request_id, "save") in self._lent
         )
         if len(sent) < len(output.finished_sending):
             self._observer.count("unknown_report", len(output.finished_sending) - len(sent))
@@ -186,7 +175,7 @@ class Scheduler:
         for request_id in sorted(output.finished_recving):
             self._load_ended(request_id)
         for request_id in sent:
-            self._take_back(request_id, _LentFor.SAVE)
+            self._take_back(request_id, "save")
         for _ in self._role.take_events():
             pass  # this engine has no subscribers, but events that are not drained pile up
 
@@ -206,7 +195,9 @@ class Scheduler:
         """Grow a running request, if need be by preempting the last to come; False if that is the
         request itself."""
         while not self._kv.grow(request, num_tokens):
-            victim = self._last_holder()
+            loaded = self._loaded()
+            # A request that has not run since its load is the cheapest.
+            victim = loaded[-1] if loaded else next(reversed(self._running.values()))
             alone = victim is request and len(self._running) == 1
             if alone and (self._loading or self._awaits_lent_blocks()):
                 return False  # blocks are about to come back: keep what is computed
@@ -214,11 +205,6 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _last_holder(self) -> Request:
-        """The next to be preempted. A request that has not run since its load is the cheapest."""
-        loaded = self._loaded()
-        return loaded[-1] if loaded else next(reversed(self._running.values()))
 
     def _loaded(self) -> list[Request]:
         """Requests whose async load has ended and that wait for tokens."""
@@ -353,7 +339,7 @@ class Scheduler:
 
     def _load_ended(self, request_id: str) -> None:
         if self._loading.pop(request_id, None) is None:
-            self._take_back(request_id, _LentFor.LOAD)
+            self._take_back(request_id, "load")
             return
         request = self._requests[request_id]
         if request.num_computed_tokens == 0:
@@ -375,7 +361,7 @@ class Scheduler:
             del self._loading[request_id]
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
-            self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), now)
+            self._lent[request_id, "load"] = _Loan(self._kv.take(request), now)
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -411,9 +397,9 @@ class Scheduler:
         request.outcome = Outcome(reason, result.params)
         if deadline is not None:
             # Even without `delay_free`: the load is reported once, and that gives the blocks back.
-            self._lent[request_id, _LentFor.LOAD] = _Loan(self._kv.take(request), deadline)
+            self._lent[request_id, "load"] = _Loan(self._kv.take(request), deadline)
         elif result.delay_free:
-            self._lent[request_id, _LentFor.SAVE] = _Loan(self._kv.take(request), self._deadline())
+            self._lent[request_id, "save"] = _Loan(self._kv.take(request), self._deadline())
         else:
             self._kv.release(request)
 

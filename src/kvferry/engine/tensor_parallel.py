@@ -51,15 +51,7 @@ class RankGroup:
     Runs in: every rank, on the model runner's thread.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        rendezvous: Path,
-        device: torch.device,
-        *,
-        timeout_seconds: float = RANK_TIMEOUT_SECONDS,
-    ) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Path, device: torch.device) -> None:
         """Meet the other ranks, all of which call this with the same `rendezvous`.
 
         Args:
@@ -67,14 +59,13 @@ class RankGroup:
             size: number of ranks.
             rendezvous: a file that does not exist yet, in a directory of our own.
             device: of the tensors: NCCL on CUDA, gloo elsewhere.
-            timeout_seconds: for this and for every sum.
 
         Raises:
             RankError: the others did not come.
         """
         self.rank = rank
         self.size = size
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=RANK_TIMEOUT_SECONDS)
         distributed: Any = dist
         try:
             store = distributed.FileStore(str(rendezvous), size)

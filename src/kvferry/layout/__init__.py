@@ -33,24 +33,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "kvferry.layout.blocks": ("copy_kv_blocks",),
-    "kvferry.layout.host": (
-        "get_current_attn_backend",
-        "get_kv_connector_cache_layout",
-        "yield_req_data",
-    ),
-    "kvferry.layout.postprocess": (
-        "kv_postprocess_blksize_and_layout_on_receive",
-        "kv_postprocess_blksize_on_receive",
-        "kv_postprocess_layout_on_receive",
-    ),
+    "copy_kv_blocks": "kvferry.layout.blocks",
+    "get_current_attn_backend": "kvferry.layout.host",
+    "get_kv_connector_cache_layout": "kvferry.layout.host",
+    "kv_postprocess_blksize_and_layout_on_receive": "kvferry.layout.postprocess",
+    "kv_postprocess_blksize_on_receive": "kvferry.layout.postprocess",
+    "kv_postprocess_layout_on_receive": "kvferry.layout.postprocess",
+    "yield_req_data": "kvferry.layout.host",
 }
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(module), name)
-            globals()[name] = value  # the next use does not come here
-            return value
-    raise AttributeError(f"module 'kvferry.layout' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvferry.layout' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value

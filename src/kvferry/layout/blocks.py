@@ -10,6 +10,7 @@ import torch
 
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
+from kvferry.layout.plan import check_block_ids
 from kvferry.layout.spec import parse
 
 _HOST_SIDE = {"h2d": "source", "d2h": "destination"}
@@ -60,8 +61,9 @@ def copy_kv_blocks(
         _pair(name, src, dst_kv_caches, direction, layout) for name, src in src_kv_caches.items()
     ]
     for pair in pairs:
-        _check_range(pair, sources, "source", pair.src)
-        _check_range(pair, targets, "destination", pair.dst)
+        where = f"layer {pair.name!r}: "
+        check_block_ids(sources, pair.src.shape[pair.axis], where + "source ")
+        check_block_ids(targets, pair.dst.shape[pair.axis], where + "destination ")
     runs = list(_runs(sources, targets))
     for pair in pairs:
         _copy(pair, runs, sources, targets)
@@ -130,15 +132,6 @@ def _index(block_id: int) -> int:
         return operator.index(block_id)
     except TypeError as error:
         raise LayoutError(f"block id {block_id!r} is not an integer") from error
-
-
-def _check_range(pair: _Pair, block_ids: Sequence[int], side: str, tensor: torch.Tensor) -> None:
-    num_blocks = tensor.shape[pair.axis]
-    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        bad = next(block for block in block_ids if not 0 <= block < num_blocks)
-        raise LayoutError(
-            f"layer {pair.name!r}: {side} block id {bad} is outside [0, {num_blocks})"
-        )
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:

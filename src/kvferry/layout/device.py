@@ -40,7 +40,6 @@ class TorchCopies:
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.scatter`."""
         rows = rows.to(self._device)
         for run in runs:
             ids = upload(torch.tensor(run.blocks), self._device)
@@ -50,7 +49,6 @@ class TorchCopies:
     def gather(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.gather`."""
         # Starts as the rows are: tokens without a block stay as they were.
         target = rows.to(self._device)
         for run in runs:
@@ -67,7 +65,7 @@ class TorchCopies:
         each, by segment."""
         num_layers = rows.shape[0]
         tokens = rows[:, :, run.start - first_token : run.stop - first_token]
-        tokens = torch.unflatten(tokens, 2, (run.num_blocks, run.num_slots)).movedim(2, 1)
+        tokens = torch.unflatten(tokens, 2, (len(run.blocks), run.num_slots)).movedim(2, 1)
         for segment, view in self._views:
             low = max(segment.first_layer, layer)
             high = min(segment.first_layer + segment.num_layers, layer + num_layers)

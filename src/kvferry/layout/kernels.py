@@ -199,22 +199,23 @@ class TritonCopies:
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.scatter`."""
         slots = self._slots(rows, runs, first_token)
         self._copy(rows.to(self._device), layer, slots, to_rows=False)
 
     def gather(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        """See `PagedKV.gather`."""
-        # Starts as the rows are: tokens without a block stay as they were.
-        target = self._target(rows, runs)
+        target = rows
+        if sum(run.stop - run.start for run in runs) < rows.shape[2]:
+            # Starts as the rows are: tokens without a block stay as they were.
+            target = rows.to(self._device)
+        elif rows.device != self._device:
+            target = torch.empty_like(rows, device=self._device)
         self._copy(target, layer, self._slots(rows, runs, first_token), to_rows=True)
         if target is not rows:
             rows.copy_(target)
 
     def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes] | None:
-        """See `PagedKV.digests_later`."""
         num_layers, num_heads = rows.shape[:2]
         row_bytes = rows.nbytes // (num_layers * num_heads)
         leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
@@ -229,13 +230,6 @@ class TritonCopies:
         found = torch.empty(digests.shape, dtype=torch.int64, pin_memory=digests.is_cuda)
         found.copy_(digests, non_blocking=True)
         return lambda: found.numpy().astype(">i8").tobytes()
-
-    def _target(self, rows: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
-        if sum(run.stop - run.start for run in runs) < rows.shape[2]:
-            return rows.to(self._device)
-        if rows.device == self._device:
-            return rows
-        return torch.empty_like(rows, device=self._device)
 
     def _slots(
         self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int

@@ -44,18 +44,16 @@ class NumpyCopies:
         self._spans = lru_cache(maxsize=4096)(self._compute_spans)
 
     def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
-        """See `PagedKV.scatter`."""
         for run in runs:
             index = _index(run.blocks)
             for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
-                source = spans.of_rows(rows, run.start - first_token, run.num_blocks)
+                source = spans.of_rows(rows, run.start - first_token, len(run.blocks))
                 spans.blocks[index] = source
 
     def gather(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
-        """See `PagedKV.gather`."""
         for run in runs:
             for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
-                target = spans.of_rows(rows, run.start - first_token, run.num_blocks)
+                target = spans.of_rows(rows, run.start - first_token, len(run.blocks))
                 if isinstance(run.blocks, range):
                     target[...] = spans.blocks[_index(run.blocks)]
                     continue

@@ -16,11 +16,9 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF, TorchCopies
 from kvferry.layout.numpy_copies import NumpyCopies
-from kvferry.layout.plan import BlockRun, Segment, block_runs, segments
-from kvferry.layout.spec import LAYOUTS, Strided, layer_parts
+from kvferry.layout.plan import BlockRun, Segment, block_runs, check_block_ids, segments
+from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
-
-__all__ = ["LAYOUTS", "BlockRun", "MakeCopies", "PagedKV", "as_rows"]
 
 
 class Copies(Protocol):
@@ -83,18 +81,18 @@ class PagedKV:
         self.device = tensors[0].device
         self.item_bytes = tensors[0].element_size()
         parts = segments(layers, self.item_bytes)
-        storages = {tensor.untyped_storage().data_ptr(): _bytes_of(tensor) for tensor in tensors}
+        storages = {
+            memory.data_ptr(): torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory)
+            for memory in (tensor.untyped_storage() for tensor in tensors)
+        }
         make = copies or (NumpyCopies if self.device.type == "cpu" else device_copies)
         self._copies = make(parts, storages)
-        self.is_numpy = make is NumpyCopies
-        """Whether rows are NumPy arrays; else tensors."""
+        self._is_numpy = make is NumpyCopies
         self._digests_later = getattr(self._copies, "digests_later", None)
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises LayoutError for an id that is not a block of this cache."""
-        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
-            bad = next(b for b in block_ids if not 0 <= b < self.num_blocks)
-            raise LayoutError(f"block id {bad} is outside [0, {self.num_blocks})")
+        check_block_ids(block_ids, self.num_blocks)
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
         """Split tokens `[start, stop)` of a request into maximal runs of blocks: see `block_runs`.
@@ -105,11 +103,25 @@ class PagedKV:
         self.check_blocks(block_ids)
         return block_runs(block_ids, start, stop, self.block_size)
 
+    def as_rows(self, buffer: memoryview | torch.Tensor, shape: tuple[int, int, int, int]) -> Any:
+        """View `buffer` as record rows, in the form that this cache copies.
+
+        Args:
+            buffer: writable, C order, exactly as long as `shape` says; or a tensor of integers that
+                has the shape already.
+            shape: `[layers, heads, tokens, content]`.
+        """
+        if isinstance(buffer, torch.Tensor):
+            return buffer.numpy() if self._is_numpy else buffer
+        if self._is_numpy:
+            return np.frombuffer(buffer, dtype=f"i{self.item_bytes}").reshape(shape)
+        return torch.frombuffer(buffer, dtype=INT_OF[self.item_bytes]).view(shape)
+
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.
 
         Args:
-            rows: `[layers, heads, tokens, content]` array from `as_rows`, with all heads.
+            rows: from `as_rows`, with all heads.
             layer: first layer of `rows`, counted within this rank's shard.
             runs: where the tokens go, from `runs`.
             first_token: token position of index 0 of the token axis of `rows`.
@@ -129,7 +141,7 @@ class PagedKV:
         """Checksums of rows, which the device computes after what the current stream was given.
 
         Args:
-            rows: array from `as_rows`, on the device.
+            rows: from `as_rows`, on the device.
             leaf_bytes: a row is hashed in leaves of this size, the last one shorter.
 
         Returns:
@@ -165,26 +177,6 @@ class PagedKV:
             self.check_blocks(run.blocks)
 
 
-def as_rows(
-    buffer: memoryview | torch.Tensor, paged: PagedKV, dtype: str, shape: tuple[int, int, int, int]
-) -> Any:
-    """View `buffer` as `[layers, heads, tokens, content]` in the form `PagedKV` copies.
-
-    Args:
-        buffer: writable, C order, exactly as long as `shape` says; or a tensor of integers that has
-            the shape already.
-        paged: the cache the rows come from or go to.
-        dtype: torch name of the element type.
-        shape: of the result.
-    """
-    kind = INT_OF[getattr(torch, dtype).itemsize]
-    if isinstance(buffer, torch.Tensor):
-        return buffer.numpy() if paged.is_numpy else buffer
-    if paged.is_numpy:
-        return np.frombuffer(buffer, dtype=str(kind).removeprefix("torch.")).reshape(shape)
-    return torch.frombuffer(buffer, dtype=kind).view(shape)
-
-
 def _strided(tensor: torch.Tensor) -> Strided:
     return Strided(
         shape=tuple(tensor.shape),
@@ -193,11 +185,3 @@ def _strided(tensor: torch.Tensor) -> Strided:
         storage=tensor.untyped_storage().data_ptr(),
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's memory as one axis of bytes."""
-    storage = tensor.untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    whole.set_(storage, 0, (storage.nbytes(),), (1,))
-    return whole

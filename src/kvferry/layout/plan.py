@@ -30,10 +30,6 @@ class BlockRun(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
 
 class Segment(NamedTuple):
     """One content part of layers that are evenly spaced in one memory. In bytes, but for counts."""
@@ -76,14 +72,16 @@ class Move(NamedTuple):
     """Distance of one token to the next in the rows."""
 
 
-def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
-    """Split tokens `[start, stop)` of a request into maximal runs of blocks.
+def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str = "") -> None:
+    """Raises LayoutError, whose text begins with `where`, for an id outside `[0, num_blocks)`."""
+    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+        bad = next(block for block in block_ids if not 0 <= block < num_blocks)
+        raise LayoutError(f"{where}block id {bad} is outside [0, {num_blocks})")
 
-    Args:
-        block_ids: the blocks that hold the range, no more, in token order.
-        start: first token.
-        stop: end of the range.
-        block_size: tokens of a block.
+
+def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
+    """Split tokens `[start, stop)` of a request into maximal runs of blocks of `block_size` tokens.
+    `block_ids` hold the range and no more, in token order.
 
     Raises:
         LayoutError: fewer blocks than the range needs.
@@ -103,24 +101,17 @@ def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int)
             # As many whole blocks as there are: one copy and one release of the GIL for all.
             count = (stop - start) // block_size
             end = start + count * block_size
-        blocks = _ids(block_ids[index : index + count])
+        ids = block_ids[index : index + count]
+        consecutive = range(ids[0], ids[0] + count)
+        blocks = consecutive if list(ids) == list(consecutive) else tuple(ids)
         runs.append(BlockRun(blocks, slot, (end - start) // count, start, end))
         start = end
     return runs
 
 
-def _ids(blocks: Sequence[int]) -> range | tuple[int, ...]:
-    consecutive = range(blocks[0], blocks[0] + len(blocks))
-    return consecutive if list(blocks) == list(consecutive) else tuple(blocks)
-
-
 def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segment, ...]:
-    """Join the parts of successive layers where these are evenly spaced in one memory.
-
-    Args:
-        layers: the parts of each layer.
-        item: bytes of an element.
-    """
+    """Join the parts of successive layers where these are evenly spaced in one memory. An element
+    has `item` bytes."""
     found: list[Segment] = []
     for parts in zip(*layers, strict=True):
         at = 0

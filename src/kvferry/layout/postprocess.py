@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.layout.plan import check_block_ids
 
 Axes = Literal["BNHD", "BHND"]
 """B blocks, N tokens of a block, H kv heads, D head dim."""
@@ -120,10 +121,6 @@ def _checked_indices(cache: torch.Tensor, indices: torch.Tensor | Sequence[int])
             f"indices must be one axis of int32 or int64 block ids, not {block_ids.dtype} of shape "
             f"{tuple(block_ids.shape)}"
         )
-    num_blocks = cache.shape[0]
     if block_ids.numel():
-        low, high = (int(limit) for limit in torch.aminmax(block_ids))
-        if low < 0 or high >= num_blocks:
-            bad = low if low < 0 else high
-            raise LayoutError(f"block id {bad} is outside [0, {num_blocks})")
+        check_block_ids([int(limit) for limit in torch.aminmax(block_ids)], cache.shape[0])
     return block_ids.to(cache.device)

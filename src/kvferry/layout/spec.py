@@ -194,11 +194,6 @@ def parse(name: str) -> Layout:
     return Layout(full, axes, order or (axes if "L" in axes else None))
 
 
-def _fitting(layout: str, num_axes: int) -> Layout:
-    found = [parse(name).of_tensor(num_axes) for name in layout.split("|")]
-    return next((each for each in found if len(each.axes) == num_axes), found[0])
-
-
 def layer_parts(
     tensors: Sequence[Strided], group: KVGroup, shard: GroupShard, layout: str
 ) -> list[tuple[ContentPart, ...]]:
@@ -214,7 +209,9 @@ def layer_parts(
         LayoutError: tensors that are not what group, shard and layout say.
     """
     num_layers = shard.layers[1] - shard.layers[0]
-    spec = _fitting(layout, len(tensors[0].shape) if tensors else 0)
+    num_axes = len(tensors[0].shape) if tensors else 0
+    layouts = [parse(name).of_tensor(num_axes) for name in layout.split("|")]
+    spec = next((each for each in layouts if len(each.axes) == num_axes), layouts[0])
     expected = 1 if spec.is_one_buffer else num_layers
     if len(tensors) != expected or num_layers < 1:
         raise LayoutError(

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["KVConnectorModelRunnerMixin", "allocate_uniform_kv_caches", "use_uniform_kv_cache"]
 
 _MODULES = {
-    "kvferry.runner.kv_allocation": ("allocate_uniform_kv_caches", "use_uniform_kv_cache"),
-    "kvferry.runner.mixin": ("KVConnectorModelRunnerMixin",),
+    "KVConnectorModelRunnerMixin": "kvferry.runner.mixin",
+    "allocate_uniform_kv_caches": "kvferry.runner.kv_allocation",
+    "use_uniform_kv_cache": "kvferry.runner.kv_allocation",
 }
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(module), name)
-            globals()[name] = value  # the next use does not come here
-            return value
-    raise AttributeError(f"module 'kvferry.runner' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvferry.runner' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value

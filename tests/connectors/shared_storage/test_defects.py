@@ -51,7 +51,8 @@ import pytest
 import torch
 
 from kvferry.keys import ChunkKeys
-from kvferry.layout.ops import LAYOUTS, PagedKV
+from kvferry.layout.ops import PagedKV
+from kvferry.layout.spec import LAYOUTS
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore

@@ -187,11 +187,11 @@ class SharedStorageWorker(WorkerRole):
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
             loaded = [one for load in loads for one in self._copies_of(load)]
-            before = self._copies.mark()
+            before = self._copies.stream.mark()
             errors = self._io.read_pool.spread(
                 loaded,
                 lambda one: self._copies.scatter(one.copy, after=before),
-                alone=self._copies.overlaps,
+                alone=self._copies.stream.overlaps,
             )
             for one, error in zip(loaded, errors, strict=True):
                 if error is not None:
@@ -199,9 +199,9 @@ class SharedStorageWorker(WorkerRole):
         finally:
             # Also if one failed: the engine computes the blocks of it again, and no copy under way
             # may come after that.
-            self._copies.hold()
-            if self._copies.overlaps:
-                done = self._copies.done()
+            done = self._copies.stream.end()
+            self._copies.stream.hold(done)
+            if self._copies.stream.overlaps:
                 for load in loads:
                     for chunk in load.chunks:
                         self._io.busy_until(chunk.slot, done)
@@ -216,7 +216,7 @@ class SharedStorageWorker(WorkerRole):
                 if not held:
                     raise LayoutError(f"slot {chunk.slot} does not hold the chunk it was to hold")
                 hit = (load.start, load.stop)
-                runs = self._copies.load_runs(load.blocks, hit, chunk.first_token, held)
+                runs = self._copies.paged.load_runs(load.blocks, hit, chunk.first_token, held)
             except LayoutError as error:
                 self._fail(load, chunk, error)
             else:
@@ -229,7 +229,7 @@ class SharedStorageWorker(WorkerRole):
         self._report.failed_requests.add(load.request_id)
         self._report.failed_keys.append(chunk.key)
         hit = (load.start, load.stop)
-        self._invalid |= self._copies.block_ids(load.blocks, hit, chunk.first_token)
+        self._invalid |= self._copies.paged.block_ids(load.blocks, hit, chunk.first_token)
 
     # -- saves ----------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class SharedStorageWorker(WorkerRole):
         finally:
             # What was not copied, by whatever error, may still be on its way to its slot.
             for save in waiting:
-                self._io.busy_until(save.chunk.slot, self._copies.done())
+                self._io.busy_until(save.chunk.slot, self._copies.stream.end())
             self._put_off([*waiting, *left])
             # Only now: hashing and writing take memory bandwidth from the copies.
             for one in copied:
@@ -258,7 +258,7 @@ class SharedStorageWorker(WorkerRole):
         """The copies of those chunks whose blocks are right, which also go to `waiting`."""
         for save in left:
             try:
-                runs = self._copies.chunk_runs(save.blocks, save.chunk.first_token)
+                runs = self._copies.paged.chunk_runs(save.blocks, save.chunk.first_token)
             except LayoutError as error:
                 logger.error("chunk at token %d is not saved: %s", save.chunk.first_token, error)
                 self._report.filled.append(Filled(save.chunk.slot, REFUSED))
