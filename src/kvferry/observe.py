@@ -7,7 +7,7 @@ cheap and must not raise; they are called from scheduler, worker and I/O threads
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 
@@ -52,26 +52,27 @@ class Counters(Observer):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds: dict[str, tuple[int, float]] = {}
+        self._sums: defaultdict[str, float] = defaultdict(int)
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self._counts[name] += amount
+            self._sums[name] += amount
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
-            number, total = self._seconds.get(name, (0, 0.0))
-            self._seconds[name] = (number + 1, total + seconds)
+            self._sums[f"{name}_count"] += 1
+            self._sums[f"{name}_seconds"] += seconds
 
     def __getitem__(self, name: str) -> int:
-        return self._counts[name]
+        return int(self._sums.get(name, 0))
 
     def snapshot(self) -> dict[str, float]:
         """All sums so far: counters by name, durations as `<name>_count` and `<name>_seconds`."""
         with self._lock:
-            result: dict[str, float] = dict(self._counts)
-            for name, (number, total) in self._seconds.items():
-                result[f"{name}_count"] = number
-                result[f"{name}_seconds"] = total
-        return result
+            return dict(self._sums)
+
+    def take(self) -> dict[str, float]:
+        """Return what `snapshot` does, and start again from zero."""
+        with self._lock:
+            sums, self._sums = self._sums, defaultdict(int)
+        return dict(sums)

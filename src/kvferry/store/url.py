@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvferry.config import build_config, parse_store_url
+from kvferry.config import build_config, parse_size, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
@@ -36,6 +36,17 @@ class FileOptions(MemoryOptions):
     read_only: bool = False
     direct_io: Literal["auto", "off"] = "auto"
     index_file: str | None = None
+
+
+def refuse_small_quota(url: str, record_bytes: int) -> None:
+    """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
+    everything."""
+    max_bytes = parse_store_url(url).options.get("max_bytes")
+    if max_bytes is not None and parse_size(max_bytes) < record_bytes:
+        raise ConfigError(
+            f"max_bytes={max_bytes} is smaller than one chunk of this model ({record_bytes} "
+            "bytes); raise it or lower chunk_tokens"
+        )
 
 
 def open_store(

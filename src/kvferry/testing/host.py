@@ -2,8 +2,7 @@
 
 The KV of a token is a pure function of all tokens up to it, so a wrong, stale or misplaced byte
 anywhere is seen, in whatever block tables (`host_tables`) it lies. Ranks of a tensor-parallel host
-are simulated in one process: each has its own worker role and tensors, and their outputs are folded
-as an executor would.
+run in one process, each with a worker role and tensors of its own; their outputs are folded.
 """
 
 from __future__ import annotations
@@ -122,7 +121,9 @@ class SimulatedHost:
             time.sleep(0.0005)
         hit = answer.num_tokens
         tokens = len(request.all_token_ids)
-        self._check_answer(hit, num_local_tokens, tokens)
+        # Contract A4, as a host that dies of it would.
+        if hit and (hit < 0 or num_local_tokens + hit >= tokens or hit % self.block_size):
+            raise AssertionError(f"illegal hit {hit} beyond {num_local_tokens} of {tokens} tokens")
         request.num_computed_tokens = num_local_tokens + hit
         request.num_external_tokens = hit
         self._grow(request, tokens + 64)
@@ -132,14 +133,6 @@ class SimulatedHost:
         self.scheduler.update_after_alloc(request, request.block_ids, hit)
         return hit
 
-    def _check_answer(self, hit: int, num_local_tokens: int, num_tokens: int) -> None:
-        """Contract A4, as a host that dies of it would."""
-        too_long = num_local_tokens + hit >= num_tokens
-        if hit and (hit < 0 or too_long or hit % self.block_size):
-            raise AssertionError(
-                f"illegal hit {hit} beyond {num_local_tokens} of {num_tokens} tokens"
-            )
-
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
         """Compute until every known token has KV, then check all of it that is kept."""
         while request.num_computed_tokens < len(request.all_token_ids):
@@ -148,12 +141,8 @@ class SimulatedHost:
         self.check(request)
 
     def check(self, request: HostRequest) -> None:
-        """Check that all KV that the next token attends to has a block, and that the KV in every
-        block is right: a host may offer any block to other requests.
-
-        Raises:
-            AssertionError: if not.
-        """
+        """Raises AssertionError unless all KV that the next token attends to has a block, and the
+        KV in every block is right: a host may offer any block to other requests."""
         missing = self._pool.num_missing(request)
         if missing:
             raise AssertionError(f"{request.request_id}: {missing} attended tokens have no block")

@@ -44,8 +44,7 @@ class HostTable:
     Attributes:
         block_size: tokens per block.
         window: tokens kept, the next one to compute included; None for all.
-        layers: its layers, as pairs of a group and the layers of that group. Empty: a table that
-            no connector takes part in.
+        layers: pairs of a group and layers of it. Empty: no connector takes part in the table.
     """
 
     block_size: int
@@ -98,11 +97,8 @@ class HostBlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
 
     def grow(self, request: HostRequest, num_tokens: int) -> list[int]:
-        """Give a request blocks for its tokens, after dropping what left the windows.
-
-        Returns:
-            The blocks that were freed.
-        """
+        """Give a request blocks for its tokens, after dropping what left the windows. Returns the
+        blocks that were freed."""
         if not request.block_ids:
             request.block_ids = tuple([] for _ in self.tables)
         freed = []
@@ -139,11 +135,7 @@ class HostBlockPool:
         return freed
 
     def check_integrity(self, requests: Collection[HostRequest]) -> None:
-        """Every block is free or held by one of these requests.
-
-        Raises:
-            AssertionError: if not.
-        """
+        """Raises AssertionError unless each block is free or held by one of these requests."""
         held = [b for r in requests for table in r.block_ids for b in table if b != NULL_BLOCK]
         if sorted(held + self._free) != list(range(1, self._num_blocks)):
             raise AssertionError("blocks are lost, or held twice")
@@ -243,10 +235,6 @@ class HostRank:
             region[list(blocks)] = float("nan")
 
     def check_null_block(self) -> None:
-        """Check that the null block was never written.
-
-        Raises:
-            AssertionError: it was.
-        """
+        """Raises AssertionError if the null block was written."""
         if not all(region[NULL_BLOCK].isnan().all() for region in self._memory):
             raise AssertionError("the null block was written")

@@ -79,8 +79,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a tiny random model to the directory `path` (config and safetensors, no tokenizer).
 
-    Weights depend on `arch`, `seed` and the overridden config alone. Two seeds give files of equal
-    size and headers.
+    Weights depend on the arguments alone. Two seeds give files of equal size and headers.
 
     Args:
         path: directory; made if absent.

@@ -7,8 +7,7 @@ A connector written for vLLM's V1 base class runs here after a change of its imp
 
 Each docstring says when a host calls the method, which rules the host enforces and what a violation
 costs. "The engine dies" means an assertion in the scheduler's process: every request is lost. The
-hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later releases make; all of these
-have a default here.
+hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later ones make; each has a default.
 """
 
 from __future__ import annotations
@@ -309,8 +308,7 @@ class KVConnectorBase_V1(ABC):
         return {}
 
     def get_loaded_kv_cache_group_ids(self, request: V1Request) -> tuple[int, ...] | None:
-        """KV groups that an async load fills (0.32); None for all that take part. Hosts do not zero
-        the blocks of these groups."""
+        """KV groups that an async load fills, and hosts do not zero (0.32); None for all."""
         return None
 
     def has_pending_push_work(self) -> bool:

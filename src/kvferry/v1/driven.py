@@ -52,69 +52,6 @@ dim]`. Connectors of that time reshape it in place, which no view of the engine'
 they get a second pool, and the worker role copies blocks between the two.
 """
 
-# --- steps ----------------------------------------------------------------------------------------
-
-
-class StepHistory:
-    """Turns steps with full block tables into vLLM's increments."""
-
-    def __init__(self) -> None:
-        # Per running request, the blocks of each group that the connector has seen; empty after a
-        # preemption.
-        self._num_shown: dict[str, tuple[int, ...]] = {}
-
-    def describe(self, step: StepView, requests: Mapping[str, V1Request]) -> SchedulerOutput:
-        """The step as increments. Call once per step, in order, with all scheduled requests."""
-        output = SchedulerOutput(
-            finished_req_ids=set(step.finished_request_ids),
-            preempted_req_ids=set(step.preempted_request_ids),
-        )
-        for request_id in output.preempted_req_ids & self._num_shown.keys():
-            self._num_shown[request_id] = ()
-        for scheduled in step.scheduled:
-            request = requests[scheduled.request.request_id]
-            request.num_computed_tokens = scheduled.num_computed_tokens
-            self._describe_request(output, request, scheduled.block_ids)
-            output.num_scheduled_tokens[request.request_id] = scheduled.num_scheduled_tokens
-            output.total_num_scheduled_tokens += scheduled.num_scheduled_tokens
-        return output
-
-    def forget(self, request_id: str) -> None:
-        """The request ended."""
-        self._num_shown.pop(request_id, None)
-
-    def _describe_request(
-        self, output: SchedulerOutput, request: V1Request, block_ids: BlockTable
-    ) -> None:
-        request_id = request.request_id
-        num_shown = self._num_shown.get(request_id)
-        self._num_shown[request_id] = tuple(len(group) for group in block_ids)
-        if num_shown is None:
-            output.scheduled_new_reqs.append(
-                NewRequestData(
-                    req_id=request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    prefill_token_ids=list(request.all_token_ids),
-                    block_ids=tuple(list(group) for group in block_ids),
-                    num_computed_tokens=request.num_computed_tokens,
-                )
-            )
-            return
-        cached = output.scheduled_cached_reqs
-        is_resumed = not num_shown
-        if is_resumed:
-            cached.resumed_req_ids.add(request_id)
-            cached.all_token_ids[request_id] = list(request.all_token_ids)
-            num_shown = (0,) * len(block_ids)
-        added = tuple(list(group[n:]) for group, n in zip(block_ids, num_shown, strict=True))
-        cached.req_ids.append(request_id)
-        cached.resumed_from_preemption.append(is_resumed)
-        cached.new_token_ids.append([])
-        cached.new_block_ids.append(added if any(added) else None)
-        cached.num_computed_tokens.append(request.num_computed_tokens)
-        cached.num_output_tokens.append(request.num_output_tokens)
-
-
 # --- KV memory, as connectors reach it ------------------------------------------------------------
 
 
@@ -196,6 +133,36 @@ class V1Plan(Plan, frozen=True, kw_only=True):
     written: frozenset[int] = frozenset()
 
 
+def _describe(output: SchedulerOutput, request: V1Request, block_ids: BlockTable) -> None:
+    """Add a request with its full block table to a step of vLLM's, which has increments."""
+    num_shown = request.num_shown
+    request.num_shown = tuple(len(group) for group in block_ids)
+    if num_shown is None:
+        output.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                prefill_token_ids=list(request.all_token_ids),
+                block_ids=tuple(list(group) for group in block_ids),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        return
+    cached = output.scheduled_cached_reqs
+    is_resumed = not num_shown
+    if is_resumed:
+        cached.resumed_req_ids.add(request.request_id)
+        cached.all_token_ids[request.request_id] = list(request.all_token_ids)
+        num_shown = (0,) * len(block_ids)
+    added = tuple(list(group[n:]) for group, n in zip(block_ids, num_shown, strict=True))
+    cached.req_ids.append(request.request_id)
+    cached.resumed_from_preemption.append(is_resumed)
+    cached.new_token_ids.append([])
+    cached.new_block_ids.append(added if any(added) else None)
+    cached.num_computed_tokens.append(request.num_computed_tokens)
+    cached.num_output_tokens.append(request.num_output_tokens)
+
+
 def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
     if connector.role is not role:
         raise ConfigError(
@@ -217,7 +184,6 @@ class V1SchedulerRole(SchedulerRole):
         self._connector = connector
         self._block_size = connector._vllm_config.cache_config.block_size
         self._requests: dict[str, V1Request] = {}
-        self._history = StepHistory()
         self._promised: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         self._sync_blocks: set[int] = set()  # to be filled by sync loads of the next plan
         self._recving: dict[str, frozenset[int]] = {}  # async loads that the next plan starts
@@ -263,17 +229,26 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def build_plan(self, step: StepView) -> Plan:
+        output = SchedulerOutput(
+            finished_req_ids=set(step.finished_request_ids),
+            preempted_req_ids=set(step.preempted_request_ids),
+            has_sync_kv_loads=bool(self._sync_blocks),
+        )
+        for request_id in output.preempted_req_ids & self._requests.keys():
+            if self._requests[request_id].num_shown is not None:
+                self._requests[request_id].num_shown = ()
         written: set[int] = set()
         for scheduled in step.scheduled:
-            self._request(scheduled.request)
-            start = scheduled.num_computed_tokens
+            request = self._request(scheduled.request)
+            request.num_computed_tokens = start = scheduled.num_computed_tokens
             stop = start + scheduled.num_scheduled_tokens
+            _describe(output, request, scheduled.block_ids)
+            output.num_scheduled_tokens[request.request_id] = scheduled.num_scheduled_tokens
+            output.total_num_scheduled_tokens += scheduled.num_scheduled_tokens
             written |= self._blocks_of(scheduled.block_ids, start, stop)
-        described = self._history.describe(step, self._requests)
-        described.has_sync_kv_loads = bool(self._sync_blocks)
         blocks, recving = frozenset(self._sync_blocks).union(*self._recving.values()), self._recving
         self._sync_blocks, self._recving = set(), {}
-        metadata = self._connector.build_connector_meta(described)
+        metadata = self._connector.build_connector_meta(output)
         if metadata is None:
             raise ContractError(
                 f"{type(self._connector).__name__}.build_connector_meta returned None: return a "
@@ -281,16 +256,15 @@ class V1SchedulerRole(SchedulerRole):
             )
         return V1Plan(
             metadata=metadata,
-            has_tokens=described.total_num_scheduled_tokens > 0,
+            has_tokens=output.total_num_scheduled_tokens > 0,
             blocks=blocks,
             recving=recving,
-            preempted=frozenset(described.preempted_req_ids),
+            preempted=frozenset(output.preempted_req_ids),
             written=frozenset(written),
         )
 
     def empty_plan(self) -> Plan:
-        """The plan of a step in which nothing happens. The connector takes the call for a step, so
-        it must precede the first request."""
+        """The plan of an empty step, which the connector sees: only before the first request."""
         metadata = self._connector.build_connector_meta(SchedulerOutput())
         return V1Plan(metadata=metadata, has_tokens=False)
 
@@ -301,7 +275,6 @@ class V1SchedulerRole(SchedulerRole):
         driven = self._request(request)
         del self._requests[request.request_id]
         self._promised.pop(request.request_id, None)
-        self._history.forget(request.request_id)
         groups = V1Blocks(block_ids).get_block_ids()
         if isinstance(self._connector, SupportsHMA):
             delay_free, params = self._connector.request_finished_all_groups(driven, groups)
@@ -405,9 +378,9 @@ class V1WorkerRole(WorkerRole):
         connector = self._connector
         results = connector.get_transfer_results(set(finished_request_ids))
         for request_id in results.finished_recving or ():
+            loaded = self._recving.pop(request_id, frozenset())
             for name in self._memory.tensors:
-                self._memory.take(name, self._recving.get(request_id, frozenset()))
-            self._recving.pop(request_id, None)
+                self._memory.take(name, loaded)
         invalid = connector.get_block_ids_with_load_errors() or set()
         results.invalid_block_ids = results.invalid_block_ids | invalid
         results.kv_connector_stats = connector.get_kv_connector_stats()

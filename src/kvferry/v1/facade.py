@@ -125,16 +125,14 @@ class OneRole:
     """The methods of a V1 connector over one of our roles, for any base class. `attach` comes
     first and brings a scheduler role or a worker role, never both.
 
-    A subclass whose roles handle several KV groups adds the host's `SupportsHMA` to its bases; the
-    method that it requires is here.
+    A subclass whose roles handle several KV groups adds the host's `SupportsHMA` to its bases.
     """
 
     _connector_metadata: Any
     """Base classes read it in `has_connector_metadata`, which hosts call around each layer."""
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
-        self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | None = None
+        self._half: SchedulerHalf | WorkerHalf | None = None
         self._step: WorkerHalf | None = None  # the worker half, during a step that concerns it
         # The exception that the caller was handling when the step began: a host may run steps
         # inside an `except` block.
@@ -157,16 +155,15 @@ class OneRole:
             role: of this half.
             block_size: in tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-            lora_identity: the identity of a LoRA adapter's content.
-            item_identity: the identity of a multimodal item's content, from the host's name for it.
+            lora_identity, item_identity: see `kvferry.v1.host`.
         """
         if isinstance(role, SchedulerRole):
-            self._scheduler_half = SchedulerHalf(
+            self._half = SchedulerHalf(
                 GuardedScheduler(role, observer, block_size=block_size),
                 HostRequests(lora_identity, item_identity),
             )
         else:
-            self._worker_half = WorkerHalf(role, observer)
+            self._half = WorkerHalf(role, observer)
 
     def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
         """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
@@ -176,15 +173,15 @@ class OneRole:
 
     @property
     def _scheduler(self) -> SchedulerHalf:
-        if self._scheduler_half is None:
+        if not isinstance(self._half, SchedulerHalf):
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
-        return self._scheduler_half
+        return self._half
 
     @property
     def _worker(self) -> WorkerHalf:
-        if self._worker_half is None:
+        if not isinstance(self._half, WorkerHalf):
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
-        return self._worker_half
+        return self._half
 
     # Worker side.
 
@@ -239,8 +236,8 @@ class OneRole:
         return set() if self._step is None else set(self._step.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
-        if self._scheduler_half is not None:
-            counts = self._scheduler_half.role.take_stats()
+        if isinstance(self._half, SchedulerHalf):
+            counts = self._half.role.take_stats()
         else:
             counts = None if self._step is None else self._step.output.stats
         return CounterStats(dict(counts)) if counts else None
@@ -315,10 +312,8 @@ class OneRole:
         return self._scheduler.role.reset()
 
     def shutdown(self) -> None:
-        if self._scheduler_half is not None:
-            self._scheduler_half.role.close()
-        if self._worker_half is not None:
-            self._worker_half.role.close()
+        if self._half is not None:
+            self._half.role.close()
 
 
 class RolesAsV1(OneRole, KVConnectorBase_V1):

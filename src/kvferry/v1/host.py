@@ -1,15 +1,13 @@
 """Requests and steps of a V1 host, read into our views.
 
-vLLM 0.10 to 0.32 spell some fields differently, and this file alone knows the spellings. Runs in:
-scheduler.
+Only this file knows how spellings differ from vLLM 0.10 to 0.32. Runs in: scheduler.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
 from kvferry.v1.types import SchedulerOutput, V1Request
@@ -17,8 +15,7 @@ from kvferry.v1.types import SchedulerOutput, V1Request
 logger = logging.getLogger(__name__)
 
 LoraIdentity = Callable[[Any], str | None]
-"""From a host's LoRA request to an identity of the adapter's content. With None, its requests are
-neither loaded nor saved."""
+"""From a host's LoRA request to an identity of the adapter's content; None: do not cache it."""
 
 ItemIdentity = Callable[[str], str | None]
 """From a host's name of a multimodal item to an identity of its content; None likewise."""
@@ -44,8 +41,7 @@ class HostRequestView:
         return self.request.all_token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledView:
+class ScheduledView(NamedTuple):
     """One request in one step, as `kvferry.types.ScheduledRequest` describes it."""
 
     request: HostRequestView
@@ -64,8 +60,7 @@ class UnreadableStep:
         raise self._error
 
 
-@dataclass(frozen=True, slots=True)
-class V1Step:
+class V1Step(NamedTuple):
     """One step, as `kvferry.types.StepView` describes it."""
 
     scheduled: Sequence[ScheduledView]
@@ -98,11 +93,8 @@ class HostRequests:
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> tuple[Sequence[int], ...]:
-        """The full block table of a request after an allocation.
-
-        After an async load, hosts before 0.32 name only the added blocks; the first call for that
-        load named the others.
-        """
+        """The full block table of a request after an allocation. At the end of an async load, hosts
+        before 0.32 name only the added blocks; the call at its start named the others."""
         table = [list(group) for group in block_ids]
         known = self._tables.get(request_id)
         if known is not None and num_external_tokens == 0 and len(known) == len(table):
@@ -156,12 +148,10 @@ def extra_keys_of(
 ) -> ExtraKeys:
     """The inputs, besides its tokens, that decide a request's KV. Once per request.
 
-    An input without an identity of its *content* makes the request uncacheable: a miss, never a
-    wrong hit.
+    An input without an identity of its *content* makes the request uncacheable.
     """
-    if getattr(request, "prompt_embeds", None) is not None:
-        return UNCACHEABLE
-    if getattr(request, "prompt_token_ids", ()) is None:
+    has_embeds = getattr(request, "prompt_embeds", None) is not None
+    if has_embeds or getattr(request, "prompt_token_ids", ()) is None:
         return UNCACHEABLE
     salt = getattr(request, "cache_salt", None)
     lora_request = getattr(request, "lora_request", None)

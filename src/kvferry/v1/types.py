@@ -36,7 +36,6 @@ class V1TransferConfig:
     Attributes:
         kv_role: "kv_producer", "kv_consumer" or "kv_both".
         kv_connector_extra_config: the connector's own options.
-        kv_connector: the connector's name.
         engine_id: new for each configuration object: never part of a stored key.
     """
 
@@ -97,6 +96,7 @@ class V1Request:
     Attributes:
         view: the request as our roles see it.
         num_computed_tokens: tokens whose KV is in the blocks.
+        num_shown: blocks per group that the connector saw; None: no step yet, (): preempted.
     """
 
     kv_transfer_params: dict[str, Any] | None = None
@@ -112,6 +112,7 @@ class V1Request:
         self.prompt_token_ids: list[int] | None = list(view.all_token_ids[: view.num_prompt_tokens])
         self.cache_salt = view.extra_keys.cache_salt
         self.num_computed_tokens = 0
+        self.num_shown: tuple[int, ...] | None = None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -119,8 +120,7 @@ class V1Request:
 
     @property
     def num_tokens(self) -> int:
-        """The length of `all_token_ids`, generated tokens included: after a preemption it exceeds
-        the prompt."""
+        """The length of `all_token_ids`, generated tokens included."""
         return len(self.view.all_token_ids)
 
     @property
@@ -217,9 +217,8 @@ class ForwardContext:
     """The surroundings of a forward.
 
     Attributes:
-        attn_metadata: an entry per layer; None in steps without tokens. Do not rely on it: on other
-            hosts it is None, a list or a dict, and None also in a warm-up run or a replayed graph.
-            Such a step may have loads to do.
+        attn_metadata: an entry per layer; None in steps without tokens, which may have loads to do.
+            Other hosts have None, a list or a dict, and None in warm-up runs and replayed graphs.
         no_compile_layers: the attention layers by name. Each has an attribute `kv_cache`: its KV
             tensor, or, for release 0.14, a list of it by virtual engine.
         virtual_engine: the index into that list; for release 0.14 alone.
@@ -247,8 +246,7 @@ class KVConnectorRole(enum.Enum):
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024 - a mark; connectors put in what they need
-    """The scheduler half's message to the worker halves for one step. It is pickled: no tensors on
-    a device, no live objects."""
+    """The scheduler half's message to the worker halves for a step. Pickled: no device tensors."""
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - likewise
@@ -297,15 +295,9 @@ class KVConnectorStats(ABC):
 class KVConnectorOutput:
     """The report of the worker halves after a step: one per rank, merged for the scheduler.
 
-    Attributes:
-        finished_sending: requests whose blocks the connector no longer needs; None for none.
-        finished_recving: requests whose async load ended, well or badly; None for none.
-        kv_connector_stats: counters since the last step, or None.
-        kv_cache_events: events of this worker, or None.
-        invalid_block_ids: blocks whose load failed.
-        expected_finished_count: number of reports per id to wait for; 0 leaves it as it is.
-        failed_recving: the part of `finished_recving` to compute from the start (0.32).
-        kv_connector_worker_meta: the connector's own message (0.32), or None.
+    The fields are those of `WorkerOutput`; `failed_recving` and `kv_connector_worker_meta` are new
+    in 0.32. Besides, `expected_finished_count` is the number of reports per id to wait for; 0
+    leaves it as it is.
     """
 
     finished_sending: set[str] | None = None
@@ -338,8 +330,7 @@ class SupportsHMA(ABC):
 
 
 def supports_hma(connector: object) -> bool:
-    """Whether a connector, given as class or instance, is a `SupportsHMA`. Hosts ask the class, in
-    processes that have no instance."""
+    """Whether a connector is a `SupportsHMA`. Hosts without an instance ask the class."""
     return issubclass(connector if isinstance(connector, type) else type(connector), SupportsHMA)
 
 

@@ -13,14 +13,10 @@ from prometheus_client import CollectorRegistry, Counter
 from kvferry.adapters.vllm.connector import connector_options
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import own_report
-from kvferry.adapters.vllm.metrics import (
-    METRICS,
-    IntervalCounters,
-    make_prom_class,
-    make_stats_class,
-)
+from kvferry.adapters.vllm.metrics import METRICS, make_prom_class, make_stats_class
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
+from kvferry.observe import Counters
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 from kvferry.v1.types import CarriedMeta
 
@@ -63,7 +59,7 @@ class Note(WorkerMeta, frozen=True):
 
 
 def test_counters_start_from_zero_when_taken():
-    counters = IntervalCounters()
+    counters = Counters()
     assert counters.take() == {}
     counters.count("hits", 2)
     counters.observe("save", 0.5)

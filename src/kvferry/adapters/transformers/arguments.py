@@ -20,8 +20,7 @@ class StoredKVConfig:
     """Options of `StoredKV`; each has a default that is right for one machine.
 
     Attributes:
-        chunk_tokens: tokens per stored record. Part of the identity: records of another value are
-            not read.
+        chunk_tokens: tokens per stored record; records of another value are not read.
         load_timeout_seconds: after this, `load` returns what has arrived.
         save_timeout_seconds: after this, `save` starts no more records and returns.
         io_threads: threads for reads, and as many for writes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,9 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, ModelIdentity, relevant_config
-from kvferry.types import KVGroup
+from kvferry.keys import JsonValue, relevant_config
 
-PIP_LINE = "pip install 'kvferry[transformers]'"
-
-_WITHOUT_EFFECT = ("architectures", "dtype", "pad_token_id", "torch_dtype")
+_WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "torch_dtype"}
 """Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
 depends on; the dtype enters the identity as the model has it."""
 
@@ -36,7 +33,6 @@ _PROBES = ((0, 1, 2, 3), (0, 1, 2, 4))
 
 _ROUNDING = 0.02
 """Relative to the largest value; more than bfloat16 changes with the order of additions."""
-
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -77,18 +73,14 @@ class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity: as the embedded engine's, so that both share records.
-        groups: likewise.
+        identity, groups: as the embedded engine's, so that both share records.
         layers: in the order of the model's cache.
+        layer_devices: where the KV of each layer is.
         vocab_size: token ids are below it.
 
     Raises:
         ConfigError: a model whose KV has no certain identity, or no record form; and why.
     """
-
-    identity: ModelIdentity
-    groups: tuple[KVGroup, ...]
-    layers: tuple[CacheLayer, ...]
 
     def __init__(self, model: Any, model_dir: Path | None, weights_version: str | None) -> None:
         self._model = model
@@ -109,17 +101,13 @@ class HostModel:
             weights_version=weights_version,
             name=getattr(model, "name_or_path", None) or str(directory),
         )
-        self._layer_devices = self._probe(directory)
+        self.layer_devices = self._probe(directory)
         self._fingerprint = self._look()
 
     @property
     def is_unchanged(self) -> bool:
         """Whether weights and mode are those of construction, as far as that shows."""
         return self._look() == self._fingerprint
-
-    def device_of(self, layer: int) -> torch.device:
-        """The device of a layer's KV."""
-        return self._layer_devices[layer]
 
     def num_visible(self, token_ids: list[int]) -> int:
         """The number of leading tokens before the first that seems to be masked padding. Without a
@@ -146,8 +134,7 @@ class HostModel:
         )
 
     def _probe(self, directory: Path) -> tuple[torch.device, ...]:
-        """Run a few tokens and check the KV that the model keeps. Returns the device of each
-        layer's KV.
+        """Run a few tokens, check the KV that the model keeps, and return each layer's device.
 
         Two runs of one length differ in their last token: the KV of all other tokens must be equal.
         """
@@ -216,7 +203,9 @@ def require_transformers() -> None:
     try:
         import transformers.cache_utils  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"StoredKV needs Transformers: {PIP_LINE}") from error
+        raise ConfigError(
+            "StoredKV needs Transformers: pip install 'kvferry[transformers]'"
+        ) from error
 
 
 def _refuse_changed(model: Any) -> None:
@@ -276,20 +265,16 @@ def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
     """Fields in which the running model's config differs from config.json; part of the identity."""
     from transformers import AutoConfig
 
-    stored = _plain_config(AutoConfig.from_pretrained(directory, local_files_only=True))
-    running = _plain_config(model.config)
+    stored, running = (
+        relevant_config(json.loads(json.dumps(config.to_dict(), default=str)))
+        for config in (AutoConfig.from_pretrained(directory, local_files_only=True), model.config)
+    )
     differing = {
         name: running.get(name)
-        for name in sorted(stored.keys() | running.keys())
+        for name in sorted((stored.keys() | running.keys()) - _WITHOUT_EFFECT)
         if stored.get(name) != running.get(name)
     }
     return {"overrides": differing} if differing else {}
-
-
-def _plain_config(config: Any) -> dict[str, JsonValue]:
-    values = json.loads(json.dumps(config.to_dict(), default=str))
-    relevant = relevant_config(values)
-    return {name: value for name, value in relevant.items() if name not in _WITHOUT_EFFECT}
 
 
 def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
@@ -313,15 +298,6 @@ def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
 
 
 # --- samples of the weights -----------------------------------------------------------------------
-
-
-class _Stored(NamedTuple):
-    """A tensor in a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
 
 
 def _refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -352,10 +328,15 @@ def _refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) ->
 
 
 def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
-    for stored in _tensors(fd):
-        tensor = state.get(stored.name)
-        if tensor is not None and _differs(tensor, stored, fd):
-            return stored.name
+    # By hand, because the library maps files, and one that is cut short then kills the process.
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    header: dict[str, Any] = json.loads(os.pread(fd, size, 8))
+    for name, stored in header.items():
+        tensor = state.get(name)
+        if tensor is not None and _differs(tensor, stored, fd, 8 + size):
+            return name
     return None
 
 
@@ -371,30 +352,21 @@ def _files(directory: Path) -> list[Path]:
         return []
 
 
-def _tensors(fd: int) -> Iterator[_Stored]:
-    # By hand, because the library maps files, and one that is cut short then kills the process.
-    size = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes")
-    for name, entry in json.loads(os.pread(fd, size, 8)).items():
-        if name != "__metadata__" and entry["dtype"] in _DTYPES:
-            shape = tuple(entry["shape"])
-            yield _Stored(name, _DTYPES[entry["dtype"]], shape, 8 + size + entry["data_offsets"][0])
-
-
-def _differs(tensor: torch.Tensor, stored: _Stored, fd: int) -> bool:
-    if tuple(tensor.shape) != stored.shape:
+def _differs(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
+    dtype = _DTYPES.get(stored["dtype"])
+    if dtype is None:
+        return False
+    if tuple(tensor.shape) != tuple(stored["shape"]):
         return True
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return False
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
     num_rows, width = rows.shape
-    seen = min(width, _MAX_ROW_BYTES // stored.dtype.itemsize)
+    seen = min(width, _MAX_ROW_BYTES // dtype.itemsize)
+    start = data_start + stored["data_offsets"][0]
     for row in sorted({0, num_rows // 2, num_rows - 1}):
-        data = os.pread(
-            fd, seen * stored.dtype.itemsize, stored.offset + row * width * stored.dtype.itemsize
-        )
-        expected = torch.frombuffer(bytearray(data), dtype=stored.dtype).to(tensor.dtype)
+        data = os.pread(fd, seen * dtype.itemsize, start + row * width * dtype.itemsize)
+        expected = torch.frombuffer(bytearray(data), dtype=dtype).to(tensor.dtype)
         if not torch.equal(expected, rows[row, :seen].cpu()):
             return True
     return False

@@ -13,11 +13,10 @@ from kvferry.errors import ContractError
 
 
 class LoadedCache(DynamicCache):
-    """A `DynamicCache` that keeps all tokens in every layer, and does not let its prompt be
-    computed on top of itself.
+    """A `DynamicCache` that keeps all tokens in every layer, and refuses its own prompt again.
 
-    Assisted generation (an assistant model, prompt look-up) does that with any cache that is not
-    empty when it starts, and answers nonsense.
+    Assisted generation (an assistant model, prompt look-up) computes the whole prompt on top of any
+    cache that is not empty when it starts, and answers nonsense.
     """
 
     def __init__(self, num_prompt_tokens: int) -> None:

@@ -1,8 +1,7 @@
 """Records on their way between the layers of a Transformers cache and a store.
 
 A cache layer holds keys and values `[1, heads, tokens, size]`; a record component holds
-`[layers, heads, tokens, K|V]`. With latent attention, the cache calls the latent keys, and the
-rotated key values.
+`[layers, heads, tokens, K|V]`. In a cache, latents are the keys and rotated keys the values.
 
 I/O threads read and write whole records, bounded in time and memory. Every operation has memory of
 its own, so one that outlives its deadline harms no other.
@@ -27,7 +26,6 @@ from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.rows import RankRows
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import RowRange
 from kvferry.store.base import PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
@@ -42,30 +40,20 @@ STALLED_SECONDS = 30.0
 """How long a store that brought nothing before the deadline is not asked again."""
 
 
-class Image:
-    """One record in memory of its own: `head | group 0 | ...`, as in the file."""
+def _new_image(rows: RankRows) -> memoryview:
+    """Memory for one record: `head | group 0 | ...`, as in the file. Page-aligned, so that a cold
+    file can be read past the page cache."""
+    return memoryview(mmap.mmap(-1, rows.slot_bytes))
 
-    def __init__(self, rows: RankRows) -> None:
-        self._rows = rows
-        # Page-aligned, so that a cold file can be read past the page cache.
-        self.view = memoryview(mmap.mmap(-1, rows.slot_bytes))
 
-    @property
-    def head(self) -> memoryview:
-        return self._rows.head_of(self.view)
-
-    def part(self, rows: RowRange) -> memoryview:
-        return self._rows.piece_of(self.view, rows)
-
-    def digests(self) -> bytes:
-        """The leaf table of the image's present content."""
-        return self._rows.digests(self.view, {})
-
-    def tensor(self, group: int, dtype: str) -> torch.Tensor:
-        """`[layers, heads, tokens, content]` of one group, over the same memory."""
-        memory = self._rows.group_rows(self.view, group)
-        shape = self._rows.group_shape(group)
-        return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)
+def _tensors(image: memoryview, rows: RankRows, model: HostModel) -> list[torch.Tensor]:
+    """`[layers, heads, tokens, content]` of each group, over the memory of an image."""
+    return [
+        torch.frombuffer(rows.group_rows(image, index), dtype=getattr(torch, group.dtype)).view(
+            rows.group_shape(index)
+        )
+        for index, group in enumerate(model.groups)
+    ]
 
 
 def first_kept(cache: Any) -> int:
@@ -74,28 +62,33 @@ def first_kept(cache: Any) -> int:
     return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
 
 
-def gather(image: Image, cache: Any, model: HostModel, first_token: int, num_tokens: int) -> None:
-    """Copy tokens of a cache that has them in every layer into an image."""
+def gather(rows: RankRows, cache: Any, model: HostModel, first_token: int) -> memoryview:
+    """A new image of one chunk of a cache, which has its tokens in every layer."""
+    image = _new_image(rows)
+    groups = _tensors(image, rows, model)
     length = cache.get_seq_length()
-    groups = [image.tensor(index, group.dtype) for index, group in enumerate(model.groups)]
     for layer, place in zip(cache.layers, model.layers, strict=True):
         start = first_token - (length - layer.keys.shape[-2])
-        tokens = slice(start, start + num_tokens)
+        tokens = slice(start, start + rows.schema.chunk_tokens)
         keys, values = layer.keys[0, :, tokens].detach(), layer.values[0, :, tokens].detach()
         if place.pairs_apart:
             values = torch.unflatten(values, -1, (2, -1)).transpose(-1, -2).flatten(-2)
         groups[place.group][place.row].copy_(torch.cat((keys, values), dim=-1))
+    return image
 
 
-def fill(cache: LoadedCache, images: Sequence[Image], model: HostModel, num_tokens: int) -> None:
+def fill(
+    cache: LoadedCache,
+    images: Sequence[memoryview],
+    rows: RankRows,
+    model: HostModel,
+    num_tokens: int,
+) -> None:
     """Put the first tokens of consecutive images into a new cache."""
-    groups = [
-        [image.tensor(index, group.dtype) for image in images]
-        for index, group in enumerate(model.groups)
-    ]
+    tensors = [_tensors(image, rows, model) for image in images]
     for number, place in enumerate(model.layers):
-        chunks = [group[place.row] for group in groups[place.group]]
-        both = torch.cat(chunks, dim=1)[None, :, :num_tokens].to(model.device_of(number))
+        chunks = [groups[place.group][place.row] for groups in tensors]
+        both = torch.cat(chunks, dim=1)[None, :, :num_tokens].to(model.layer_devices[number])
         keys, values = both[..., : place.key_size], both[..., place.key_size :]
         if place.pairs_apart:
             values = torch.unflatten(values, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -118,15 +111,15 @@ class RecordIO:
         self._writes: deque[Job[PutResult]] = deque()  # under way
         self._num_stored = 0
 
-    def read(self, keys: Sequence[ChunkKey]) -> list[Image]:
+    def read(self, keys: Sequence[ChunkKey]) -> list[memoryview]:
         """The leading chunks that are there, right, and in time."""
         now = time.monotonic()
         if now < self._stalled_until:
             self._observer.count("loads_skipped")
             return []
         deadline = now + self._config.load_timeout_seconds
-        images: list[Image] = []
-        under_way: deque[Job[Image | MissReason]] = deque()
+        images: list[memoryview] = []
+        under_way: deque[Job[memoryview | MissReason]] = deque()
         try:
             while len(images) < len(keys):
                 self._read_ahead(under_way, keys, len(images))
@@ -139,7 +132,7 @@ class RecordIO:
                 if job.error is not None:
                     self._observer.count("load_failed")
                     logger.error("reading a chunk failed", exc_info=job.error)
-                if not isinstance(job.result, Image):
+                if not isinstance(job.result, memoryview):
                     break
                 images.append(job.result)
         finally:
@@ -148,7 +141,7 @@ class RecordIO:
         return images
 
     def _read_ahead(
-        self, under_way: deque[Job[Image | MissReason]], keys: Sequence[ChunkKey], done: int
+        self, under_way: deque[Job[memoryview | MissReason]], keys: Sequence[ChunkKey], done: int
     ) -> None:
         """Keep every thread busy with chunks that the index knows. The next chunk is always read:
         the index may not yet know a record of another process."""
@@ -158,22 +151,24 @@ class RecordIO:
                 return
             under_way.append(self._readers.submit(partial(self._read, keys[chunk], chunk)))
 
-    def _read(self, key: ChunkKey, chunk: int, job: Job[Image | MissReason]) -> Image | MissReason:
+    def _read(
+        self, key: ChunkKey, chunk: int, job: Job[memoryview | MissReason]
+    ) -> memoryview | MissReason:
         """Runs in: I/O thread."""
         if job.cancelled:
             return MissReason.CANCELLED
-        image, schema = Image(self._rows), self._rows.schema
+        rows, schema, image = self._rows, self._rows.schema, _new_image(self._rows)
         read = RecordRead(
             key=key,
             first_token=chunk * schema.chunk_tokens,
-            head=image.head,
-            buffer_for=image.part,
-            parts=self._rows.parts_of(self._rows.all_groups),
+            head=rows.head_of(image),
+            buffer_for=partial(rows.piece_of, image),
+            parts=rows.parts_of(rows.all_groups),
         )
         reason = read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
         return image if reason is None else reason
 
-    def write(self, images: Iterable[tuple[ChunkKey, int, Image]]) -> int:
+    def write(self, images: Iterable[tuple[ChunkKey, int, memoryview]]) -> int:
         """Hash and store chunks, given as key, first token and payload. Returns how many were
         stored before the deadline. Makes few images at a time, and none after the deadline."""
         deadline = time.monotonic() + self._config.save_timeout_seconds
@@ -203,14 +198,14 @@ class RecordIO:
         return True
 
     def _write(
-        self, key: ChunkKey, first_token: int, image: Image, _job: Job[PutResult]
+        self, key: ChunkKey, first_token: int, image: memoryview, _job: Job[PutResult]
     ) -> PutResult:
         """Runs in: I/O thread."""
-        schema, digests = self._rows.schema, image.digests()
-        result = put_record(self._store, schema, key, first_token, digests, image.view)
+        digests = self._rows.digests(image, {})
+        result = put_record(self._store, self._rows.schema, key, first_token, digests, image)
         self._observer.count(f"put_{result}")
         if result is PutResult.STORED:
-            self._observer.count("saved_bytes", len(image.view))
+            self._observer.count("saved_bytes", len(image))
         return result
 
     def close(self, timeout: float) -> None:

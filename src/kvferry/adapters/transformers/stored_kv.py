@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,15 +17,15 @@ from kvferry.adapters.transformers.arguments import (
     refuse_padding,
 )
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
-from kvferry.adapters.transformers.records import Image, RecordIO, fill, first_kept, gather
+from kvferry.adapters.transformers.records import RecordIO, fill, first_kept, gather
 from kvferry.blocks.rows import RankRows
-from kvferry.config import build_config, parse_size, parse_store_url
+from kvferry.config import build_config
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys, Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
 
@@ -69,8 +68,7 @@ class StoredKV:
             model: a causal LM from `from_pretrained`, on its device and in eval mode.
             store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, or an
                 open one, which is closed with this.
-            model_dir: the directory with the model's config.json and weights, if `name_or_path`
-                does not lead there.
+            model_dir: with the model's config.json and weights, unless `name_or_path` leads there.
             observer: receives counts.
             config: fields of `StoredKVConfig`.
 
@@ -88,7 +86,10 @@ class StoredKV:
             namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=groups
         )
         self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
-        self._store = self._open(store) if isinstance(store, str) else store
+        if isinstance(store, str):
+            refuse_small_quota(store, schema.record_bytes)
+            store = open_store(store, observer=self._observer)
+        self._store = store
         if isinstance(self._store, SupportsNamespaces):
             self._store.describe(namespace.digest, namespace.as_text())
         if isinstance(self._store, SupportsProbe):
@@ -98,26 +99,13 @@ class StoredKV:
         self._warned_of_change = False
         self._closed = False
 
-    def _open(self, url: str) -> Store:
-        # Before it is opened: a store opened with such a quota would evict down to it.
-        max_bytes = parse_store_url(url).options.get("max_bytes")
-        limit = None if max_bytes is None else parse_size(max_bytes)
-        record_bytes = self._rows.schema.record_bytes
-        if limit is not None and limit < record_bytes:
-            raise ConfigError(
-                f"max_bytes={limit} is smaller than one chunk of this model ({record_bytes} bytes);"
-                " raise it or lower chunk_tokens"
-            )
-        return open_store(url, observer=self._observer)
-
     # ---- loading
 
     def load(self, input_ids: Any, *, attention_mask: Any = None) -> Any:
         """A new cache with the longest prefix of `input_ids` that is stored, but never the last
         token, which `generate` needs. Empty if there is none.
 
-        It keeps all tokens in every layer, also in those with a sliding window, so that all of them
-        can be stored.
+        Layers with a sliding window keep all tokens, too, so that all of them can be stored.
 
         Args:
             input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids.
@@ -145,7 +133,7 @@ class StoredKV:
         if num_tokens < 1:
             self._observer.count("requests_missed")
             return cache
-        fill(cache, images, self._model, num_tokens)
+        fill(cache, images, self._rows, self._model, num_tokens)
         self._loaded[cache] = keys[: len(images)]
         self._store.touch(keys[: len(images)])
         self._observer.count("hits")
@@ -171,8 +159,7 @@ class StoredKV:
             Tokens newly stored.
 
         Raises:
-            ConfigError: several sequences, a cache of another kind, model or length, or one that
-                was loaded for other tokens.
+            ConfigError: several sequences, or a cache of another kind, model, length or prompt.
         """
         self._check_open()
         ids = read_token_ids(token_ids, self._model.vocab_size)
@@ -186,7 +173,13 @@ class StoredKV:
                 "was computed from, as generate returns them"
             )
         keys = self._keys(ids[: length if num_tokens is None else min(length, num_tokens)])
-        self._check_same_tokens(cache, keys, len(ids))
+        loaded = self._loaded.get(cache, [])
+        shared = min(len(loaded), len(keys))
+        if loaded[:shared] != keys[:shared]:
+            raise ConfigError(
+                f"the cache was loaded for other tokens than the {len(ids)} given; save it with "
+                "the ids it was computed from"
+            )
         size = self._config.chunk_tokens
         first = -(-first_kept(cache) // size)
         if first:
@@ -194,16 +187,11 @@ class StoredKV:
         wanted = [
             chunk for chunk in range(first, len(keys)) if not self._store.contains(keys[chunk])
         ]
-        return self._records.write(self._images(wanted, keys, cache)) * size
-
-    def _images(
-        self, chunks: Sequence[int], keys: Sequence[ChunkKey], cache: Any
-    ) -> Iterator[tuple[ChunkKey, int, Image]]:
-        size = self._config.chunk_tokens
-        for chunk in chunks:
-            image = Image(self._rows)
-            gather(image, cache, self._model, chunk * size, size)
-            yield keys[chunk], chunk * size, image
+        images = (
+            (keys[chunk], chunk * size, gather(self._rows, cache, self._model, chunk * size))
+            for chunk in wanted
+        )
+        return self._records.write(images) * size
 
     # ---- checks
 
@@ -229,20 +217,10 @@ class StoredKV:
             )
         return False
 
-    def _check_same_tokens(self, cache: Any, keys: list[ChunkKey], num_tokens: int) -> None:
-        loaded = self._loaded.get(cache, [])
-        shared = min(len(loaded), len(keys))
-        if loaded[:shared] != keys[:shared]:
-            raise ConfigError(
-                f"the cache was loaded for other tokens than the {num_tokens} given; save it with "
-                "the ids it was computed from"
-            )
-
     # ---- the end
 
     def close(self) -> None:
-        """Let reads and writes under way finish for at most `CLOSE_SECONDS`; close the store.
-        Idempotent."""
+        """Wait at most `CLOSE_SECONDS` for reads and writes; close the store. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -18,12 +18,12 @@ from kvferry.adapters.vllm.identity import (
     local_model,
     model_identity,
 )
-from kvferry.adapters.vllm.metrics import IntervalCounters
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
 from kvferry.config import format_size
 from kvferry.connectors.registry import default_options, open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
+from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
 from kvferry.v1.facade import OneRole
@@ -54,8 +54,7 @@ class FerryConnector(OneRole):
 
     Attributes:
         host: the vLLM that constructs it.
-        stats_class: `make_stats_class(host.stats)`. Importable by its name, since its objects cross
-            processes.
+        stats_class: `make_stats_class(host.stats)`, importable: its objects cross processes.
         prom_class: `make_prom_class(host.prom_metrics)`.
     """
 
@@ -72,11 +71,10 @@ class FerryConnector(OneRole):
         """Called by vLLM, once in the scheduler's process and once in each worker.
 
         Raises:
-            ConfigError: options, a model or a parallel configuration that cannot be served; one
-                line that says what to change.
+            ConfigError: options, a model or a parallel configuration that cannot be served.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._observer = IntervalCounters()
+        self._observer = Counters()
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
         self._places: dict[str, int] | None = None  # addresses of the registered tensors, by layer

@@ -1,6 +1,5 @@
-"""The types and functions of this vLLM, looked up once. The only file of this adapter that
-knows how versions differ. It looks for names, not for version numbers, which builds from source
-lack.
+"""The types and functions of this vLLM, looked up once. Only this file of the adapter knows how
+versions differ. It looks for names: builds from source have no version numbers.
 """
 
 from __future__ import annotations
@@ -104,11 +103,7 @@ def load_host() -> Host:
 def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  # noqa: ANN401
     """The instruction set of this vLLM's CPU attention kernels, which decides a block's layout.
     None if it does not run on a CPU, or for latent attention, which has other kernels.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        block_sizes: of the KV groups, in tokens.
-    """
+    `block_sizes` are those of the KV groups, in tokens."""
     model = vllm_config.model_config
     if not _on_cpu() or model.use_mla:
         return None

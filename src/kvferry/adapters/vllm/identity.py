@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -46,13 +47,12 @@ def model_identity(
     """The identity of the model that `vllm_config` describes.
 
     Args:
-        vllm_config: vLLM's configuration, complete.
         weights_version: from the operator; stands for the weights where they cannot be hashed.
         load_config: vLLM's `get_config`.
 
     Raises:
-        ConfigError: weights that cannot be read and have no `weights_version`, or a configuration
-            whose KV cannot be identified.
+        ConfigError: KV that cannot be identified, or weights that cannot be read and have no
+            `weights_version`.
     """
     model = vllm_config.model_config
     load_format = _load_format(vllm_config)
@@ -74,8 +74,12 @@ def model_identity(
             f"the weights of {model.model!r} are not on this machine's disk and so have no digest; "
             'set "weights_version" to a name that changes whenever they do'
         )
-    config = _written_config(model, source)
-    config.update(_deviations(vllm_config, source, load_config))
+    if source is not None and (source / "config.json").is_file():
+        config, is_written = effective_config(source), True
+    else:  # another format: as vLLM reads it
+        config, is_written = _plain(model.hf_config.to_dict()), False
+    config.pop("torch_dtype", None)
+    config.update(_deviations(vllm_config, is_written, load_config))
     return ModelIdentity(
         weights=weights,
         config=config,
@@ -115,26 +119,15 @@ def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
     return Path(found)
 
 
-def _written_config(model: Any, source: Path | None) -> dict[str, Any]:  # noqa: ANN401
-    """`config.json`; vLLM's reading of another format where there is none."""
-    if source is not None and (source / "config.json").is_file():
-        config = effective_config(source)
-    else:
-        config = _plain(model.hf_config.to_dict())
-    config.pop("torch_dtype", None)
-    return config
-
-
 def _deviations(
     vllm_config: Any,  # noqa: ANN401 - the host's
-    source: Path | None,
+    is_written: bool,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """The part of the configuration that decides KV bytes and stands in no file of the model; the
-    dtype always."""
+    """The part of the configuration that decides KV bytes and is not in the model's files."""
     model = vllm_config.model_config
     found: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
-    changed = _changed_fields(model, source, load_config)
+    changed = _changed_fields(model, is_written, load_config)
     if changed:
         found["overrides"] = changed
     load_format = _load_format(vllm_config)
@@ -170,14 +163,12 @@ def _deviations(
 
 def _changed_fields(
     model: Any,  # noqa: ANN401 - the host's
-    source: Path | None,
+    is_written: bool,
     load_config: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Fields in which the running config differs from the one that vLLM loads from `config.json`,
-    if there is one. A config elsewhere that the operator names, or in another format, is no
-    reference."""
+    """Fields in which the running config differs from the one that vLLM loads, which is
+    `config.json` if there is one, whatever other config the operator names."""
     runs = _plain(model.hf_config.to_dict())
-    is_written = source is not None and (source / "config.json").is_file()
     try:
         config = load_config(
             model.model,
@@ -214,8 +205,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LoraIdentities:
-    """Digests of LoRA adapters by content. A separate thread hashes them, since the scheduler's
-    thread does no I/O.
+    """Digests of LoRA adapters by content. A thread hashes them: the scheduler's does no I/O.
 
     Requests with an adapter are not cached until the adapter is hashed, nor after its files changed
     under a running engine. Runs in: scheduler, except for the jobs.
@@ -226,7 +216,7 @@ class LoraIdentities:
         self._pool: IOPool | None = None
         self._jobs: dict[tuple[int, str], Job[str]] = {}
         self._digests: dict[tuple[int, str], str | None] = {}
-        self._checked: dict[tuple[int, str], float] = {}
+        self._next_check: dict[tuple[int, str], float] = {}
 
     def __call__(self, lora_request: Any) -> str | None:  # noqa: ANN401 - the host's
         """The adapter's identity; None while or if it has none."""
@@ -237,17 +227,12 @@ class LoraIdentities:
             return None
         name = (int(lora_request.lora_int_id), str(path))
         self._collect(name)
-        if name not in self._jobs and self._is_due(name):
-            self._checked[name] = time.monotonic()
+        now = time.monotonic()
+        if name not in self._jobs and now >= self._next_check.get(name, 0.0):
+            self._next_check[name] = now + self._recheck_seconds
             self._pool = self._pool or IOPool(1, "kvferry-lora")
             self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
         return self._digests.get(name)
-
-    def _is_due(self, name: tuple[int, str]) -> bool:
-        if name in self._digests and self._digests[name] is None:
-            return False
-        checked = self._checked.get(name)
-        return checked is None or time.monotonic() - checked >= self._recheck_seconds
 
     def _collect(self, name: tuple[int, str]) -> None:
         job = self._jobs.get(name)
@@ -259,6 +244,7 @@ class LoraIdentities:
         if digest is None or digest != known:
             logger.warning("LoRA adapter %s is not cached: its files cannot be relied on", name[1])
             self._digests[name] = None
+            self._next_check[name] = math.inf
 
     def close(self) -> None:
         if self._pool is not None:
@@ -292,9 +278,6 @@ class ItemIdentities:
     digest of the way in which this engine reads items. vLLM's hash covers the item and the
     request's options, but not the operator's. Runs in: scheduler.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        source: where the model lies on this disk; None if it does not.
     """
 
     def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's
@@ -306,8 +289,7 @@ class ItemIdentities:
         self._reading = None if config is None else _reading(config, source)
 
     def __call__(self, identifier: str) -> str | None:
-        """The identity of an item that vLLM calls `identifier`; None if that says nothing of its
-        content."""
+        """The identity of an item by vLLM's name for it; None if the name is not of its content."""
         if not self._hashed:
             return None
         return identifier if self._reading is None else f"{self._reading}:{identifier}"

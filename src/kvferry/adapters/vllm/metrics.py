@@ -6,11 +6,9 @@ sum of an interval and hands it to Prometheus in the API server.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
-from kvferry.observe import Observer
 from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
@@ -35,28 +33,6 @@ METRICS = {
     "hook_failed": "Faults of kvferry that were kept from the engine.",
 }
 """Counters that are metrics of their own; all others are labels of `vllm:kvferry_events`."""
-
-
-class IntervalCounters(Observer):
-    """The counts since the last `take`. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: defaultdict[str, float] = defaultdict(int)
-
-    def count(self, name: str, amount: float = 1) -> None:
-        with self._lock:
-            self._sums[name] += amount
-
-    def observe(self, name: str, seconds: float) -> None:
-        self.count(f"{name}_seconds", seconds)
-        self.count(f"{name}_count")
-
-    def take(self) -> dict[str, float]:
-        """Return and clear the counts."""
-        with self._lock:
-            sums, self._sums = self._sums, defaultdict(int)
-        return dict(sums)
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:

@@ -8,9 +8,9 @@ cannot store are refused here, when the engine starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
@@ -30,15 +30,6 @@ _ANY_NUMBER = re.compile(r"(\d+)")
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 
-class _Kind(NamedTuple):
-    """The form of a token's KV in a record; layers of one kind share a component."""
-
-    num_kv_heads: int
-    content_size: int
-    dtype: str
-    window: int | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One attention layer of the model that this vLLM runs.
@@ -48,9 +39,8 @@ class Layer:
         number: position in the model.
         table: its KV group, and so its block table.
         block_size: of that table, in tokens.
-        table_window: tokens that the table keeps; None for all. More than the layer attends to
-            where a drafter reads some again.
-        kind: the form of its KV.
+        table_window: tokens that the table keeps, for a drafter more than the window; None for all.
+        kind: a group of this layer alone; layers of one kind share a component of records.
     """
 
     name: str
@@ -58,7 +48,7 @@ class Layer:
     table: int
     block_size: int
     table_window: int | None
-    kind: _Kind
+    kind: KVGroup
 
 
 def engine_spec(
@@ -70,12 +60,7 @@ def engine_spec(
 ) -> EngineSpec:
     """The spec of this engine and this rank, without a layout.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        kv_cache_config: its KV groups; None on hosts that do not pass them: then one group of full
-            attention.
-        identity: of the model.
-        publishes: whether it passes on KV events.
+    `kv_cache_config` is None on hosts that do not pass it: then one group of full attention.
 
     Raises:
         ConfigError: a parallel configuration or a kind of layer that is not served.
@@ -83,17 +68,18 @@ def engine_spec(
     parallel = vllm_config.parallel_config
     _refuse_parallel(parallel)
     tp = parallel.tensor_parallel_size
-    layers = _layers_of(vllm_config, kv_cache_config)
+    layers = [] if kv_cache_config is None else _layers_of(vllm_config, kv_cache_config)
     if layers:
         groups, tables = _sorted_layers(layers)
     else:
         groups, tables = (_only_group(vllm_config),), None
+    executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
     return EngineSpec(
         identity=identity,
         groups=groups,
         shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
-        multi_process=_is_multi_process(parallel),
+        multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
         publishes=publishes,
@@ -103,21 +89,12 @@ def engine_spec(
 
 def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
     """The model's layers by kind, and where each stands in vLLM's tables."""
-    of_kind: dict[_Kind, list[Layer]] = {}
+    of_kind: dict[KVGroup, list[Layer]] = {}
     for layer in sorted(layers, key=lambda layer: (layer.number, layer.name)):
         of_kind.setdefault(layer.kind, []).append(layer)
     groups, parts = [], []
     for group, (kind, members) in enumerate(of_kind.items()):
-        groups.append(
-            KVGroup(
-                num_layers=len(members),
-                num_kv_heads=kind.num_kv_heads,
-                content_size=kind.content_size,
-                dtype=kind.dtype,
-                block_size=members[0].block_size,
-                window=kind.window,
-            )
-        )
+        groups.append(replace(kind, num_layers=len(members), block_size=members[0].block_size))
         for table in sorted({layer.table for layer in members}):
             here = [(i, layer) for i, layer in enumerate(members) if layer.table == table]
             parts.append(
@@ -131,13 +108,6 @@ def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[
                 )
             )
     return tuple(groups), tuple(parts)
-
-
-def _is_multi_process(parallel: Any) -> bool:  # noqa: ANN401 - the host's
-    """Whether scheduler and workers live in different processes, and so need a store that several
-    processes can open."""
-    executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
-    return parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS
 
 
 def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
@@ -155,15 +125,16 @@ def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
 def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
     """Every layer whose KV is stored, in no particular order. Without the draft layers of
     speculative decoding: their KV depends on another model, and a wrong draft is only slow."""
-    if kv_cache_config is None:
-        return []
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_layers = _num_target_layers(model)
     found, place = [], 0
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
-        for name, spec in _layer_specs(group):
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            # A uniform group has a spec for each layer.
+            spec = each[name] if isinstance(each, Mapping) else group.kv_cache_spec
             number = _number_of(name, place)
             place += 1
             if number >= num_layers or name.startswith("draft_model."):
@@ -176,20 +147,14 @@ def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: 
                     table=table,
                     block_size=group.kv_cache_spec.block_size,
                     table_window=_table_window(spec),
-                    kind=kind._replace(window=_window_of(number, spec, model)),
+                    kind=replace(kind, window=_window_of(number, spec, model)),
                 )
             )
     return found
 
 
-def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - the host's
-    """Name and spec of each layer of a group; a uniform group has a spec for each."""
-    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    for name in group.layer_names:
-        yield name, each[name] if isinstance(each, Mapping) else group.kv_cache_spec
-
-
-def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN401 - the host's
+def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN401 - the host's
+    """The form of a layer's KV, without window; block size 0, since any is stored alike."""
     kind = type(spec).__name__
     if kind not in _FULL | _SLIDING:
         raise ConfigError(
@@ -216,11 +181,12 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> _Kind:  # noqa: ANN40
             f"a KV block of layer {name} has {spec.page_size_bytes} bytes where keys and values "
             f"take {size}; kvferry does not store what else is in it"
         )
-    return _Kind(
+    return KVGroup(
+        num_layers=1,
         num_kv_heads=1 if kind in _MLA else _total_heads(spec.num_kv_heads, model, tp),
         content_size=content,
         dtype=str(spec.dtype).removeprefix("torch."),
-        window=None,
+        block_size=0,
     )
 
 
@@ -259,8 +225,7 @@ def _num_target_layers(model: Any) -> int:  # noqa: ANN401 - the host's
 
 
 def _number_of(name: str, place: int) -> int:
-    """The position in the model: the first component of the layer's name that is a number, or its
-    place among the host's layers."""
+    """The position in the model: the first number in the layer's name, or the host's order."""
     match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
     return place if match is None else int(match.group(1))
 
@@ -311,7 +276,6 @@ def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object)
     """`spec` with the layout of this vLLM's blocks.
 
     Args:
-        spec: the engine.
         cpu_kernels: the instruction set of its CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them.
 
@@ -341,7 +305,7 @@ def layer_views(
     Args:
         tensors: by layer.
         layers: the host's layers by name; their backends name the order of five axes.
-        layout: `EngineSpec.kv_layout`, from `with_layout`.
+        layout: from `with_layout`.
 
     Raises:
         LayoutError: a backend whose shape has other axes than those known.

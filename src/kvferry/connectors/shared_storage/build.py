@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
-from kvferry.config import build_config, parse_size, parse_store_url
+from kvferry.config import build_config
 from kvferry.connectors.shared_storage.config import REPLACED, Context, SharedStorageConfig
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.recent import RecentRecords
@@ -25,7 +25,7 @@ from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
 from kvferry.store.late import LateStore
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, refuse_small_quota
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Parts:
             groups=spec.groups,
         )
         self.num_slots = self._count_slots()
-        self._check_quota()
+        refuse_small_quota(config.store, self.schema.record_bytes)
         self.observer = observer
         self.store = store or self._open_store(index=schedules)
         self._context = Context(
@@ -118,15 +118,6 @@ class Parts:
     def close(self) -> None:
         """Close the store, after the role. Idempotent."""
         self.store.close()
-
-    def _check_quota(self) -> None:
-        """Refuse a quota below one record before the store is opened: it would evict everything."""
-        max_bytes = parse_store_url(self.config.store).options.get("max_bytes")
-        if max_bytes is not None and parse_size(max_bytes) < self.schema.record_bytes:
-            raise ConfigError(
-                f"max_bytes={max_bytes} is smaller than one chunk of this model "
-                f"({self.schema.record_bytes} bytes); raise it or lower chunk_tokens"
-            )
 
     def _namespace(self, weights_version: str | None) -> Namespace:
         return Namespace.of(

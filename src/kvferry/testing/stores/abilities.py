@@ -144,10 +144,6 @@ def _begin(store: Store, number: int = 0, num_bytes: int = SIZE) -> str:
     return session
 
 
-def _tree(root: Path) -> set[Path]:
-    return set(root.rglob("*"))
-
-
 class ShardedWriteTests(StoreHooks):
     """For stores with `SupportsShardedWrite`. A second instance stands for another process."""
 
@@ -220,11 +216,11 @@ class ShardedWriteTests(StoreHooks):
         bystander.write_bytes(b"not yours" * 1000)
         with self.make_store(root) as store:
             store.put(make_key(), [b"value"])
-            before = _tree(tmp_path)
+            before = set(tmp_path.rglob("*"))
             assert not _able(store).write_at(name, 0, [b"?"])
             assert _able(store).commit(name, b"?") is PutResult.FAILED
             _able(store).abort(name)
-            assert _tree(tmp_path) == before
+            assert set(tmp_path.rglob("*")) == before
             assert read_value(store, make_key()) == b"value"
         assert bystander.read_bytes() == b"not yours" * 1000
 

@@ -53,8 +53,7 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
 
 
 def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:
-    """Whether the two are equal. pytest's own comparison of two long values that differ everywhere
-    takes minutes."""
+    """Whether the two are equal. pytest takes minutes to compare long values that differ."""
     return found == expected
 
 
@@ -124,8 +123,7 @@ class StoreHooks(ABC):
         """Behind the API: what the medium holds under `key`, or None."""
 
     def charge(self, num_bytes: int) -> int:
-        """What a value of `num_bytes` takes from the quota. With one process `stat().used_bytes`
-        is the sum over all values."""
+        """What a value takes from the quota; `stat().used_bytes` of one process is their sum."""
         return num_bytes
 
     def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default

@@ -78,14 +78,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert result is PutResult.STORED
         assert self.store.contains(key)
         if may_evict:
-            self._drop_what_was_evicted()
+            for evicted in [k for k in self.model if self.hooks.peek(self.store, k) is None]:
+                assert self.store.open_read(evicted) is None
+                del self.model[evicted]
         self.model[key] = value
-
-    def _drop_what_was_evicted(self) -> None:
-        for key in list(self.model):
-            if self.hooks.peek(self.store, key) is None:
-                assert self.store.open_read(key) is None
-                del self.model[key]
 
     @precondition(lambda self: self.max_bytes is not None)
     @rule(number=numbers)

@@ -171,8 +171,7 @@ class ValueTests(StoreHooks):
 
 
 class QuotaTests(StoreHooks):
-    """One thread, `max_bytes` set: the quota holds, and makes room by recency without
-    evicting more than it must."""
+    """One thread, `max_bytes` set: what was used longest ago goes, and no more than must."""
 
     @contextmanager
     def _full_store(self, tmp_path: Path) -> Iterator[Store]:
