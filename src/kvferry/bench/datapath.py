@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -99,12 +99,8 @@ def measure(options: BenchOptions, size: Size) -> list[Row]:
     kv = PagedPrompt(size.prompt_tokens, options.seed)
     rows: list[Row] = []
     if file_system(SHARED_MEMORY) == "tmpfs" and os.access(SHARED_MEMORY, os.W_OK):
-        scratch = SHARED_MEMORY / f"kvferry-bench-{os.getpid()}"
-        scratch.mkdir()
-        try:
-            rows.append(DataPath(kv, scratch, options.threads, size).save("save_tmpfs"))
-        finally:
-            shutil.rmtree(scratch)
+        with TemporaryDirectory(prefix="kvferry-bench-", dir=SHARED_MEMORY) as scratch:
+            rows.append(DataPath(kv, Path(scratch), options.threads, size).save("save_tmpfs"))
     path = DataPath(kv, options.directory, options.threads, size)
     rows.append(path.save("save_disk"))
     rows.extend(path.loads())
