@@ -37,9 +37,9 @@ UNCOUNTED_STEPS = 100
 """CPython drops its specialised code for a class that changes, as when hooks are wrapped. Until it
 has specialised the code again, hooks take longer."""
 
-HOOKS = {name for name in vars(KVConnectorBase_V1) if name[0] != "_"} | {
-    "request_finished_all_groups"
-}
+HOOKS = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+HOOKS -= {"has_connector_metadata"}  # belongs to vLLM's own decorator around each layer
+HOOKS |= {"request_finished_all_groups"}  # of SupportsHMA
 """The calls of vLLM. A hook that another hook calls is part of that hook's time."""
 
 

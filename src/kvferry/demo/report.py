@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -13,9 +12,7 @@ from rich.text import Text
 from kvferry.config import printable
 from kvferry.demo.run import Answer, Comparison, DemoResult
 from kvferry.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
+from kvferry.keys import JsonValue
 
 _COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
