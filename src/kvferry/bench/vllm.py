@@ -211,7 +211,7 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
     work = work | {"connector": connectors(store)[measured.case]}
     try:
         cold = run_child(log, work)
-        cold["bytes_per_token"] = _bytes_in(store) / _num_stored_tokens(work)
+        cold["bytes_per_token"] = _bytes_per_token(store, work)
         if measured.case != ALONE:
             reading = {"stored": str(store), "decode": None}
             measured.warm.append(run_child(log, work | reading))
@@ -282,14 +282,11 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Json:
     }
 
 
-def _num_stored_tokens(work: Json) -> int:
-    """Tokens in whole blocks, of all prompts that a storing process computes."""
+def _bytes_per_token(store: Path, work: Json) -> float:
+    """Of tokens in whole blocks, of all prompts that a storing process computes."""
+    num_bytes = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     prompts = [work["warm_up"], *work["prompts"]]
-    return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
-
-
-def _bytes_in(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    return num_bytes / sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
 # ---- rows
