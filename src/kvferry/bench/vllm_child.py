@@ -37,17 +37,19 @@ UNCOUNTED_STEPS = 100
 """CPython drops its specialised code for a class that changes, as when hooks are wrapped. Until it
 has specialised the code again, hooks take longer."""
 
-HOOKS = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
-HOOKS -= {"has_connector_metadata"}  # belongs to vLLM's own decorator around each layer
-HOOKS |= {"request_finished_all_groups"}  # of SupportsHMA
-"""The calls of vLLM. A hook that another hook calls is part of that hook's time."""
+HOOKS = frozenset(
+    name
+    for name in (*vars(KVConnectorBase_V1), "request_finished_all_groups")
+    # vLLM's own decorator around each layer calls `has_connector_metadata`.
+    if not name.startswith("_") and name != "has_connector_metadata"
+)
 
 
 class HookTimer:
     """Adds up the time spent in the hooks of connectors. One thread calls them all.
 
-    Wraps the methods of their classes, so that the instances stay as they are. The cost of timing
-    is measured too, and subtracted.
+    Wraps the methods of their classes, so that the instances stay as they are. A hook that another
+    hook calls is part of that hook's time. The cost of timing is measured too, and subtracted.
     """
 
     def __init__(self, connectors: Iterable[Any]) -> None:

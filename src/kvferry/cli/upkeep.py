@@ -7,7 +7,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
 
 from kvferry.cli import output
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table
@@ -46,15 +45,13 @@ def verify(
         "bad": list(bad),
         "reasons": dict(Counter(str(why) for _, why in report.bad)),
     }
-    shown: list[RenderableType] = [
-        f"{report.num_records} records, {format_size(report.num_bytes)} checked: "
-        f"{len(bad)} bad, {report.num_unreadable} unreadable"
-    ]
+    tables = []
     if bad:
         action = "left" if dry_run else "quarantined"
         columns = {"key": "key", "reason": "reason", "action": "action"}
-        shown.insert(0, make_table(columns, [{**row, "action": action} for row in bad]))
-    emit(value, json, *shown)
+        tables.append(make_table(columns, [{**row, "action": action} for row in bad]))
+    checked = f"{report.num_records} records, {format_size(report.num_bytes)} checked"
+    emit(value, json, *tables, f"{checked}: {len(bad)} bad, {report.num_unreadable} unreadable")
     if report.bad or report.num_unreadable:
         raise typer.Exit(1)
 
