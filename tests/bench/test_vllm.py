@@ -76,7 +76,10 @@ def test_rounds_below_one_are_refused(tmp_path):
 
 def test_rows_are_medians_against_vllm_alone(measured):
     found = {(row["case"], row["phase"]): row for row in vllm.rows_of(measured)}
-    assert {tuple(row) for row in found.values()} == {vllm.COLUMNS}
+    assert {key for row in found.values() for key in row} == {
+        "case", "phase", "cpu_s", "cpu_ratio", "wall_s", "beyond_ms", "hit_tokens",
+        "bytes_per_token", "us_per_step", "p50_ms", "equal", "note",
+    }  # fmt: skip
     assert list(found) == [
         *(("none", phase) for phase in ("cold", "own_hit", "decode")),
         *(("ours", phase) for phase in ("cold", "warm", "decode")),
@@ -88,7 +91,7 @@ def test_rows_are_medians_against_vllm_alone(measured):
     assert found["ours", "warm"]["hit_tokens"] == 128
     assert found["ours", "warm"]["equal"] is True
     assert found["ours", "decode"]["us_per_step"] == 9.0
-    assert found["none", "decode"]["us_per_step"] is None
+    assert "us_per_step" not in found["none", "decode"]
 
 
 def test_one_answer_that_differs_makes_the_row_unequal(measured):
@@ -117,7 +120,7 @@ def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
     found = vllm.rows_of(measured)
     assert found[-1]["case"] == "ours"
     assert found[-1]["note"] == "not measured: no AVX"
-    assert found[-1]["cpu_s"] is None
+    assert "cpu_s" not in found[-1]
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
-from kvferry.cli.upkeep import choose_victims
-from kvferry.store.base import Entry
-from kvferry.types import ChunkKey
 from tests.cli.conftest import CHUNK_TOKENS
 
 
@@ -196,14 +194,27 @@ def test_gc_keeps_the_most_recently_used(make_store, run):
     assert [made.path(index).exists() for index in range(4)] == [False, False, True, True]
 
 
-def test_gc_dry_run_says_what_would_go(make_store, run):
+@pytest.mark.parametrize(
+    ("max_records", "older_than", "kept"),
+    [(2, None, 2), (None, "90m", 2), (3, "90m", 2), (1, "90m", 1), (4, "5h", 4), (0, None, 0)],
+)
+def test_gc_dry_run_says_what_would_go(make_store, run, max_records, older_than, kept):
+    """Records that were last used now, one, two and three hours ago."""
     made = make_store(num_records=4)
-    room = 2 * made.schema.record_bytes + made.schema.record_bytes // 2
-    value = json.loads(
-        run("gc", made.url, "--max-bytes", f"{room}B", "--dry-run", "--json", "-").out
-    )
-    assert value["dry_run"] is True
-    assert (value["removed_records"], value["used_bytes"]) == (2, 2 * made.schema.record_bytes)
+    record_bytes = made.schema.record_bytes
+    now = time.time()
+    for index in range(4):
+        made.set_last_used(index, now - 3600.0 * index)
+    options = ["--older-than", older_than] if older_than else []
+    if max_records is not None:
+        options += ["--max-bytes", f"{max_records * record_bytes}B"]
+    value = json.loads(run("gc", made.url, *options, "--dry-run", "--json", "-").out)
+    assert value == {
+        "dry_run": True,
+        "removed_records": 4 - kept,
+        "removed_bytes": (4 - kept) * record_bytes,
+        "used_bytes": kept * record_bytes,
+    }
     assert all(made.path(index).exists() for index in range(4))
 
 
@@ -227,18 +238,3 @@ def test_gc_gives_the_space_back_to_the_quota(make_store, run):
     run("gc", made.url, "--max-bytes", 0)
     found = json.loads(run("stat", made.url, "--json", "-").out)
     assert (found["num_records"], found["used_bytes"]) == (0, 0)
-
-
-def _entry(last_used: float, num_bytes: int) -> Entry:
-    return Entry(ChunkKey(bytes(32)), num_bytes, last_used)
-
-
-def test_victims_are_the_oldest_until_both_bounds_hold():
-    entries = [_entry(9.0, 10), _entry(1.0, 10), _entry(5.0, 10)]
-    by_size = choose_victims(entries, max_bytes=19, not_used_since=None)
-    by_age = choose_victims(entries, max_bytes=None, not_used_since=5.0)
-    by_both = choose_victims(entries, max_bytes=29, not_used_since=6.0)
-    assert [entry.last_used for entry in by_size] == [1.0, 5.0]
-    assert [entry.last_used for entry in by_age] == [1.0]
-    assert [entry.last_used for entry in by_both] == [1.0, 5.0]
-    assert choose_victims(entries, max_bytes=30, not_used_since=1.0) == []

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvferry.bench import report
 from kvferry.cli.main import build_app
-from kvferry.cli.output import format_age, parse_duration, require_size, write_json
+from kvferry.cli.output import emit, format_age, parse_duration, require_size
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.url import open_store
@@ -117,8 +117,8 @@ def test_the_help_of_every_command_has_an_example_that_can_be_parsed(run, name):
 
 def test_a_json_file_is_replaced_whole(tmp_path):
     path = tmp_path / "out.json"
-    write_json(path, {"a": 1})
-    write_json(path, [1, None, "ü"])
+    emit({"a": 1}, str(path))
+    emit([1, None, "ü"], str(path))
     assert json.loads(path.read_text()) == [1, None, "ü"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
 
@@ -126,5 +126,5 @@ def test_a_json_file_is_replaced_whole(tmp_path):
 def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
     (tmp_path / "out.json").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        write_json(tmp_path / "out.json", {})
+        emit({}, str(tmp_path / "out.json"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -99,12 +99,8 @@ def measure(options: BenchOptions, size: Size) -> list[Row]:
     kv = PagedPrompt(size.prompt_tokens, options.seed)
     rows: list[Row] = []
     if file_system(SHARED_MEMORY) == "tmpfs" and os.access(SHARED_MEMORY, os.W_OK):
-        scratch = SHARED_MEMORY / f"kvferry-bench-{os.getpid()}"
-        scratch.mkdir()
-        try:
-            rows.append(DataPath(kv, scratch, options.threads, size).save("save_tmpfs"))
-        finally:
-            shutil.rmtree(scratch)
+        with TemporaryDirectory(prefix="kvferry-bench-", dir=SHARED_MEMORY) as scratch:
+            rows.append(DataPath(kv, Path(scratch), options.threads, size).save("save_tmpfs"))
     path = DataPath(kv, options.directory, options.threads, size)
     rows.append(path.save("save_disk"))
     rows.extend(path.loads())
@@ -235,21 +231,22 @@ class Timings:
 
     def row(self, name: str, limit: str, num_bytes: int) -> Row:
         """Rates of the medians."""
+        gigabytes = num_bytes / 1e9
 
-        def rate(runs: Sequence[Seconds]) -> float | None:
-            gigabytes = num_bytes / 1e9
-            return gigabytes / statistics.median(run.wall for run in runs) if runs else None
+        def rate(runs: Sequence[Seconds]) -> float:
+            return gigabytes / statistics.median(run.wall for run in runs)
 
         achieved, bound = rate(self.ours), rate(self.plain)
+        all_threads, in_hand = self.plain_all_threads, self.in_hand
         return {
             "case": name,
             "gb_per_s": achieved,
             "limit": f"{limit}, 1 thread",
             "limit_gb_per_s": bound,
-            "ratio": achieved / bound if achieved and bound else None,
-            "cpu_s_per_gb": statistics.median(run.cpu for run in self.ours) / (num_bytes / 1e9),
-            "limit_all_threads_gb_per_s": rate(self.plain_all_threads),
-            "in_hand_gb_per_s": rate(self.in_hand),
+            "ratio": achieved / bound,
+            "cpu_s_per_gb": statistics.median(run.cpu for run in self.ours) / gigabytes,
+            "limit_all_threads_gb_per_s": rate(all_threads) if all_threads else None,
+            "in_hand_gb_per_s": rate(in_hand) if in_hand else None,
         }
 
 

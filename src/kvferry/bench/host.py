@@ -17,6 +17,7 @@ from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
+from kvferry.layout.device import TorchCopies
 from kvferry.layout.ops import PagedKV
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.spec import parse
@@ -58,17 +59,25 @@ def group_of(block_size: int, *, is_mla: bool = False) -> KVGroup:
 
 
 class Blocks:
-    """Paged KV of one rank, its blocks in random order; block 0 stays free."""
+    """Paged KV of one rank, its blocks in random order; block 0 stays free. With a `device`, "cpu"
+    included, rows are torch tensors instead of arrays."""
 
     def __init__(
-        self, group: KVGroup, shape: Shape, rank: int, num_tokens: int, rng: random.Random
+        self,
+        group: KVGroup,
+        shape: Shape,
+        rank: int,
+        num_tokens: int,
+        rng: random.Random,
+        device: str | None = None,
     ) -> None:
         shard = tensor_parallel_shard((group,), rank, shape.tp).groups[0]
         self.heads = shard.heads
         num_heads = shard.heads[1] - shard.heads[0]
         num_blocks = num_tokens // shape.block_size
-        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1)
-        self.paged = PagedKV(self.tensors, group, shard, shape.layout)
+        self.tensors = kv_tensors(shape.layout, group, num_heads, num_blocks + 1, device)
+        copies = TorchCopies if device == "cpu" else None
+        self.paged = PagedKV(self.tensors, group, shard, shape.layout, copies=copies)
         self._row_shape = (group.num_layers, num_heads, CHUNK_TOKENS, group.content_size)
         self.row_bytes = prod(self._row_shape) * 2
         self.ids = list(range(1, num_blocks + 1))
@@ -87,7 +96,7 @@ class Blocks:
 
 
 def kv_tensors(
-    layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str = "cpu"
+    layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str | None = None
 ) -> list[torch.Tensor]:
     """One bfloat16 tensor per layer, in memory as the layout says."""
     spec = parse(layout)

@@ -29,21 +29,10 @@ import numpy as np
 import torch
 
 from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import (
-    CHUNK_TOKENS,
-    Blocks,
-    Rows,
-    Shape,
-    fill_with_noise,
-    group_of,
-    kv_tensors,
-)
+from kvferry.bench.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, group_of
 from kvferry.bench.limits import timed
 from kvferry.errors import LayoutError
-from kvferry.layout.device import TorchCopies
-from kvferry.layout.ops import PagedKV
 from kvferry.record.schema import LEAF_BYTES, digest
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 
@@ -189,25 +178,18 @@ class Reader:
 
 
 class DeviceCopies:
-    """Copies between one rank's blocks on a device and rows of all their tokens in pinned memory.
+    """Copies between the blocks of an engine on a device, and rows of all their tokens in pinned
+    memory. With the device "cpu" it runs without a GPU, for tests."""
 
-    With the device "cpu" it runs without a GPU, for tests.
-    """
-
-    def __init__(self, layout: str, num_tokens: int, seed: int, device: str) -> None:
-        group = group_of(16)
-        num_blocks = num_tokens // group.block_size
-        tensors = kv_tensors(layout, group, group.num_kv_heads, num_blocks + 1, device)
-        fill_with_noise(tensors, seed)
-        shard = tensor_parallel_shard((group,), 0, 1).groups[0]
-        copies = TorchCopies if device == "cpu" else None
-        self._paged = PagedKV(tensors, group, shard, layout, copies=copies)
-        blocks = list(range(1, num_blocks + 1))
-        random.Random(seed).shuffle(blocks)
-        self._runs = self._paged.runs(blocks, 0, num_tokens)
-        shape = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
-        self.host = torch.empty(shape, dtype=torch.int16, pin_memory=device == "cuda")
-        self.rows = torch.empty(shape, dtype=torch.int16, device=device)
+    def __init__(self, shape: Shape, num_tokens: int, seed: int, device: str) -> None:
+        group = group_of(shape.block_size)
+        blocks = Blocks(group, shape, 0, num_tokens, random.Random(seed), device)
+        fill_with_noise(blocks.tensors, seed)
+        self._paged = blocks.paged
+        self._runs = blocks.paged.runs(blocks.ids, 0, num_tokens)
+        rows = (group.num_layers, group.num_kv_heads, num_tokens, group.content_size)
+        self.host = torch.empty(rows, dtype=torch.int16, pin_memory=device == "cuda")
+        self.rows = torch.empty(rows, dtype=torch.int16, device=device)
         self.gather()
         self.rows.copy_(self.host)
         self._digests = self._hashed(self.rows)
@@ -243,7 +225,8 @@ def device_rows(
     layout: str, num_tokens: int, rounds: int, seed: int, *, device: str = "cuda"
 ) -> list[Row]:
     """`DeviceCopies`, each in turns with the plain copy of as many bytes."""
-    copies = DeviceCopies(layout, num_tokens, seed, device)
+    shape = Shape(1, 16, layout)
+    copies = DeviceCopies(shape, num_tokens, seed, device)
     host = copies.host
     to_device = partial(copies.rows.copy_, host)
     to_host = partial(host.copy_, copies.rows)
@@ -260,7 +243,7 @@ def device_rows(
         rows.append(
             {
                 "case": f"{device}: {name}",
-                "read_by": f"TP 1, 16, {layout}",
+                "read_by": str(shape),
                 "gb_per_s": host.nbytes / 1e9 / statistics.median(ours),
                 "straight_gb_per_s": host.nbytes / 1e9 / statistics.median(straight),
                 "ratio": statistics.median(map(truediv, ours, straight)),

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import NamedTuple
 
 
 class Seconds(NamedTuple):
@@ -49,7 +47,8 @@ class PlainFiles:
 
     def write(self, threads: int) -> None:
         self._directory.mkdir()
-        on_threads(threads, self._write_one, range(self._count))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._write_one, range(self._count)))
 
     def _write_one(self, index: int) -> None:
         fd = os.open(self._directory / str(index), os.O_WRONLY | os.O_CREAT, 0o600)
@@ -79,7 +78,8 @@ class DirectRead:
             self.works = False
 
     def read(self, threads: int) -> None:
-        on_threads(threads, self._read_one, self._files)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._read_one, self._files))
 
     def _read_one(self, file: Path) -> None:
         if not hasattr(self._buffers, "view"):
@@ -98,9 +98,7 @@ class DirectRead:
 
 def drop_from_cache(files: Sequence[Path]) -> None:
     """Write files back and drop them from the page cache, where the system can."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in files:
+    for file in files if hasattr(os, "posix_fadvise") else ():
         fd = os.open(file, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -113,9 +111,3 @@ def bring_into_cache(files: Sequence[Path]) -> None:
     """Read files, so that they are in the page cache, where they stay as long as there is room."""
     for file in files:
         file.read_bytes()
-
-
-def on_threads(num_threads: int, work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Share items among new threads; the first error is raised."""
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(work, items))

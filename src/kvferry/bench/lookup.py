@@ -18,10 +18,12 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvferry.bench import BenchOptions, Row
 from kvferry.bench.host import CHUNK_TOKENS, engine_spec
+from kvferry.bench.limits import timed
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.connectors.shared_storage.messages import (
     Filled,
@@ -143,15 +145,11 @@ def while_filling(
 def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
     """Median microseconds to ask the store for one key, all of which it has."""
 
-    def find() -> float:
-        started = time.perf_counter()
-        found = sum(map(store.contains, keys))
-        seconds = time.perf_counter() - started
-        if found != len(keys):
+    def find() -> None:
+        if (found := sum(map(store.contains, keys))) != len(keys):
             raise AssertionError(f"the store knows {found} of {len(keys)} records")
-        return seconds
 
-    return median_us(find, len(keys))
+    return median_us(lambda: timed(find).wall, len(keys))
 
 
 def lookup_us(scheduler: SchedulerRole, token_ids: list[int], expected: int | None) -> float:
@@ -190,10 +188,7 @@ def keys_us(token_ids: list[int]) -> float:
     """Median microseconds per chunk of hashing a prompt."""
 
     def hash_prompt() -> float:
-        keys = ChunkKeys(bytes(32), CHUNK_TOKENS)
-        started = time.perf_counter()
-        keys.extend(token_ids)
-        return time.perf_counter() - started
+        return timed(partial(ChunkKeys(bytes(32), CHUNK_TOKENS).extend, token_ids)).wall
 
     return median_us(hash_prompt, PROMPT_CHUNKS)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -67,44 +67,30 @@ def table(name: str, facts: Row, rows: Sequence[Row]) -> Group:
         for column in columns
         if any(isinstance(row.get(column), int | float) for row in rows)
     }
-    notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
-    shown: list[Text | Table] = [Text(name)]
-    for part in _parts(cells, numbers):
-        shown += [_part({column: cells[column] for column in part}, numbers), Text("")]
-    caption = "\n".join([_caption(facts), *notes])
-    return Group(*shown, Text(caption))
-
-
-def _parts(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> list[list[str]]:
-    """Columns of each table: as many as fit."""
-    columns = list(cells)
+    # The least width that cuts no word of a name and no number; a long text wraps.
+    widths = {
+        column: max(*map(len, column.split("_")), min(_MAX_TEXT, max(map(len, cells[column]))))
+        for column in columns
+    }
     leading = list(itertools.takewhile(lambda column: column not in numbers, columns))
     leading = leading or columns[:1]
     parts = [list(leading)]
     for column in columns[len(leading) :]:
-        if sum(_width(each, cells[each]) + _GAP for each in [*parts[-1], column]) > _MAX_WIDTH:
+        if sum(widths[each] + _GAP for each in [*parts[-1], column]) > _MAX_WIDTH:
             parts.append(list(leading))
         parts[-1].append(column)
-    return parts
-
-
-def _width(column: str, cells: Sequence[str]) -> int:
-    """The least width that cuts no word of a name and no number; a long text wraps."""
-    return max(*map(len, column.split("_")), min(_MAX_TEXT, max(map(len, cells))))
-
-
-def _part(cells: Mapping[str, Sequence[str]], numbers: Set[str]) -> Table:
-    part = Table(box=None, padding=(0, _GAP, 0, 0))
-    for column, values in cells.items():
-        part.add_column(
-            column.replace("_", " "),
-            justify="right" if column in numbers else "left",
-            width=_width(column, values),
-            overflow="fold",
-        )
-    for row in zip(*cells.values(), strict=True):
-        part.add_row(*map(Text, row))
-    return part
+    shown: list[Text | Table] = [Text(name)]
+    for part in parts:
+        drawn = Table(box=None, padding=(0, _GAP, 0, 0))
+        for column in part:
+            side: JustifyMethod = "right" if column in numbers else "left"
+            heading = column.replace("_", " ")
+            drawn.add_column(heading, justify=side, width=widths[column], overflow="fold")
+        for row in zip(*(cells[column] for column in part), strict=True):
+            drawn.add_row(*map(Text, row))
+        shown += [drawn, Text("")]
+    notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
+    return Group(*shown, Text("\n".join([_caption(facts), *notes])))
 
 
 def _caption(facts: Row) -> str:

@@ -11,16 +11,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import torch
-
 from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import RolesHost, opened_roles
+from kvferry.bench.host import RolesHost, group_of, kv_tensors, opened_roles
 from kvferry.testing.host_tables import HostRequest
-from kvferry.types import KVGroup
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048
-NUM_LAYERS = 32
 EXTRA_BLOCKS = 60
 """For the tokens that are decoded."""
 
@@ -28,24 +24,16 @@ EXTRA_BLOCKS = 60
 def run(options: BenchOptions) -> Sequence[Row]:
     """One row: the median over rounds of microseconds per step."""
     steps, rounds = (500, 1) if options.quick else (5000, 3)
-    group = KVGroup(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=8,
-        content_size=128,
-        dtype="bfloat16",
-        block_size=BLOCK_SIZE,
-    )
+    group = group_of(BLOCK_SIZE)
     blocks = range(1, PROMPT_TOKENS // BLOCK_SIZE + EXTRA_BLOCKS)
-    layers = {
-        f"layers.{index}": torch.zeros(blocks.stop, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
-        for index in range(NUM_LAYERS)
-    }
+    tensors = kv_tensors("HND", group, group.num_kv_heads, blocks.stop)
+    layers = {str(index): layer for index, layer in enumerate(tensors)}
     found = []
     for number in range(rounds):
         connector = {"store": f"file://{options.directory}/{number}"}
         with opened_roles(group, connector, layers) as roles:
             found.append(decode(RolesHost(roles, BLOCK_SIZE), blocks, steps))
-    return [{"layers": NUM_LAYERS, "us_per_step": statistics.median(found)}]
+    return [{"layers": group.num_layers, "us_per_step": statistics.median(found)}]
 
 
 def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:
@@ -56,7 +44,7 @@ def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:
     host.forward(request, blocks, 0)
     request.num_scheduled_tokens = 1
     deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or host.scheduler.has_pending_work():
         host.step([request])
         time.sleep(0.001)
     times = []

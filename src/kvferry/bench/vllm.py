@@ -3,13 +3,7 @@
 Run it with the Python of the environment of vLLM. The model is a small random Llama. In each round
 every case stores in one process and reads in another; one process runs at a time, and each has a
 fresh engine (`vllm_child`). Medians are over prompts and rounds, and exact to a few per cent.
-
-Phases:
-    cold     nothing is stored: time to first token, and CPU time until every save has ended
-    own_hit  the same prompt again in the same engine: a hit in the prefix cache of vLLM itself
-    warm     another process, after `cold`: the hit comes from the connector; then the same prompt
-             again, to compare with a hit in the engine's own prefix cache
-    decode   steps of one request: the time of the hooks in each
+docs/benchmarks.md says what each phase and column means.
 """
 
 from __future__ import annotations
@@ -27,16 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from kvferry.bench import BenchOptions, Row
+from kvferry.bench.vllm_child import Json
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
-
-Json = dict[str, Any]
 
 ROUNDS = 10
 
@@ -86,22 +78,6 @@ PROCESS_SECONDS = 600.0
 
 TOLERANCE = 1e-3
 """Of logprobs against those of the engine's own prefix hit."""
-
-COLUMNS = (
-    "case",
-    "phase",
-    "cpu_s",
-    "cpu_ratio",
-    "wall_s",
-    "beyond_ms",
-    "hit_tokens",
-    "bytes_per_token",
-    "us_per_step",
-    "p50_ms",
-    "equal",
-    "note",
-)
-"""All rows have these keys; docs/benchmarks.md says what each means."""
 
 ALONE = "none"
 """vLLM without a connector."""
@@ -204,7 +180,7 @@ def measure(
         cases: names of `connectors`, vLLM alone first.
         sizes: of the work.
         directory: for the model and the stores; each store is removed after its use.
-        rounds: number of rounds.
+        rounds: at least one.
         seed: of weights and prompts.
 
     Raises:
@@ -235,7 +211,7 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
     work = work | {"connector": connectors(store)[measured.case]}
     try:
         cold = run_child(log, work)
-        cold["bytes_per_token"] = _bytes_in(store) / _num_stored_tokens(work)
+        cold["bytes_per_token"] = _bytes_per_token(store, work)
         if measured.case != ALONE:
             reading = {"stored": str(store), "decode": None}
             measured.warm.append(run_child(log, work | reading))
@@ -251,18 +227,11 @@ def _store_and_read(measured: Measured, work: Json, directory: Path) -> None:
 def run_child(
     log: Path, work: Json, command: Sequence[str] = COMMAND, seconds: float = PROCESS_SECONDS
 ) -> Json:
-    """Start a process, send its work as JSON to its stdin, and read the result from its stdout.
-
-    The process leads a process group of its own, which ends with it.
-
-    Args:
-        log: receives the stderr of the process.
-        work: see `vllm_child`.
-        command: of the process.
-        seconds: time limit.
+    """Start a process, send its work as JSON to its stdin, and read the result from its stdout; its
+    stderr goes to `log`. The process leads a process group of its own, which ends with it.
 
     Raises:
-        ChildFailedError: the process failed, or took longer.
+        ChildFailedError: the process failed, or took longer than `seconds`.
     """
     with (
         log.open("ab") as output,
@@ -313,14 +282,11 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Json:
     }
 
 
-def _num_stored_tokens(work: Json) -> int:
-    """Tokens in whole blocks, of all prompts that a storing process computes."""
+def _bytes_per_token(store: Path, work: Json) -> float:
+    """Of tokens in whole blocks, of all prompts that a storing process computes."""
+    num_bytes = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     prompts = [work["warm_up"], *work["prompts"]]
-    return sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
-
-
-def _bytes_in(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    return num_bytes / sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
 
 
 # ---- rows
@@ -329,73 +295,52 @@ def _bytes_in(directory: Path) -> int:
 def rows_of(found: Sequence[Measured]) -> list[Row]:
     """Medians over all processes, in the order of the cases; the first is vLLM alone."""
     alone = found[0]
+    prompts, own_hits = _all(alone.cold, "prompts"), _all(alone.cold, "again")
     rows: list[Row] = []
     for measured in found:
+        case = measured.case
         if measured.failure is not None:
-            rows.append(_row(measured, "cold", note=f"not measured: {measured.failure}"))
+            note = f"not measured: {measured.failure}"
+            rows.append({"case": case, "phase": "cold", "note": note})
             continue
-        note = NOTES.get(measured.case)
-        rows.append(_cold_row(measured, alone, note))
+        cold = _row(case, "cold", _all(measured.cold, "prompts"), prompts)
         if measured is alone:
-            rows.append(_row(alone, "own_hit", **_prompt_values(_all(alone.cold, "again"))))
+            hit = _row(case, "own_hit", own_hits)
         else:
-            rows.append(_warm_row(measured, alone, note))
-        rows.append(_decode_row(measured, alone))
+            cold["bytes_per_token"] = median(result["bytes_per_token"] for result in measured.cold)
+            hit = _warm_row(measured, own_hits)
+        rows += [cold, hit, _decode_row(measured, alone)]
     return rows
 
 
-def _row(measured: Measured, phase: str, **values: str | float | None) -> Row:
-    return {**dict.fromkeys(COLUMNS), "case": measured.case, "phase": phase, **values}
+def _row(case: str, phase: str, ours: Sequence[Json], plain: Sequence[Json] = ()) -> Json:
+    """Medians of what a phase measured, and of its CPU time to that of `plain`, pair by pair."""
+    row: Json = {"case": case, "phase": phase, "note": NOTES.get(case)}
+    for name in ("cpu_s", "wall_s", "hit_tokens"):
+        if all(name in one for one in ours):
+            row[name] = float(median(one[name] for one in ours))
+    if plain:
+        pairs = zip(ours, plain, strict=True)
+        row["cpu_ratio"] = median(one["cpu_s"] / other["cpu_s"] for one, other in pairs)
+    return row
 
 
-def _cold_row(measured: Measured, alone: Measured, note: str | None) -> Row:
-    prompts = _all(measured.cold, "prompts")
-    stored = [result["bytes_per_token"] for result in measured.cold]
-    return _row(
-        measured,
-        "cold",
-        **_prompt_values(prompts),
-        cpu_ratio=_cpu_ratio(prompts, _all(alone.cold, "prompts")),
-        bytes_per_token=None if measured is alone else median(stored),
-        note=note,
-    )
-
-
-def _warm_row(measured: Measured, alone: Measured, note: str | None) -> Row:
+def _warm_row(measured: Measured, own_hits: Sequence[Json]) -> Json:
     prompts, again = _all(measured.warm, "prompts"), _all(measured.warm, "again")
     beyond = [one["wall_s"] - own["wall_s"] for one, own in zip(prompts, again, strict=True)]
-    references = _all(alone.cold, "again")
-    return _row(
-        measured,
-        "warm",
-        **_prompt_values(prompts),
-        cpu_ratio=_cpu_ratio(prompts, again),
-        beyond_ms=1e3 * median(beyond),
-        equal=all(is_equal(*pair) for pair in zip(prompts, references, strict=True)),
-        note=note,
-    )
-
-
-def _prompt_values(prompts: Sequence[Json]) -> dict[str, float]:
-    return {
-        name: float(median(prompt[name] for prompt in prompts))
-        for name in ("cpu_s", "wall_s", "hit_tokens")
+    return _row(measured.case, "warm", prompts, again) | {
+        "beyond_ms": 1e3 * median(beyond),
+        "equal": all(is_equal(*pair) for pair in zip(prompts, own_hits, strict=True)),
     }
 
 
-def _decode_row(measured: Measured, alone: Measured) -> Row:
+def _decode_row(measured: Measured, alone: Measured) -> Json:
     decodes = [result["decode"] for result in measured.cold]
-    hooks_us = None
+    row = _row(measured.case, "decode", decodes, [result["decode"] for result in alone.cold])
     if measured is not alone:
-        hooks_us = median(median(decode["hooks_us"]) for decode in decodes)
-    return _row(
-        measured,
-        "decode",
-        cpu_s=median(decode["cpu_s"] for decode in decodes),
-        cpu_ratio=_cpu_ratio(decodes, [result["decode"] for result in alone.cold]),
-        us_per_step=hooks_us,
-        p50_ms=1e3 * median(median(decode["steps_s"]) for decode in decodes),
-    )
+        row["us_per_step"] = median(median(decode["hooks_us"]) for decode in decodes)
+    row["p50_ms"] = 1e3 * median(median(decode["steps_s"]) for decode in decodes)
+    return row
 
 
 def is_equal(ours: Json, reference: Json) -> bool:
@@ -414,8 +359,3 @@ def is_equal(ours: Json, reference: Json) -> bool:
 
 def _all(results: Iterable[Json], name: str) -> list[Json]:
     return [one for result in results for one in result[name]]
-
-
-def _cpu_ratio(ours: Sequence[Json], plain: Sequence[Json]) -> float:
-    pairs = zip(ours, plain, strict=True)
-    return float(median(one["cpu_s"] / other["cpu_s"] for one, other in pairs))

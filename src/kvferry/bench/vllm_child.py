@@ -8,6 +8,7 @@ everything else that it prints goes to stderr. The keys of the work are `argumen
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.limits import bring_into_cache
+from kvferry.v1.base import KVConnectorBase_V1
 
 Json = dict[str, Any]
 
@@ -35,39 +37,19 @@ UNCOUNTED_STEPS = 100
 """CPython drops its specialised code for a class that changes, as when hooks are wrapped. Until it
 has specialised the code again, hooks take longer."""
 
-HOOKS = (
-    # scheduler's half
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-    "take_events",
-    "has_pending_push_work",
-    # worker's half
-    "handle_preemptions",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
+HOOKS = frozenset(
+    name
+    for name in (*vars(KVConnectorBase_V1), "request_finished_all_groups")
+    # vLLM's own decorator around each layer calls `has_connector_metadata`.
+    if not name.startswith("_") and name != "has_connector_metadata"
 )
-"""The calls of vLLM around a step. A hook that another hook calls is part of that hook's time."""
 
 
 class HookTimer:
     """Adds up the time spent in the hooks of connectors. One thread calls them all.
 
-    Wraps the methods of their classes, so that the instances stay as they are. The cost of timing
-    is measured too, and subtracted.
+    Wraps the methods of their classes, so that the instances stay as they are. A hook that another
+    hook calls is part of that hook's time. The cost of timing is measured too, and subtracted.
     """
 
     def __init__(self, connectors: Iterable[Any]) -> None:
@@ -76,7 +58,7 @@ class HookTimer:
         self._is_inside = False
         for kind in {type(connector) for connector in connectors}:
             for name in HOOKS:
-                if callable(hook := getattr(kind, name, None)):
+                if inspect.isfunction(hook := getattr(kind, name, None)):
                     setattr(kind, name, self._timed(hook))
         self._overhead = self._measure_overhead()
 
@@ -250,24 +232,16 @@ def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
     return {"hooks_us": hooks, "steps_s": steps, "cpu_s": cpu}
 
 
-def timed_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Json]:
-    """Time prompts one after the other."""
-    answers = []
-    for tokens in prompts:
-        engine.get_ready()
-        answers.append(prompt(engine, tokens, max_tokens))
-    return answers
-
-
 def measure(work: Json) -> Json:
     """Everything that one process measures, with a new engine."""
     names = ("arguments", "connector", "warm_up", "stored")
     engine = Engine(**{name: work[name] for name in names})
     time.sleep(QUIET_SECONDS)
-    result: Json = {
-        "prompts": timed_prompts(engine, work["prompts"], work["max_tokens"]),
-        "again": timed_prompts(engine, work["prompts"], work["max_tokens"]),
-    }
+    result: Json = {"prompts": [], "again": []}
+    for answers in result.values():
+        for tokens in work["prompts"]:
+            engine.get_ready()
+            answers.append(prompt(engine, tokens, work["max_tokens"]))
     if work["decode"] is not None:
         result["decode"] = decode(engine, **work["decode"])
     engine.close()

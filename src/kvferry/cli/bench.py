@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvferry.bench import BENCHMARKS, BenchOptions, load
-from kvferry.cli.output import JsonOption, emit
+from kvferry.cli.output import JsonOption, JsonRow, emit
 from kvferry.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
 
 
 def bench(
@@ -49,5 +46,5 @@ def bench(
         )
         facts = report.machine(options.directory)
         rows = run(options)
-    value: dict[str, JsonValue] = {"machine": facts, "rows": [dict(row) for row in rows]}
+    value: JsonRow = {"machine": facts, "rows": [dict(row) for row in rows]}
     emit(value, json, report.table(name, facts, rows))

@@ -14,7 +14,7 @@ from kvferry.cli.output import JsonOption, emit, plain, progress, read_text
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvferry.demo.run import DemoOptions, DemoResult
+    from kvferry.demo.run import DemoOptions
 
 _EXTRA = ("transformers", "accelerate", "gguf", "matplotlib")
 
@@ -71,23 +71,7 @@ def demo(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    _show(_run(options, console), directory / "demo.png", json)
-
-
-def _show(result: DemoResult, plot: Path, json: str | None) -> None:
-    """Plot and print the result; exit code 1 if anything was wrong."""
-    from kvferry.demo import report
-
-    report.save_plot(plot, result)
-    emit(
-        report.as_json(result),
-        json,
-        report.table(result),
-        Text.from_markup(report.verdict(result)),
-        f"Plot: {plot}   Store: kvferry ls {result.store}",
-    )
-    if result.faults():
-        raise typer.Exit(1)
+    _run(options, console, json)
 
 
 def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:
@@ -113,7 +97,9 @@ def _prompts(
     return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
 
 
-def _run(options: DemoOptions, console: Console) -> DemoResult:
+def _run(options: DemoOptions, console: Console, json: str | None) -> None:
+    """Run the demo; plot and print the result. Exit code 1 if anything was wrong."""
+    from kvferry.demo import report
     from kvferry.demo.run import num_steps, run_demo
 
     with progress() as bar:
@@ -125,4 +111,15 @@ def _run(options: DemoOptions, console: Console) -> DemoResult:
                 done = bar.tasks[0]
                 console.print(f"demo: {phase}, {done.completed:.0f} of {done.total:.0f} answers")
 
-        return run_demo(options, advance)
+        result = run_demo(options, advance)
+    plot = options.work_dir / "demo.png"
+    report.save_plot(plot, result)
+    emit(
+        report.as_json(result),
+        json,
+        report.table(result),
+        Text.from_markup(report.verdict(result)),
+        f"Plot: {plot}   Store: kvferry ls {result.store}",
+    )
+    if result.faults():
+        raise typer.Exit(1)

@@ -68,14 +68,15 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
 
     Args:
         value: the result, for programs.
-        json_target: None for no JSON, "-" for JSON alone on stdout, else a file.
+        json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced.
         *renderables: the result, for people; text is shown as it is and not wrapped.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    text = json.dumps(value, indent=2)
     if json_target == "-":
-        print(json.dumps(value, indent=2), flush=True)
+        print(text, flush=True)
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
@@ -84,7 +85,10 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         else:
             console.print(renderable)
     if json_target is not None:
-        write_json(Path(json_target), value)
+        try:
+            Path(json_target).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
 
 
 def read_text(what: str, path: Path) -> str:
@@ -99,18 +103,6 @@ def read_text(what: str, path: Path) -> str:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path} is not UTF-8 text ({error.reason})") from error
-
-
-def write_json(path: Path, value: JsonValue) -> None:
-    """Write `value` to `path` as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def plain(text: str) -> Text:

@@ -13,7 +13,7 @@ from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_fact_
 from kvferry.cli.stores import UrlArgument, check, find, inspect, look, model_names
 from kvferry.config import parse_store_url
 from kvferry.record.check import MissReason, RecordInfo
-from kvferry.record.schema import LEAF_BYTES
+from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store.base import Entry, Removal, StoreStat
 from kvferry.types import FORMAT_VERSION
 
@@ -158,8 +158,18 @@ def show(
     facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}
     components: list[JsonRow] = []
     if isinstance(record, RecordInfo):
-        facts |= _header(record)
-        components = _components(record)
+        schema = record.schema
+        facts |= {
+            "format_version": FORMAT_VERSION,
+            "namespace": schema.namespace.hex(),
+            "first_token": record.first_token,
+            "num_tokens": schema.chunk_tokens,
+            "head_bytes": schema.head_bytes,
+            "payload_bytes": schema.payload_bytes,
+            "num_leaves": schema.num_leaves,
+            "leaf_bytes": LEAF_BYTES,
+        }
+        components = _components(schema)
     tables = [make_fact_table(facts)]
     if components:
         columns = {name: name for name in components[0]}
@@ -170,22 +180,7 @@ def show(
         raise typer.Exit(1)
 
 
-def _header(record: RecordInfo) -> JsonRow:
-    schema = record.schema
-    return {
-        "format_version": FORMAT_VERSION,
-        "namespace": schema.namespace.hex(),
-        "first_token": record.first_token,
-        "num_tokens": schema.chunk_tokens,
-        "head_bytes": schema.head_bytes,
-        "payload_bytes": schema.payload_bytes,
-        "num_leaves": schema.num_leaves,
-        "leaf_bytes": LEAF_BYTES,
-    }
-
-
-def _components(record: RecordInfo) -> list[JsonRow]:
-    schema = record.schema
+def _components(schema: RecordSchema) -> list[JsonRow]:
     return [
         {
             "name": component.name,

@@ -31,9 +31,6 @@ UrlArgument = Annotated[
 INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
-_NO_INDEX = "none.sqlite3"
-"""A file that no store has."""
-
 
 def look(url: str, question: Callable[[FileStore], T]) -> T:
     """Answer `question` about the store at `url`, opened read-only, from its index; from the
@@ -48,7 +45,8 @@ def look(url: str, question: Callable[[FileStore], T]) -> T:
             return question(store)
     except StoreError:
         parsed = parse_store_url(url)
-        options = {**parsed.options, "index_file": f"{parsed.path}/{_NO_INDEX}"}
+        # A file that no store has.
+        options = {**parsed.options, "index_file": f"{parsed.path}/none.sqlite3"}
         with open_existing(str(dataclasses.replace(parsed, options=options))) as store:
             return question(store)
 

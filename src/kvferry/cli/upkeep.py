@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
 
 from kvferry.cli import output
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table
 from kvferry.cli.stores import UrlArgument, look, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
-from kvferry.store.base import Entry
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
@@ -48,15 +45,13 @@ def verify(
         "bad": list(bad),
         "reasons": dict(Counter(str(why) for _, why in report.bad)),
     }
-    shown: list[RenderableType] = [
-        f"{report.num_records} records, {format_size(report.num_bytes)} checked: "
-        f"{len(bad)} bad, {report.num_unreadable} unreadable"
-    ]
+    tables = []
     if bad:
         action = "left" if dry_run else "quarantined"
         columns = {"key": "key", "reason": "reason", "action": "action"}
-        shown.insert(0, make_table(columns, [{**row, "action": action} for row in bad]))
-    emit(value, json, *shown)
+        tables.append(make_table(columns, [{**row, "action": action} for row in bad]))
+    checked = f"{report.num_records} records, {format_size(report.num_bytes)} checked"
+    emit(value, json, *tables, f"{checked}: {len(bad)} bad, {report.num_unreadable} unreadable")
     if report.bad or report.num_unreadable:
         raise typer.Exit(1)
 
@@ -87,8 +82,7 @@ def gc(
     keep_bytes = None if max_bytes is None else output.require_size("--max-bytes", max_bytes)
     age = None if older_than is None else output.parse_duration(older_than)
     if dry_run:
-        since = None if age is None else time.time() - age
-        report = look(url, lambda store: _estimate(store, keep_bytes, since))
+        report = look(url, lambda store: _estimate(store, keep_bytes, age))
     else:
         with open_existing(url, writable=True) as store:
             report = store.gc(keep_bytes, age)
@@ -101,28 +95,17 @@ def gc(
     emit({"dry_run": dry_run, **report._asdict()}, json, table)
 
 
-def _estimate(store: FileStore, max_bytes: int | None, not_used_since: float | None) -> GcReport:
+def _estimate(store: FileStore, max_bytes: int | None, age: float | None) -> GcReport:
+    """What `FileStore.gc` would remove of the records."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.store.file.store import GcReport
 
-    victims = choose_victims(store.scan(), max_bytes=max_bytes, not_used_since=not_used_since)
-    removed_bytes = sum(entry.num_bytes for entry in victims)
-    return GcReport(len(victims), removed_bytes, store.stat().used_bytes - removed_bytes)
-
-
-def choose_victims(
-    entries: Iterable[Entry], *, max_bytes: int | None, not_used_since: float | None
-) -> list[Entry]:
-    """What to delete, least recently used first: everything last used before `not_used_since`
-    (seconds since the epoch), then more until at most `max_bytes` are left. Pure."""
-    oldest_first = sorted(entries, key=lambda entry: entry.last_used)
-    kept_bytes = sum(entry.num_bytes for entry in oldest_first)
-    victims = []
-    for entry in oldest_first:
-        too_old = not_used_since is not None and entry.last_used < not_used_since
-        too_much = max_bytes is not None and kept_bytes > max_bytes
-        if not (too_old or too_much):
-            break
-        victims.append(entry)
-        kept_bytes -= entry.num_bytes
-    return victims
+    unused_since = 0.0 if age is None else time.time() - age
+    seen_bytes = removed_records = removed_bytes = 0
+    for entry in store.scan("last_used"):
+        seen_bytes += entry.num_bytes
+        too_much = max_bytes is not None and seen_bytes > max_bytes
+        if too_much or entry.last_used < unused_since:
+            removed_records += 1
+            removed_bytes += entry.num_bytes
+    return GcReport(removed_records, removed_bytes, store.stat().used_bytes - removed_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -13,9 +12,7 @@ from rich.text import Text
 from kvferry.config import printable
 from kvferry.demo.run import Answer, Comparison, DemoResult
 from kvferry.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
+from kvferry.keys import JsonValue
 
 _COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
@@ -59,7 +56,9 @@ def _median_tokens(result: DemoResult, name: str) -> float:
 def table(result: DemoResult) -> Table:
     """One line per question in a new process, one with a corrupted record, one for all."""
     title = f"{result.model}, float32: computed once, read back by other processes"
-    table = Table(title=_text(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(printable(title)), title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
     table.add_column("from the\nstore")
     table.add_column("question", overflow="fold")
     for column in ("prompt\ntokens", "hit\ntokens", "cold\nTTFT", "\nTTFT", "times\nfaster"):
@@ -67,9 +66,8 @@ def table(result: DemoResult) -> Table:
     table.add_column("max\n|Δlogit|", justify="right", no_wrap=True)
     table.add_column("same\nanswer", no_wrap=True)
     for run in result.warm:
-        table.add_row("in a new\nprocess", _text(run.question), *_figures(run))
-    corrupted = result.corrupted
-    table.add_row("one byte\nflipped", _text(corrupted.question), *_figures(corrupted))
+        table.add_row("in a new\nprocess", *_figures(run))
+    table.add_row("one byte\nflipped", *_figures(result.corrupted))
     table.add_row(
         "[bold]median,\nworst[/]",
         f"{len(result.warm)} questions",
@@ -84,16 +82,13 @@ def table(result: DemoResult) -> Table:
     return table
 
 
-def _text(foreign: str) -> Text:
-    return Text(printable(foreign))
-
-
 def _yes_or_no(tokens_equal: bool) -> str:
     return "yes" if tokens_equal else "[bold red]no[/]"
 
 
-def _figures(run: Comparison) -> tuple[str, ...]:
+def _figures(run: Comparison) -> tuple[str | Text, ...]:
     return (
+        Text(printable(run.question)),
         str(run.reused.prompt_tokens),
         str(run.reused.hit_tokens),
         f"{run.cold.ttft_seconds:.2f} s",

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from kvferry.engine import LLM, Completion, SamplingParams
+from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, KVError, StoreError
 
 RUN_DIR = "kvferry-demo-run"
@@ -192,9 +192,9 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     for store in stores[1:]:
         shutil.rmtree(store)
     warm = _run_phase("warm", options, urls[:1] * count, advance)
-    shared = _common_prefix(options.prompts)
-    _flip_byte(_middle_record(stores[0], shared, options.chunk_tokens))
-    before = _num_quarantined(stores[0])
+    _flip_byte(_middle_record(stores[0], options))
+    quarantine = stores[0] / "quarantine"
+    before = len(list(quarantine.glob("*")))
     [corrupted] = _run_phase("corrupted", options, urls[:1], advance)
     return DemoResult(
         model=options.model_dir.resolve().name,
@@ -203,7 +203,7 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
             for question, computed, read in zip(options.questions, cold, warm, strict=False)
         ],
         corrupted=Comparison(question=options.questions[0], cold=cold[0], reused=corrupted),
-        quarantined=_num_quarantined(stores[0]) - before,
+        quarantined=len(list(quarantine.glob("*"))) - before,
         store=urls[0],
     )
 
@@ -270,33 +270,26 @@ def _answer_from(
     ) as llm:
         llm.generate([prompts[0][:_WARM_UP_TOKENS]], SamplingParams(max_tokens=2))
         for prompt in prompts:
-            [completion] = llm.generate([prompt], params)
-            answers.send(_answer(completion))
+            [found] = llm.generate([prompt], params)
+            if found.first_logits is None or found.ttft_seconds is None:
+                raise StoreError("the engine ended a request before its first token")
+            answer = Answer(
+                prompt_tokens=len(prompt),
+                hit_tokens=found.num_external_tokens,
+                ttft_seconds=found.ttft_seconds,
+                token_ids=found.token_ids,
+                text=found.text or "",
+                logits=found.first_logits,
+            )
+            answers.send(answer)
 
 
-def _answer(completion: Completion) -> Answer:
-    if completion.first_logits is None or completion.ttft_seconds is None:
-        raise StoreError("the engine ended a request before its first token")
-    return Answer(
-        prompt_tokens=len(completion.prompt_token_ids),
-        hit_tokens=completion.num_external_tokens,
-        ttft_seconds=completion.ttft_seconds,
-        token_ids=completion.token_ids,
-        text=completion.text or "",
-        logits=completion.first_logits,
-    )
-
-
-def _common_prefix(prompts: Sequence[list[int]]) -> int:
-    """How many tokens all prompts start with."""
-    columns = zip(*prompts, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _middle_record(store: Path, shared_tokens: int, chunk_tokens: int) -> Path:
+def _middle_record(store: Path, options: DemoOptions) -> Path:
     """The record in the middle of what all prompts share. Its header says which it is: records are
     safetensors files, so none of our own code is needed to read it."""
-    wanted = str(shared_tokens // chunk_tokens // 2 * chunk_tokens)
+    columns = zip(*options.prompts, strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    wanted = str(shared // options.chunk_tokens // 2 * options.chunk_tokens)
     for path in sorted((store / "records").glob("*/*.safetensors")):
         with safe_open(path, framework="numpy") as record:
             if record.metadata()["first_token"] == wanted:
@@ -311,8 +304,3 @@ def _flip_byte(path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0x10]))
-
-
-def _num_quarantined(store: Path) -> int:
-    quarantine = store / "quarantine"
-    return len(list(quarantine.iterdir())) if quarantine.is_dir() else 0
