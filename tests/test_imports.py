@@ -18,7 +18,7 @@ ROOT = Path(kvferry.__file__).parent
 
 # A room is a module or package right under kvferry. Imports go down only; within a room, freely.
 LAYERS = [
-    {"errors", "types", "observe", "config"},
+    {"errors", "types", "observe", "config", "filesystem"},
     {"keys", "topology", "layout", "record"},
     {"contract", "store", "transfer"},
     {"blocks"},

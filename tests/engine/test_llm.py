@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.engine import llm as llm_module
 from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
@@ -375,6 +376,24 @@ def test_roles_are_closed_when_the_model_cannot_be_loaded(model_dir, tmp_path):
 
 
 # ---- bad input
+
+
+def test_weights_that_change_between_hashing_and_loading_are_refused(
+    model_dir, tmp_path, monkeypatch
+):
+    model = tmp_path / "model"
+    shutil.copytree(model_dir(), model)
+    load = llm_module.PagedModel
+
+    def after_a_sync(*arguments):
+        file = model / "model.safetensors"
+        file.write_bytes(file.read_bytes())
+        return load(*arguments)
+
+    monkeypatch.setattr(llm_module, "PagedModel", after_a_sync)
+    with pytest.raises(ConfigError, match="changed while they were loaded"):
+        LLM(model, store=f"file://{tmp_path}/store")
+    LLM(model).close()  # without a store nothing depends on it
 
 
 def test_prompts_that_cannot_be_served_are_refused_by_number(model_dir):

@@ -1,16 +1,19 @@
+import itertools
 import json
 import os
 import shutil
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from blake3 import blake3
 from safetensors.torch import save_file
 
+from kvferry import filesystem
 from kvferry.errors import ConfigError
-from kvferry.keys import effective_config, weights_digest
+from kvferry.keys import effective_config, weights, weights_digest, weights_state
 from kvferry.keys.weights import RACY_NS, _DigestCache
 
 
@@ -40,6 +43,11 @@ class Reads:
 
     def __call__(self, done, total):
         self.calls.append((done, total))
+
+
+@pytest.fixture(autouse=True)
+def _any_file_system_will_do(monkeypatch):
+    monkeypatch.setattr(weights, "shows_changes", lambda directory: True)
 
 
 @pytest.fixture
@@ -278,3 +286,82 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, text):
 def test_a_missing_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the model config"):
         effective_config(tmp_path)
+
+
+def write_index(model, *names):
+    model_map = {f"w{number}": name for number, name in enumerate(names)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": model_map}))
+
+
+@pytest.mark.parametrize("name", ["shards/model-00001.safetensors", "shards/part", "./shards/part"])
+def test_a_file_that_an_index_names_counts_wherever_it_stands(tmp_path, digest, name):
+    model = make_model(tmp_path / "a")
+    (model / "shards").mkdir()
+    (model / name).write_bytes(b"some tensors")
+    before = digest(model)
+    write_index(model, name)
+    named = digest(model)
+    (model / name).write_bytes(b"other tensor")
+    assert len({before, named, digest(model)}) == 3
+    (model / name).unlink()
+    with pytest.raises(ConfigError, match="is not a file"):
+        digest(model)
+
+
+@pytest.mark.parametrize("name", ["../b/model.safetensors", "/etc/passwd", "shards/../../b/x"])
+def test_an_index_that_names_a_file_outside_is_refused(tmp_path, digest, name):
+    model = make_model(tmp_path / "a")
+    make_model(tmp_path / "b")
+    write_index(model, name)
+    with pytest.raises(ConfigError, match="outside of the model directory"):
+        digest(model)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"weight_map": [1]}', "[" * 100_000])
+def test_an_index_that_is_none_is_a_file_like_others(tmp_path, digest, text):
+    model = make_model(tmp_path / "a")
+    before = digest(model)
+    (model / "model.safetensors.index.json").write_text(text)
+    assert digest(model) != before
+
+
+def test_digests_are_kept_only_where_files_show_their_changes(tmp_path, digest, monkeypatch):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    monkeypatch.setattr(weights, "shows_changes", lambda directory: False)
+    digest(model)
+    assert not is_cached(tmp_path, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "shown"),
+    [
+        ("ext4", 0, True),
+        ("xfs", os.ST_NOSUID, True),
+        ("ext4", os.ST_RDONLY, False),
+        ("squashfs", os.ST_RDONLY, False),
+        ("erofs", 0, False),
+        ("overlay", 0, False),
+        ("nfs4", 0, False),
+        ("fuse.sshfs", 0, False),
+    ],
+)
+def test_which_file_systems_show_every_change(tmp_path, monkeypatch, kind, flags, shown):
+    monkeypatch.setattr(filesystem, "file_system", lambda directory: kind)
+    monkeypatch.setattr(os, "statvfs", lambda directory: SimpleNamespace(f_flag=flags))
+    assert filesystem.shows_changes(tmp_path) is shown
+
+
+def test_a_change_addition_or_removal_shows_in_the_state(tmp_path):
+    model = make_model(tmp_path / "a", shards=2)
+    files = sorted(model.glob("*.safetensors"))
+    states = [weights_state(model)]
+    assert weights_state(model) == states[0]
+    time.sleep(0.02)  # one tick of the file system's clock
+    files[0].write_bytes(files[0].read_bytes())
+    states.append(weights_state(model))
+    (model / "extra.bin").write_bytes(b"more")
+    states.append(weights_state(model))
+    files[1].unlink()
+    states.append(weights_state(model))
+    assert all(one != other for one, other in itertools.pairwise(states))

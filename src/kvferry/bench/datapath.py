@@ -56,7 +56,7 @@ from kvferry.bench.limits import (
 )
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
-from kvferry.store.filesystem import file_system
+from kvferry.filesystem import file_system
 from kvferry.testing.host_tables import HostRequest
 
 BLOCK_SIZE = 16

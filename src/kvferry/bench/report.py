@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.bench import Row
-from kvferry.store.filesystem import file_system
+from kvferry.filesystem import file_system
 
 _MAX_WIDTH = 80
 _MAX_TEXT = 18

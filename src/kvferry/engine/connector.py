@@ -71,7 +71,9 @@ def create_worker(choice: ConnectorChoice | None, rank: int, observer: Observer)
     return registry.create_worker(choice.name, replace(spec, shard=shard), choice.options, observer)
 
 
-def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
+def engine_spec(
+    model: ModelConfig, engine: EngineConfig, weights_version: str | None = None
+) -> EngineSpec:
     """What the connector on rank 0 must know of an engine that runs `model` with these options.
 
     Layers of one window are a group. All are in one block table without a window, because the
@@ -105,8 +107,9 @@ def engine_spec(model: ModelConfig, engine: EngineConfig) -> EngineSpec:
         )
     return EngineSpec(
         identity=ModelIdentity(
-            weights=weights_digest(model.model_dir),
+            weights=weights_digest(model.model_dir, weights_version=weights_version),
             config=model.effective_config(),
+            weights_version=weights_version,
             name=str(model.model_dir),
         ),
         groups=tuple(groups),

@@ -36,6 +36,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.tensor_parallel import device_of_rank
 from kvferry.errors import ConfigError, ContractError, RankError
+from kvferry.keys import weights_state
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class LLM:
         num_blocks = num_blocks_for(engine, model.geometry)
         choice = None
         if roles is None:
+            # Looked at again once they are loaded: what was hashed must be what is run.
+            stored = None if store is None else weights_state(model.model_dir)
             choice = choose_connector(connector, store, connector_options, model, engine)
             # Before the weights, so that the store's index fills while they are read.
             roles = create_roles(choice, self._observer)
@@ -119,6 +122,11 @@ class LLM:
                     model.model_dir, engine, num_blocks, choice, self._observer, launch=self._launch
                 )
             self._load(model, engine, num_blocks)
+            if choice is not None and weights_state(model.model_dir) != stored:
+                raise ConfigError(
+                    f"the weights in {model.model_dir} changed while they were loaded: start again "
+                    "when they are complete"
+                )
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_parts()

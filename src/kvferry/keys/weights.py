@@ -2,7 +2,8 @@
 
 Two fine-tunes of one shape have files of equal names, sizes and headers, so only a hash of every
 byte distinguishes them. Each file is hashed once: the digest is kept with the file's device, inode,
-size and times, and computed again when one of them differs.
+size and times, and computed again when one of them differs; on file systems that do not show every
+change in these, it is computed each time.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
+from kvferry.config import format_size
 from kvferry.errors import ConfigError
+from kvferry.filesystem import shows_changes
 from kvferry.keys.encoding import JsonValue, canonical
 from kvferry.keys.namespace import relevant_config
 
@@ -38,23 +41,28 @@ RACY_NS = 2_000_000_000
 was hashed may change again without its times showing it."""
 
 _BUFFER_BYTES = 16 * 1024 * 1024
+_LONG_BYTES = 1 << 30
+"""Hashing so much takes a while: a line says so."""
 
 
 def weights_digest(
     model_dir: Path,
     *,
+    weights_version: str | None = None,
     cache_dir: Path | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bytes:
     """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
 
-    The path, owner and times of the directory do not enter: a copy or a renamed directory has the
-    same digest. Sub-directories are not read. Memory stays below 17 MiB whatever the sizes.
+    Weight files are those of the directory itself, and those that the `weight_map` of an index in
+    it names, also in sub-directories. The path, owner and times of the directory do not enter: a
+    copy or a renamed directory has the same digest. Memory stays below 17 MiB whatever the sizes.
 
     Args:
         model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not; or
             a single such file.
+        weights_version: stands for the weights of a directory that has none.
         cache_dir: keeps the digests of unchanged files; by default `kvferry/weights` in the user's
             cache directory. A cache that cannot be written, is damaged, or is not private to this
             user is ignored: it costs time, never correctness.
@@ -62,14 +70,13 @@ def weights_digest(
         progress: called with (bytes done, bytes in all) during hashing.
 
     Raises:
-        ConfigError: no such directory, no weights in it, a file that cannot be read or that changes
-            while it is read.
+        ConfigError: no such directory, no weights in it, an index that names a file outside of it,
+            a file that cannot be read or that changes while it is read.
     """
-    try:
-        files = _weight_files(model_dir)
-        total = sum(path.stat().st_size for path in files)
-    except OSError as error:
-        raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
+    files = _weight_files(model_dir, may_be_none=weights_version is not None)
+    if not files:
+        return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
+    total = sum(_stat(path).st_size for path in files.values())
     cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
     num_done = 0
 
@@ -79,13 +86,25 @@ def weights_digest(
         progress(num_done, total)
 
     hasher = blake3(WEIGHTS_TAG)
-    for path in files:
+    for name, path in files.items():
         try:
             digest = _file_digest(path, cache, clock_ns, advance)
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
-        hasher.update(canonical([path.name, digest.hex()]))
+        hasher.update(canonical([name, digest.hex()]))
     return hasher.digest()
+
+
+def weights_state(model_dir: Path) -> object:
+    """A value that differs if a weight file of `model_dir` was changed, added or removed meanwhile.
+    Reads no weights. ConfigError as for `weights_digest`."""
+    return {name: _identity(_stat(path)) for name, path in _weight_files(model_dir).items()}
+
+
+def newest_change(model_dir: Path) -> float:
+    """When a weight file of `model_dir` last changed, by its file system; seconds since the epoch.
+    ConfigError as for `weights_digest`."""
+    return max(_stat(path).st_ctime for path in _weight_files(model_dir).values())
 
 
 def effective_config(model_dir: Path) -> dict[str, JsonValue]:
@@ -110,25 +129,57 @@ def effective_config(model_dir: Path) -> dict[str, JsonValue]:
     raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
+def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:
+    """Weight files by name, in the order of their names."""
     if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES):
-        return [model_dir]
+        return {model_dir.name: model_dir}
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a model directory: no such directory")
-    files = [
-        model_dir / name
-        for name in sorted(os.listdir(model_dir), key=os.fsencode)
-        if name.endswith(WEIGHT_SUFFIXES) and name not in NOT_WEIGHTS
-    ]
-    if all(path.name.endswith(".index.json") for path in files):
+    try:
+        names = {
+            name
+            for name in os.listdir(model_dir)
+            if name.endswith(WEIGHT_SUFFIXES) and name not in NOT_WEIGHTS
+        }
+    except OSError as error:
+        raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
+    indexes = {name for name in names if name.endswith(".index.json")}
+    for index in indexes:
+        names |= _indexed(model_dir / index)
+    if names == indexes:
+        if may_be_none:
+            return {}
         raise ConfigError(
             f"{model_dir} holds no weights; expected files ending in "
             f"{', '.join(WEIGHT_SUFFIXES[:-1])}"
         )
-    for path in files:
+    files = {name: model_dir / name for name in sorted(names, key=os.fsencode)}
+    for path in files.values():
         if not path.is_file():
             raise ConfigError(f"{path} is not a file, or a link to one that is missing")
     return files
+
+
+def _indexed(path: Path) -> set[str]:
+    """The files that an index names; none if it is no index that a loader would follow."""
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        names = {str(PurePosixPath(name)) for name in weight_map.values()}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return set()
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ConfigError(f"{path} names {name!r}, a file outside of the model directory")
+    return names
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot look at {path}: {error.strerror}") from error
 
 
 def _file_digest(
@@ -141,6 +192,8 @@ def _file_digest(
         if cached is not None:
             advance(before.st_size)
             return cached
+        if before.st_size >= _LONG_BYTES:
+            logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
         hasher = blake3(max_threads=blake3.AUTO)
         num_bytes = 0
         for piece in _pieces(file.readinto):
@@ -155,7 +208,7 @@ def _file_digest(
     digest = hasher.digest()
     # Like git's "racily clean" files. Only ctime counts: a process cannot set it back, and every
     # change of content or mtime changes it too.
-    if before.st_ctime_ns + RACY_NS <= started:
+    if before.st_ctime_ns + RACY_NS <= started and shows_changes(path.resolve().parent):
         cache.put(before, digest)
     return digest
 
@@ -220,7 +273,7 @@ class _DigestCache:
     @staticmethod
     def _encode(info: os.stat_result, digest_hex: bytes) -> bytes:
         """All that must be unchanged, a checksum of it and of the digest, the digest."""
-        state = b"kvferry weights 1 " + " ".join(map(str, _identity(info))).encode()
+        state = b"kvferry weights 2 " + " ".join(map(str, _identity(info))).encode()
         return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,21 @@ def test_a_model_changed_after_loading_needs_a_name(model_dir, load_model, store
     named = reuse(model, store_url, prompt(64), weights_version="mine")
     assert named.num_loaded == 63
     assert_same_as_cold(model, prompt(64), named)
+
+
+def test_a_name_is_enough_where_the_directory_has_no_weights(
+    model_dir, load_model, store_url, tmp_path
+):
+    model = load_model()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(Path(model.name_or_path) / "config.json", bare)
+    with pytest.raises(ConfigError, match="holds no weights"):
+        StoredKV(model, store_url, model_dir=bare)
+    for num_loaded in (0, 63):
+        named = reuse(model, store_url, prompt(64), model_dir=bare, weights_version="v1")
+        assert named.num_loaded == num_loaded
+    assert reuse(model, store_url, prompt(64), model_dir=bare, weights_version="v2").num_loaded == 0
 
 
 @pytest.mark.parametrize(

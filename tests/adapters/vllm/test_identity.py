@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -244,16 +246,76 @@ def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
 
 def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
     path = write_adapter(tmp_path / "a", 1.0)
-    identities = LoraIdentities(recheck_seconds=0.0)
+    identities = LoraIdentities(recheck_seconds=0.05)
     assert settled(identities, Lora(path)) is not None
+    time.sleep(0.06)
     write_adapter(path, 2.0)
     deadline = time.monotonic() + 20
-    while identities(Lora(path)) is not None and time.monotonic() < deadline:
+    while "cannot be relied on" not in caplog.text and time.monotonic() < deadline:
+        # Not even the first request behind the change: its files are looked at again first.
+        assert identities(Lora(path)) is None
         time.sleep(0.001)
     assert "cannot be relied on" in caplog.text
     for _ in range(50):
         assert identities(Lora(path)) is None
     identities.close()
+
+
+def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(tmp_path):
+    path = write_adapter(tmp_path / "a", 1.0)
+    identities = LoraIdentities(recheck_seconds=0.01)
+    first = settled(identities, Lora(path))
+    time.sleep(0.02)
+    assert identities(Lora(path)) is None
+    assert settled(identities, Lora(path)) == first
+    identities.close()
+
+
+def test_weights_that_changed_after_the_process_started_are_refused(tmp_path):
+    """The host had loaded its weights before it asked who they are."""
+    script = """
+import sys, time
+from pathlib import Path
+from kvferry.errors import ConfigError
+from tests.adapters.vllm.fakes import load_config, make_config, write_model
+from kvferry.adapters.vllm.identity import model_identity
+
+path = Path(sys.argv[1])
+model_identity(make_config(path), None, load_config)
+time.sleep(0.05)
+write_model(path, fill=2.0)
+model_identity(make_config(path), "v2", load_config)
+try:
+    model_identity(make_config(path), None, load_config)
+except ConfigError as error:
+    assert "changed after this process had started" in str(error), error
+else:
+    sys.exit("not refused")
+"""
+    path = write_model(tmp_path / "model", fill=1.0)
+    time.sleep(0.05)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("version", [None, "v1"])
+def test_a_version_is_enough_where_a_directory_has_no_weights(tmp_path, version):
+    path = write_model(tmp_path / "model")
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    if version is None:
+        with pytest.raises(ConfigError, match="holds no weights"):
+            model_identity(make_config(path), version, load_config)
+    else:
+        identities = [model_identity(make_config(path), v, load_config) for v in ("v1", "v1", "v2")]
+        assert identities[0] == identities[1] != identities[2]
+        assert identities[1].weights != identities[2].weights
 
 
 def test_the_name_is_what_the_user_calls_the_model(model):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from kvferry import filesystem
 from kvferry.observe import Counters
-from kvferry.store import filesystem
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.clock import FakeClock

@@ -92,13 +92,12 @@ class HostModel:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if weights_version is None:
             _refuse_other_weights(model.state_dict(), directory)
-        spec = engine_spec(config, engine)
+        spec = engine_spec(config, engine, weights_version)
         self.groups = spec.groups
         self.layers = _layers(config, spec)
         self.identity = replace(
             spec.identity,
             config={**spec.identity.config, **_overrides(model, directory)},
-            weights_version=weights_version,
             name=getattr(model, "name_or_path", None) or str(directory),
         )
         self.layer_devices = self._probe(directory)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,13 @@ from typing import Any
 from blake3 import blake3
 
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity, effective_config, relevant_config, weights_digest
+from kvferry.keys import (
+    ModelIdentity,
+    effective_config,
+    newest_change,
+    relevant_config,
+    weights_digest,
+)
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)
@@ -66,7 +73,9 @@ def model_identity(
         )
         weights = secrets.token_bytes(32)
     elif source is not None and is_known:
-        weights = weights_digest(source)
+        weights = weights_digest(source, weights_version=weights_version)
+        if weights_version is None and source == Path(str(model.model)):
+            _refuse_recent(source)
     elif weights_version is not None:
         weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
     else:
@@ -86,6 +95,26 @@ def model_identity(
         weights_version=weights_version,
         name=str(model.model),
     )
+
+
+def _refuse_recent(source: Path) -> None:
+    """Refuse weights that changed since this process started: hosts load them before they ask for
+    their identity. Downloads from a hub have names by content and need no such look."""
+    if newest_change(source) > process_start():
+        raise ConfigError(
+            f"the weights in {source} changed after this process had started, so others may be "
+            "loaded than were hashed: start again when they are complete"
+        )
+
+
+def process_start() -> float:
+    """Seconds since the epoch; infinite if the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return time.time() - up_seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
@@ -227,18 +256,18 @@ class LoraIdentities:
             return None
         name = (int(lora_request.lora_int_id), str(path))
         self._collect(name)
-        now = time.monotonic()
-        if name not in self._jobs and now >= self._next_check.get(name, 0.0):
-            self._next_check[name] = now + self._recheck_seconds
+        if name not in self._jobs and time.monotonic() >= self._next_check.get(name, 0.0):
             self._pool = self._pool or IOPool(1, "kvferry-lora")
             self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
-        return self._digests.get(name)
+        # While its files are looked at again, they may be others.
+        return None if name in self._jobs else self._digests.get(name)
 
     def _collect(self, name: tuple[int, str]) -> None:
         job = self._jobs.get(name)
         if job is None or not job.poll():
             return
         del self._jobs[name]
+        self._next_check[name] = time.monotonic() + self._recheck_seconds
         digest = job.result
         known = self._digests.setdefault(name, digest)
         if digest is None or digest != known:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
+from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
 from kvferry.store.checking import Progress, VerifyReport, verify
@@ -24,7 +25,6 @@ from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_
 from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, Index
 from kvferry.store.file.upkeep import Upkeep
-from kvferry.store.filesystem import is_of_one_machine, why_untrusted
 from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 

@@ -5,18 +5,28 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
-_OF_ONE_MACHINE = frozenset({
-    "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs",
-    "reiserfs", "tmpfs", "ufs", "xfs", "zfs",
+_OF_DISKS = frozenset({
+    "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "ramfs", "reiserfs",
+    "tmpfs", "ufs", "xfs", "zfs",
 })  # fmt: skip
 
 
 def is_of_one_machine(directory: str) -> bool:
     """Whether no other machine can change what is in `directory`. True if its kind is unknown."""
     kind = file_system(directory)
-    return kind is None or kind in _OF_ONE_MACHINE
+    return kind is None or kind == "overlay" or kind in _OF_DISKS
+
+
+def shows_changes(directory: str | Path) -> bool:
+    """Whether every change of a file below `directory` gives it a new change time. Not so where
+    times come from an image (squashfs, erofs, also under an overlay), from another machine, or from
+    a program (FUSE)."""
+    kind = file_system(directory)
+    is_known = kind in _OF_DISKS or (kind is None and sys.platform != "linux")
+    return is_known and not os.statvfs(directory).f_flag & os.ST_RDONLY
 
 
 def why_untrusted(root: str) -> str | None:
