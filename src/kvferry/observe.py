@@ -73,6 +73,8 @@ class Counters(Observer):
 
     def take(self) -> dict[str, float]:
         """Return what `snapshot` does, and start again from zero."""
+        if not self._sums:
+            return {}
         with self._lock:
             sums, self._sums = self._sums, defaultdict(int)
         return dict(sums)

@@ -167,6 +167,14 @@ class GuardedScheduler(SchedulerRole):
     def empty_plan(self) -> Plan:
         return self._empty_plan
 
+    @property
+    def is_idle(self) -> bool:
+        try:
+            return self._promises.are_kept and self._role.is_idle
+        except Exception:
+            self._faults.fault("is_idle", "the role is called in every step")
+            return False
+
     def update_output(self, output: WorkerOutput) -> None:
         self._promises.learn(output)
         then = "the role did not learn what the workers did"
@@ -412,6 +420,14 @@ class GuardedWorker(WorkerRole):
             self._faults.fault("collect", "the loads of this step are failed")
             self._owed.invalid |= self.planned_blocks(self._plan)
             return self._owed.add_to(EMPTY_OUTPUT)
+
+    @property
+    def is_idle(self) -> bool:
+        try:
+            return not self._owed and self._role.is_idle
+        except Exception:
+            self._faults.fault("is_idle", "the role is called in every step")
+            return False
 
     def end_step(self) -> None:
         self._faults.call(self._role.end_step, otherwise=None, then="the step is over nevertheless")

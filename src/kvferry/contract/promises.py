@@ -121,6 +121,18 @@ class Promises:
         for request_id in output.finished_sending:
             self._owed.pop(request_id, None)
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether no plan and no report is needed for what was promised so far."""
+        return not (
+            self._planned
+            or self._lost
+            or self._loading
+            or self._freed
+            or self._suspect
+            or self._owed
+        )
+
     def settle(self, plan: Plan) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing went wrong."""
         planned = self._planned

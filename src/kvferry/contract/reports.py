@@ -37,6 +37,11 @@ class ReportRules:
         self._early: set[str] = set()  # finished_sending that came before the end of the request
         self._ended: dict[str, bool] = {}  # True: the last report was passed on
 
+    @property
+    def holds_reports(self) -> bool:
+        """Whether something that came early waits to be passed on."""
+        return bool(self._early)
+
     def begin(self, recving: Collection[str] | None) -> None:
         """Note the async loads that a plan starts; None: the worker cannot know. The only rule
         for loads is then that a request is reported once after its end."""

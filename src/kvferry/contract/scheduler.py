@@ -72,6 +72,12 @@ class SchedulerRole(ABC):
         """
         return Plan()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step that begins, resumes, preempts and ends no request and adds no block would
+        get the empty plan: whoever drives the role may then leave it out of such a step."""
+        return False
+
     @abstractmethod
     def update_output(self, output: WorkerOutput) -> None:
         """Learn what the workers reported, aggregated over all ranks. Mutates."""

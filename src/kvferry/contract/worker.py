@@ -95,6 +95,12 @@ class WorkerRole(ABC):
                 connector never saw.
         """
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether, with the empty plan, no hook would do anything and `collect` would report
+        nothing: whoever drives the role may then leave it out of a step."""
+        return False
+
     @abstractmethod
     def end_step(self) -> None:
         """Unbind the plan."""

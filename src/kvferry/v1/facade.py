@@ -27,7 +27,7 @@ from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, Worker
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
-from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity
+from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity, is_quiet
 from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
@@ -56,6 +56,8 @@ class SchedulerHalf(NamedTuple):
 
     role: GuardedScheduler
     requests: HostRequests
+    quiet: PlanMetadata
+    """Of all steps that bring the role nothing new while it is idle."""
 
 
 class WorkerHalf:
@@ -77,8 +79,8 @@ class WorkerHalf:
         self._saw_foreign = False
 
     def begin(self, metadata: object) -> bool:
-        """Begin a step. False if another connector made the metadata: this half then does nothing
-        in the step, and its reports wait for the next one."""
+        """Begin a step. False if this half does nothing in it: it is idle, or another connector
+        made the metadata, and its reports wait for the next one."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -87,6 +89,8 @@ class WorkerHalf:
                     "nothing is loaded or saved in such steps",
                     type(metadata).__name__,
                 )
+            return False
+        if metadata.is_quiet and self.role.is_idle and not self._rules.holds_reports:
             return False
         self._saved = False
         self.output = EMPTY_OUTPUT
@@ -158,9 +162,11 @@ class OneRole:
             lora_identity, item_identity: see `kvferry.v1.host`.
         """
         if isinstance(role, SchedulerRole):
+            guarded = GuardedScheduler(role, observer, block_size=block_size)
             self._half = SchedulerHalf(
-                GuardedScheduler(role, observer, block_size=block_size),
+                guarded,
                 HostRequests(lora_identity, item_identity),
+                PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
             )
         else:
             self._half = WorkerHalf(role, observer)
@@ -258,31 +264,35 @@ class OneRole:
     # Scheduler side.
 
     def on_new_request(self, request: V1Request) -> None:
-        role, requests = self._scheduler
+        role, requests, _ = self._scheduler
         role.on_new_request(requests.view(request))
 
     def get_num_new_matched_tokens(
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        role, requests = self._scheduler
+        role, requests, _ = self._scheduler
         view = requests.view(request)
         return role.lookup(view, num_computed_tokens)[:2] if view.may_read else (0, False)
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        role, requests = self._scheduler
+        role, requests, _ = self._scheduler
         view = requests.view(request)
         table = requests.allocated(view.request_id, blocks.get_block_ids(), num_external_tokens)
         role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        role, requests = self._scheduler
+        role, requests, quiet = self._scheduler
+        if role.is_idle and is_quiet(scheduler_output):
+            return quiet
         plan = role.build_plan(requests.step(scheduler_output))
         return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.role.update_output(from_v1_output(connector_output))
+        output = from_v1_output(connector_output)
+        if output is not EMPTY_OUTPUT:
+            self._scheduler.role.update_output(output)
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]
@@ -293,7 +303,7 @@ class OneRole:
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` for several KV groups; see `SupportsHMA`."""
-        role, requests = self._scheduler
+        role, requests, _ = self._scheduler
         result = role.request_finished(requests.view(request), block_ids)
         requests.forget(request.request_id)
         return result.delay_free, None if result.params is None else dict(result.params)

@@ -143,6 +143,21 @@ class HostRequests:
         return V1Step(scheduled, preempted, output.finished_req_ids)
 
 
+def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
+    """Whether a step only computes on in blocks that are known: most steps of an engine."""
+    try:
+        cached = output.scheduled_cached_reqs
+        return output.total_num_scheduled_tokens > 0 and not (
+            output.scheduled_new_reqs
+            or output.finished_req_ids
+            or getattr(output, "preempted_req_ids", None)
+            or any(cached.new_block_ids)
+            or _resumed_ids(cached)
+        )
+    except (AttributeError, TypeError):  # in no known spelling
+        return False
+
+
 def extra_keys_of(
     request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity
 ) -> ExtraKeys:

@@ -344,6 +344,8 @@ class PlanMetadata(KVConnectorMetadata):
     plan: Plan
     has_tokens: bool
     """Whether the step computes anything."""
+    is_quiet: bool = False
+    """Whether the plan is the empty one and no request ends: idle workers leave the step out."""
 
 
 @dataclass(frozen=True)
@@ -379,6 +381,8 @@ def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any releas
     Reports of vLLM before 0.30 lack some fields; without a field for workers' messages, these are
     on the stats. Stats and messages of another connector stay as they are.
     """
+    if not any(vars(output).values()):
+        return EMPTY_OUTPUT
     stats = output.kv_connector_stats
     if isinstance(stats, KVConnectorStats) and stats.is_empty():
         stats = None

@@ -169,11 +169,12 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        stats = self.stats_class(data=self._observer.take())
+        counted = self._observer.take()
         if self._step is None or self.host.worker_meta is not None:
-            return stats if stats.data else None
+            return self.stats_class(data=counted) if counted else None
         # Without a field for messages they travel on the stats. Such a host asks the scheduler's
         # half for stats only if a worker has some, so a worker returns stats in every step.
+        stats = self.stats_class(data=counted)
         meta = self._step.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
         return stats

@@ -99,6 +99,11 @@ class SavePlan:
         return tuple(saves)
 
     @property
+    def has_unsaved(self) -> bool:
+        """Whether coming steps of some request may bring saves."""
+        return bool(self._unsaved)
+
+    @property
     def keeps_host_awake(self) -> bool:
         """Whether a host without requests should step for the reports of saves."""
         return self._pool.is_writing and self._context.clock() < self._await_until

@@ -220,6 +220,17 @@ class SharedStorageScheduler(SchedulerRole):
         if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
 
+    @property
+    def is_idle(self) -> bool:
+        return not (
+            self._loads
+            or self._recent is not None
+            or self._saves.has_unsaved
+            or self.pool.has_orders
+            or self.pool.is_filling
+            or self.pool.is_writing
+        )
+
     def has_pending_work(self) -> bool:
         return (
             self.pool.has_orders

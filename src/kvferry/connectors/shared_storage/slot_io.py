@@ -244,8 +244,15 @@ class SlotIO:
 
     # -- reports --------------------------------------------------------------------------------
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that will be reported."""
+        return bool(self._reads or self._copying or self._writes)
+
     def collect(self, report: RankReport) -> None:
         """Add to the report what ended since the last call."""
+        if not self.is_busy:
+            return
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]

@@ -136,6 +136,8 @@ class SharedStorageWorker(WorkerRole):
 
     def save(self) -> None:
         self._saved = True
+        if not self._plan.saves:
+            return
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
         if failures_known >= self._report.failures:
@@ -157,6 +159,10 @@ class SharedStorageWorker(WorkerRole):
         self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
         invalid, self._invalid = frozenset(self._invalid), set()
         return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
+
+    @property
+    def is_idle(self) -> bool:
+        return self._report.is_empty and not self._io.is_busy
 
     def end_step(self) -> None:
         if not self._saved:

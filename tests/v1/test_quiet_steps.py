@@ -1,0 +1,230 @@
+"""Steps that bring nothing new: an idle role is left out of them, and of no others."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import WorkerRole
+from kvferry.observe import Counters
+from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.types import KVConnectorOutput, KVConnectorRole, PlanMetadata
+from tests.v1.test_driven import make_config
+
+EMPTY_PLAN = Plan()
+
+
+class IdleScheduler(SchedulerRole):
+    is_idle = True
+
+    def __init__(self):
+        self.calls = []
+
+    def empty_plan(self):
+        return EMPTY_PLAN
+
+    def lookup(self, request, num_local_tokens):
+        return LookupResult(8, True)
+
+    def update_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def build_plan(self, step):
+        self.calls.append("plan")
+        assert step.scheduled is not None  # raises if the step cannot be read
+        return EMPTY_PLAN
+
+    def update_output(self, output):
+        self.calls.append("output")
+
+
+class IdleWorker(WorkerRole):
+    is_idle = True
+
+    def __init__(self):
+        self.calls = []
+        self.output = EMPTY_OUTPUT
+
+    def register_kv_caches(self, kv_caches):
+        pass
+
+    def begin_step(self, plan):
+        self.calls.append("begin")
+
+    def start_load(self):
+        self.calls.append("load")
+
+    def save(self):
+        self.calls.append("save")
+
+    def collect(self, finished_request_ids):
+        self.calls.append("collect")
+        return self.output
+
+    def end_step(self):
+        self.calls.append("end")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def scheduling():
+    role = IdleScheduler()
+    facade = RolesAsV1(make_config(), KVConnectorRole.SCHEDULER, scheduler=role)
+    facade.on_new_request(request())
+    facade.build_connector_meta(step(new=["r"]))
+    role.calls.clear()
+    return facade, role
+
+
+@pytest.fixture
+def working():
+    role = IdleWorker()
+    return RolesAsV1(make_config(), KVConnectorRole.WORKER, worker=role), role
+
+
+def request(request_id="r"):
+    return SimpleNamespace(
+        request_id=request_id, all_token_ids=list(range(20)), num_prompt_tokens=20
+    )
+
+
+def step(*, new=(), added=None, finished=(), preempted=(), resumed=(), tokens=1):
+    """A step in which "r" goes on, and what else is said."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=([1],), num_computed_tokens=0) for name in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["r"],
+            new_block_ids=[added],
+            num_computed_tokens=[20],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens={"r": tokens, **dict.fromkeys(new, 2)},
+        total_num_scheduled_tokens=tokens,
+        finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted),
+    )
+
+
+def run_step(facade, metadata, finished=()):
+    facade.bind_connector_metadata(metadata)
+    facade.start_load_kv(None)
+    facade.wait_for_save()
+    results = facade.get_transfer_results(set(finished))
+    assert facade.get_block_ids_with_load_errors() == set()
+    assert facade.get_kv_connector_stats() is None
+    assert facade.build_connector_worker_meta() is None
+    facade.clear_connector_metadata()
+    return results
+
+
+def test_a_quiet_step_gets_the_empty_plan_and_says_so(scheduling):
+    facade, role = scheduling
+    metadata = pickle.loads(pickle.dumps(facade.build_connector_meta(step())))
+    assert metadata == PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
+    facade.update_connector_output(KVConnectorOutput())
+    assert role.calls == []
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        {"new": ["s"]},
+        {"added": ([7],)},
+        {"finished": ["r"]},
+        {"preempted": ["r"]},
+        {"resumed": ["r"]},
+        {"tokens": 0},
+    ],
+)
+def test_news_in_a_step_reach_the_role(scheduling, news):
+    facade, role = scheduling
+    assert not facade.build_connector_meta(step(**news)).is_quiet
+    assert role.calls == ["plan"]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"finished_sending": {"r"}},
+        {"finished_recving": {"r"}},
+        {"invalid_block_ids": {3}},
+        {"kv_connector_worker_meta": object()},
+    ],
+)
+def test_what_workers_report_reaches_the_role(scheduling, report):
+    facade, role = scheduling
+    facade.update_connector_output(KVConnectorOutput(**report))
+    assert role.calls == ["output"]
+
+
+def test_a_role_that_is_not_idle_is_asked_in_every_step(scheduling):
+    facade, role = scheduling
+    role.is_idle = False
+    for _ in range(3):
+        assert not facade.build_connector_meta(step()).is_quiet
+    assert role.calls == ["plan"] * 3
+
+
+def test_a_step_in_no_known_spelling_is_not_quiet(scheduling):
+    facade, _ = scheduling
+    facade.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
+
+
+def test_an_outstanding_load_keeps_the_guard_awake():
+    guard = GuardedScheduler(IdleScheduler(), block_size=4)
+    assert guard.is_idle
+    assert guard.lookup(request(), 0).is_async
+    guard.update_after_alloc(request(), ((1, 2),), 8)
+    guard.build_plan(SimpleNamespace(scheduled=()))
+    assert not guard.is_idle
+    guard.update_output(WorkerOutput(finished_recving=frozenset(["r"])))
+    assert guard.is_idle
+
+
+def test_an_idle_worker_is_left_out_of_a_quiet_step(working):
+    facade, role = working
+    assert run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)).is_empty()
+    assert role.calls == []
+
+
+def test_and_of_no_other(working):
+    facade, role = working
+    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True))
+    assert role.calls == ["begin", "load", "save", "collect", "end"]
+    role.calls.clear()
+    role.is_idle = False
+    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True))
+    assert role.calls == ["begin", "load", "save", "collect", "end"]
+
+
+def test_a_report_that_came_early_is_passed_on_when_its_request_ends(working):
+    facade, role = working
+    role.output = WorkerOutput(finished_sending=frozenset(["r"]))
+    assert not run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True)).finished_sending
+    role.output = EMPTY_OUTPUT
+    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True))
+    results = run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True), finished=["r"])
+    assert results.finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "worker"])
+def test_a_role_that_cannot_say_is_called(kind):
+    counters = Counters()
+
+    def fail(_role):
+        raise OSError("broken")
+
+    base = IdleScheduler if kind == "scheduler" else IdleWorker
+    role = type("Broken", (base,), {"is_idle": property(fail)})()
+    guard = (GuardedScheduler if kind == "scheduler" else GuardedWorker)(role, counters)
+    assert guard.is_idle is False
+    assert counters["hook_failed_is_idle"] == 1
