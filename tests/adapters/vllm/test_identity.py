@@ -278,12 +278,15 @@ import sys, time
 from pathlib import Path
 from kvferry.errors import ConfigError
 from tests.adapters.vllm.fakes import load_config, make_config, write_model
+from kvferry.adapters.vllm import identity
 from kvferry.adapters.vllm.identity import model_identity
 
 path = Path(sys.argv[1])
 model_identity(make_config(path), None, load_config)
 time.sleep(0.05)
 write_model(path, fill=2.0)
+model_identity(make_config(path), None, load_config)  # inside a caller's process
+identity.is_engine_process = lambda: True
 model_identity(make_config(path), "v2", load_config)
 try:
     model_identity(make_config(path), None, load_config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import os
 import secrets
 import time
@@ -98,13 +99,18 @@ def model_identity(
 
 
 def _refuse_recent(source: Path) -> None:
-    """Refuse weights that changed since this process started: hosts load them before they ask for
-    their identity. Downloads from a hub have names by content and need no such look."""
-    if newest_change(source) > process_start():
+    """Refuse weights that changed since the engine's process started: hosts load them before they
+    ask for their identity. Downloads from a hub have names by content and need no such look. An
+    engine inside a caller's process may have started long after it: there is no such look."""
+    if is_engine_process() and newest_change(source) > process_start():
         raise ConfigError(
             f"the weights in {source} changed after this process had started, so others may be "
             "loaded than were hashed: start again when they are complete"
         )
+
+
+def is_engine_process() -> bool:
+    return multiprocessing.parent_process() is not None
 
 
 def process_start() -> float:
