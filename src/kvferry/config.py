@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -111,7 +112,7 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
-    str, a Literal of strings or ints, or one of these or None (the text "none"). A field whose
+    str, a Literal of strings or ints, or several of these and None (the text "none"). A field whose
     metadata is `{"unit": "bytes"}` takes what `parse_size` takes. Values that already have
     the type pass; a float where an int belongs is refused unless it is whole.
 
@@ -148,10 +149,19 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:
     """`value` as the type `hint`; ValueError saying what is allowed."""
-    if type(None) in typing.get_args(hint):
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = typing.get_args(hint)
+        is_none = value is None or (isinstance(value, str) and value.strip().lower() == "none")
+        if is_none and type(None) in members:
             return None
-        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+        faults = []
+        for member in members:
+            if member is not type(None):
+                try:
+                    return _convert(member, value, is_size=is_size)
+                except ValueError as error:
+                    faults.append(str(error))
+        raise ValueError(", and ".join(faults))
     if typing.get_origin(hint) is Literal:
         members = typing.get_args(hint)
         text = value.strip().lower() if isinstance(value, str) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,9 @@ class StoredKVConfig:
         save_timeout_seconds: after this, `save` starts no more records and returns.
         io_threads: threads for reads, and as many for writes.
         tenant: keeps records apart from those of every other tenant.
+        audit: how often a hit is checked against what the model itself computes: "first" for the
+            first hit, a number for that part of later hits too, "off" for never. Costs the
+            computation of one chunk.
         weights_version: a name for weights that are not those of the model's directory. The caller
             guarantees that different weights never share a name.
     """
@@ -34,6 +37,7 @@ class StoredKVConfig:
     save_timeout_seconds: float = 60.0
     io_threads: int = 2
     tenant: str = ""
+    audit: Literal["first", "off"] | float = "first"
     weights_version: str | None = None
 
     def __post_init__(self) -> None:
@@ -41,6 +45,8 @@ class StoredKVConfig:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
         if not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        if isinstance(self.audit, float) and not 0 <= self.audit <= 1:
+            raise ConfigError(f"audit must be first, off or from 0 to 1, not {self.audit}")
         for name in ("load_timeout_seconds", "save_timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")

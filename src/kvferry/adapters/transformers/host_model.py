@@ -41,6 +41,9 @@ _MAX_HEADER_BYTES = 100 << 20
 
 _MAX_ROW_BYTES = 64 * 1024
 
+_SAMPLES_PER_LOOK = 16
+_VALUES_PER_SAMPLE = 64
+
 
 class CacheLayer(NamedTuple):
     """One layer of the model's cache, and where its KV stands in a record."""
@@ -101,12 +104,21 @@ class HostModel:
             name=getattr(model, "name_or_path", None) or str(directory),
         )
         self.layer_devices = self._probe(directory)
+        self._samples = [(each, _sample(each)) for each in model.parameters()]
+        self._next_sample = 0
         self._fingerprint = self._look()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether weights and mode are those of construction, as far as that shows."""
-        return self._look() == self._fingerprint
+        """Whether the model is that of construction, as far as that shows: each call looks at all
+        modules, and at some values of a few parameters, of others each time."""
+        return self._look() == self._fingerprint and self._samples_agree()
+
+    def compute(self, token_ids: list[int], cache: Any) -> None:
+        """Append the KV of these tokens to a cache."""
+        with torch.inference_mode():
+            input_ids = torch.tensor([token_ids], device=self._model.device)
+            self._model(input_ids=input_ids, past_key_values=cache, use_cache=True)
 
     def num_visible(self, token_ids: list[int]) -> int:
         """The number of leading tokens before the first that seems to be masked padding. Without a
@@ -122,15 +134,26 @@ class HostModel:
         return token_ids.index(padding)
 
     def _look(self) -> object:
-        """A value that changes with an optimizer step, a merge, a move or a switch to training."""
+        """A value that changes with an optimizer step, a merge, a move, a cast, a switch to
+        training, a new hook, function or setting of a module, and under autocast."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         return (
-            self._model.training,
+            torch.is_autocast_enabled(self._model.device.type),
+            repr(vars(self._model.config)),
+            tuple(map(_settings, self._model.modules())),
             tuple(
                 (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
                 for name, tensor in tensors
             ),
         )
+
+    def _samples_agree(self) -> bool:
+        for _ in range(min(_SAMPLES_PER_LOOK, len(self._samples))):
+            tensor, values = self._samples[self._next_sample]
+            if not torch.equal(_sample(tensor), values):
+                return False
+            self._next_sample = (self._next_sample + 1) % len(self._samples)
+        return True
 
     def _probe(self, directory: Path) -> tuple[torch.device, ...]:
         """Run a few tokens, check the KV that the model keeps, and return each layer's device.
@@ -163,6 +186,28 @@ class HostModel:
                     "behind it, so that of a prefix cannot be used again"
                 )
         return tuple(layer.keys.device for layer in run)
+
+
+def _settings(module: Any) -> tuple[Any, ...]:
+    """What decides a module's computation besides its tensors: its class, its numbers and switches,
+    and the functions that it calls."""
+    own = vars(module)
+    hooks = (own.get("_forward_pre_hooks"), own.get("_forward_hooks"))
+    return (
+        type(module),
+        *(tuple(map(id, each.values())) for each in hooks if each),
+        *(
+            (name, id(value) if callable(value) else value)
+            for name, value in own.items()
+            if value is None or isinstance(value, bool | int | float | str) or callable(value)
+        ),
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few values, evenly spaced."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _VALUES_PER_SAMPLE)].to("cpu", copy=True)
 
 
 def _layers_of_run(model: Any, token_ids: tuple[int, ...], name: str) -> list[Any]:

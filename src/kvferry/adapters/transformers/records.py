@@ -46,7 +46,7 @@ def _new_image(rows: RankRows) -> memoryview:
     return memoryview(mmap.mmap(-1, rows.slot_bytes))
 
 
-def _tensors(image: memoryview, rows: RankRows, model: HostModel) -> list[torch.Tensor]:
+def tensors_of(image: memoryview, rows: RankRows, model: HostModel) -> list[torch.Tensor]:
     """`[layers, heads, tokens, content]` of each group, over the memory of an image."""
     return [
         torch.frombuffer(rows.group_rows(image, index), dtype=getattr(torch, group.dtype)).view(
@@ -65,7 +65,7 @@ def first_kept(cache: Any) -> int:
 def gather(rows: RankRows, cache: Any, model: HostModel, first_token: int) -> memoryview:
     """A new image of one chunk of a cache, which has its tokens in every layer."""
     image = _new_image(rows)
-    groups = _tensors(image, rows, model)
+    groups = tensors_of(image, rows, model)
     length = cache.get_seq_length()
     for layer, place in zip(cache.layers, model.layers, strict=True):
         start = first_token - (length - layer.keys.shape[-2])
@@ -85,7 +85,7 @@ def fill(
     num_tokens: int,
 ) -> None:
     """Put the first tokens of consecutive images into a new cache."""
-    tensors = [_tensors(image, rows, model) for image in images]
+    tensors = [tensors_of(image, rows, model) for image in images]
     for number, place in enumerate(model.layers):
         chunks = [groups[place.group][place.row] for groups in tensors]
         both = torch.cat(chunks, dim=1)[None, :, :num_tokens].to(model.layer_devices[number])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from kvferry.adapters.transformers.arguments import (
     refuse_padding,
 )
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
-from kvferry.adapters.transformers.records import RecordIO, fill, first_kept, gather
+from kvferry.adapters.transformers.records import (
+    RecordIO,
+    fill,
+    first_kept,
+    gather,
+    tensors_of,
+)
+from kvferry.blocks.audit import largest_difference
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
 from kvferry.errors import ConfigError, ContractError
@@ -42,7 +50,8 @@ class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
     Guarantee: `load` returns only KV that this model computed for these tokens, verified byte by
-    byte. A store that fails or stalls costs a bounded time, and is counted.
+    byte; the last chunk of the first hit is computed again and compared. A store that fails or
+    stalls costs a bounded time, and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -97,6 +106,8 @@ class StoredKV:
         self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
         self._warned_of_change = False
+        self._is_audited = self._config.audit == "off"
+        self._is_other = False
         self._closed = False
 
     # ---- loading
@@ -132,6 +143,8 @@ class StoredKV:
         num_tokens = min(len(images) * self._config.chunk_tokens, len(token_ids) - 1)
         if num_tokens < 1:
             self._observer.count("requests_missed")
+            return cache
+        if self._is_due() and not self._is_as_computed(images, token_ids):
             return cache
         fill(cache, images, self._rows, self._model, num_tokens)
         self._loaded[cache] = keys[: len(images)]
@@ -195,6 +208,45 @@ class StoredKV:
 
     # ---- checks
 
+    def _is_due(self) -> bool:
+        rate = self._config.audit
+        return not self._is_audited or (not isinstance(rate, str) and random.random() < rate)
+
+    def _is_as_computed(self, images: list[memoryview], token_ids: list[int]) -> bool:
+        """Compute the last of some chunks on top of the others, and compare it. A model that
+        computes another one reads and writes nothing from then on."""
+        from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+        size = self._config.chunk_tokens
+        first = (len(images) - 1) * size
+        cache = LoadedCache(len(token_ids))
+        if first:
+            fill(cache, images[:-1], self._rows, self._model, first)
+        try:
+            self._model.compute(token_ids[first : first + size], cache)
+        except RuntimeError:  # no memory, for example
+            logger.exception("a stored chunk could not be computed again: nothing is loaded")
+            self._observer.count("audit_failed")
+            return False
+        computed, stored = (
+            tensors_of(image, self._rows, self._model)
+            for image in (gather(self._rows, cache, self._model, first), images[-1])
+        )
+        found = largest_difference(computed, stored)
+        self._is_audited = True
+        self._observer.count("audits")
+        if not found.is_beyond(computed[found.group].dtype):
+            return True
+        self._is_other = True
+        self._observer.count("audit_mismatch")
+        logger.warning(
+            "the model computes other KV than is stored under its identity: %s differ by %.1f %%. "
+            "Nothing is loaded or saved; if it was changed in memory, give it a weights_version",
+            found,
+            100 * found.error,
+        )
+        return False
+
     def _keys(self, token_ids: list[int]) -> list[ChunkKey]:
         """The keys of the chunks before any padding: behind it, KV depends on more than tokens."""
         num_visible = self._model.num_visible(token_ids)
@@ -206,6 +258,8 @@ class StoredKV:
 
     def _serves(self) -> bool:
         """Whether the model still is the one whose KV was to be kept."""
+        if self._is_other:
+            return False
         if self._model.is_unchanged:
             return True
         self._observer.count("model_changed")

@@ -1,0 +1,294 @@
+"""A model that computes other KV than is stored under its identity is found at its first hit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kvferry.adapters.transformers import StoredKV
+from kvferry.errors import ConfigError
+from kvferry.observe import Counters
+from tests.adapters.transformers.generating import (
+    CHUNK,
+    assert_same_as_cold,
+    generate,
+    prompt,
+    reuse,
+)
+
+NAMED = {"weights_version": "switches the identity of weights off"}
+LENGTH = 300
+
+
+def weights_of(model, *names):
+    return [p for name, p in model.named_parameters() if any(each in name for each in names)]
+
+
+def modules_with(model, name):
+    return [module for module in model.modules() if isinstance(getattr(module, name, None), float)]
+
+
+def scale(*names, by):
+    def change(model):
+        for weight in weights_of(model, *names):
+            weight.data.mul_(by)
+
+    return change
+
+
+def set_everywhere(name, to):
+    def change(model):
+        changed = modules_with(model, name)
+        assert changed
+        for module in changed:
+            setattr(module, name, to)
+
+    return change
+
+
+def merge_an_adapter(model):
+    generator = torch.Generator().manual_seed(1)
+    for weight in weights_of(model, "q_proj", "v_proj"):
+        low_rank = torch.randn(weight.shape[0], 4, generator=generator)
+        delta = low_rank @ torch.randn(4, weight.shape[1], generator=generator)
+        weight.data.add_(delta * (0.05 * weight.norm() / delta.norm()))
+
+
+def another_tune(model):
+    generator = torch.Generator().manual_seed(2)
+    for weight in weights_of(model, "layers"):
+        weight.data.add_(
+            0.02 * weight.std().nan_to_num(0) * torch.randn(weight.shape, generator=generator)
+        )
+
+
+def round_weights(model):
+    for weight in weights_of(model, "proj"):
+        step = weight.detach().abs().max() / 127
+        weight.data.copy_((weight / step).round() * step)
+
+
+def cast_and_back(model):
+    model.to(torch.bfloat16)
+    model.to(torch.float32)
+
+
+def round_frequencies(model):
+    model.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq.bfloat16().float())
+
+
+def scale_frequencies(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def scale_rotation(model):
+    model.model.rotary_emb.attention_scaling = 1.1
+
+
+def other_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+
+
+def hook(model):
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * 1.05)
+
+
+def hook_before(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 1.2,))
+
+
+def replaced_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)))
+
+
+def subclass(model):
+    layer = model.model.layers[0]
+
+    class Halved(type(layer)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) * 0.5
+
+    layer.__class__ = Halved
+
+
+def swapped_layers(model):
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def repeated_layer(model):
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[0].mlp)
+
+
+def permuted_heads(model):
+    for weight in weights_of(model, "layers.0.self_attn.q_proj"):
+        weight.data.copy_(weight.data.roll(weight.shape[0] // 2, 0))
+
+
+def other_embedding(model):
+    embedding = model.get_input_embeddings().weight
+    embedding.data.copy_(embedding.data.roll(1, 0))
+
+
+def no_attention_mask(model):
+    model.config._attn_implementation = "eager"
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.0
+
+
+CHANGES = {
+    "values scaled": scale("v_proj", by=1.01),
+    "one matrix scaled": scale("layers.0.mlp.up_proj", by=1.05),
+    "norms filled": scale("norm", by=0.5),
+    "an adapter merged": merge_an_adapter,
+    "another tune": another_tune,
+    "weights rounded to 8 bits": round_weights,
+    "cast to bfloat16 and back": cast_and_back,
+    "frequencies rounded": round_frequencies,
+    "frequencies scaled": scale_frequencies,
+    "rotation scaled": scale_rotation,
+    "attention scaled": set_everywhere("scaling", 0.3),
+    "attention flat": no_attention_mask,
+    "another epsilon": set_everywhere("variance_epsilon", 1e-2),
+    "another activation": other_activation,
+    "a hook": hook,
+    "a hook before": hook_before,
+    "forward replaced": replaced_forward,
+    "another class": subclass,
+    "layers swapped": swapped_layers,
+    "a layer repeated": repeated_layer,
+    "heads permuted": permuted_heads,
+    "tokens renumbered": other_embedding,
+}
+
+
+@pytest.fixture(scope="module")
+def stored(model_dir, tmp_path_factory):
+    """The URL of a store that holds 300 tokens of the model as it is."""
+    from transformers import AutoModelForCausalLM
+
+    url = (tmp_path_factory.mktemp("audit") / "store").as_uri()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir(max_position_embeddings=4096), dtype=torch.float32
+    )
+    reuse(model, url, prompt(LENGTH), **NAMED)
+    return url
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_is_found_at_its_first_hit(model_dir, load_model, stored, change, caplog):
+    model = load_model(model_dir(max_position_embeddings=4096))
+    change(model)
+    found = reuse(model, stored, prompt(LENGTH), **NAMED)
+    assert found.num_loaded == 0
+    assert found.counts["audit_mismatch"] == 1
+    assert caplog.text.count("computes other KV than is stored") == 1
+    assert_same_as_cold(model, prompt(LENGTH), found)
+
+
+@pytest.mark.parametrize("change", ["an adapter merged", "frequencies rounded", "a hook"])
+def test_without_the_audit_it_would_be_served(model_dir, load_model, stored, change):
+    model = load_model(model_dir(max_position_embeddings=4096))
+    CHANGES[change](model)
+    found = reuse(model, stored, prompt(LENGTH), audit="off", save=False, **NAMED)
+    assert found.num_loaded > 0
+    _, cold = generate(model, prompt(LENGTH))
+    assert (found.logits - cold).abs().max() > 0.01
+
+
+def test_a_model_that_was_found_reads_and_writes_nothing_any_more(model_dir, load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(64), **NAMED)
+    hook(model)
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, **NAMED) as kv:
+        for _ in range(2):
+            cache = kv.load(prompt(64))
+            assert cache.get_seq_length() == 0
+        sequences, _ = generate(model, prompt(100, seed=1), kv.load(prompt(100, seed=1)))
+        assert kv.save(sequences, cache) == 0
+    assert counts["audits"] == counts["audit_mismatch"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt_neox", "phi3", "deepseek_v3"])
+def test_an_honest_model_is_never_suspected(model_dir, load_model, store_url, arch, dtype):
+    model = load_model(model_dir(arch), dtype=dtype)
+    lengths = (17, 40, 161)
+    for seed, length in enumerate(lengths):
+        reuse(model, store_url, prompt(length, seed))
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, audit=1.0) as kv:
+        for seed, length in enumerate(lengths):
+            tokens = prompt(length, seed)
+            for cut in range(CHUNK + 1, length + 1, 9):
+                assert kv.load(tokens[:, :cut]).get_seq_length() > 0
+    assert counts["audits"] == counts["hits"] > 18
+    assert counts["audit_mismatch"] == 0
+
+
+@pytest.mark.parametrize(("audit", "num_audits"), [("first", 1), ("off", 0), (0.0, 1), (1.0, 5)])
+def test_how_often_a_hit_is_checked(load_model, store_url, audit, num_audits):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, audit=audit) as kv:
+        for _ in range(5):
+            assert kv.load(prompt(64)).get_seq_length() == 63
+    assert (counts["hits"], counts["audits"]) == (5, num_audits)
+
+
+@pytest.mark.parametrize("audit", ["always", -0.1, 1.5, None, float("nan"), True])
+def test_other_values_are_refused(load_model, store_url, audit):
+    with pytest.raises(ConfigError, match="audit"):
+        StoredKV(load_model(), store_url, audit=audit)
+
+
+def test_a_chunk_that_cannot_be_computed_is_not_served(load_model, store_url, monkeypatch, caplog):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK) as kv:
+        with monkeypatch.context() as patch:
+            patch.setattr(kv._model, "compute", lambda *_: torch.empty(1 << 62))
+            assert kv.load(prompt(64)).get_seq_length() == 0
+        assert counts["audit_failed"] == 1
+        assert kv.load(prompt(64)).get_seq_length() == 63
+
+
+# ---- a model that changes while it is in use
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_in_memory_ends_the_use(load_model, store_url, change):
+    model = load_model()
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK) as kv:
+        sequences, _ = generate(model, prompt(64), cache := kv.load(prompt(64)))
+        kv.save(sequences, cache)
+        assert kv.load(prompt(64)).get_seq_length() == 63
+        change(model)
+        loads = [kv.load(prompt(64)).get_seq_length() for _ in range(5)]
+    assert loads[-1] == 0
+    assert counts["model_changed"] >= 1
+
+
+def test_under_autocast_nothing_is_served_but_afterwards(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(64))
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert kv.load(prompt(64)).get_seq_length() == 0
+        assert kv.load(prompt(64)).get_seq_length() == 63
+
+
+def test_generation_is_no_change(load_model, store_url):
+    model = load_model()
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        for number in range(4):
+            generate(model, prompt(40, seed=number), kv.load(prompt(40, seed=number)))
+            assert kv._model.is_unchanged
