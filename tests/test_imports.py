@@ -107,6 +107,7 @@ THIRD_PARTIES = {
         "layout/streams.py",
         "layout/blocks.py",
         "layout/postprocess.py",
+        "blocks/audit.py",
         "blocks/paged.py",
         "blocks/copies.py",
         "connectors",
