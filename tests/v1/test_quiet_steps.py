@@ -141,7 +141,7 @@ def test_a_quiet_step_gets_the_empty_plan_and_says_so(scheduling):
         {"added": ([7],)},
         {"finished": ["r"]},
         {"preempted": ["r"]},
-        {"resumed": ["r"]},
+        {"resumed": ["r"], "added": ([7],)},
         {"tokens": 0},
     ],
 )

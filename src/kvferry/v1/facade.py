@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
@@ -142,6 +143,7 @@ class OneRole:
         # inside an `except` block.
         self._error_before: BaseException | None = None
         self._connector_metadata = None
+        self._no_results: Any = None
         super().__init__(*args)
 
     def attach(
@@ -171,10 +173,14 @@ class OneRole:
         else:
             self._half = WorkerHalf(role, observer)
 
-    def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+    def make_results(
+        self, sending: AbstractSet[str], recving: AbstractSet[str], failed: AbstractSet[str]
+    ) -> Any:  # noqa: ANN401
         """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
         return KVConnectorOutput(
-            finished_sending=sending, finished_recving=recving, failed_recving=failed
+            finished_sending=set(sending),
+            finished_recving=set(recving),
+            failed_recving=set(failed),
         )
 
     @property
@@ -234,6 +240,11 @@ class OneRole:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - the host's
         output = EMPTY_OUTPUT if self._step is None else self._step.collect(finished_req_ids)
+        if output is EMPTY_OUTPUT:
+            if self._no_results is None:
+                none: frozenset[str] = frozenset()  # shared by all steps
+                self._no_results = self.make_results(none, none, none)
+            return self._no_results
         return self.make_results(
             set(output.finished_sending), set(output.finished_recving), set(output.failed_recving)
         )

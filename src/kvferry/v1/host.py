@@ -151,8 +151,7 @@ def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
             output.scheduled_new_reqs
             or output.finished_req_ids
             or getattr(output, "preempted_req_ids", None)
-            or any(cached.new_block_ids)
-            or _resumed_ids(cached)
+            or any(cached.new_block_ids)  # those of resumed requests are here, too
         )
     except (AttributeError, TypeError):  # in no known spelling
         return False

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -121,7 +122,9 @@ class FerryConnector(OneRole):
 
     # The host's types.
 
-    def make_results(self, sending: set[str], recving: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+    def make_results(
+        self, sending: AbstractSet[str], recving: AbstractSet[str], failed: AbstractSet[str]
+    ) -> Any:  # noqa: ANN401
         assert self.host.results is not None, "only hosts with this type ask for it"
         return self.host.results(
             finished_sending=sending, finished_recving=recving, failed_recving=failed

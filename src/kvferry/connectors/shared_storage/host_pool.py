@@ -125,6 +125,11 @@ class HostPool:
         return self._num_writing > 0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no slot is being filled or written, and none is to be."""
+        return not (self._num_filling or self._num_writing or self._fetches or self._cancels)
+
+    @property
     def has_orders(self) -> bool:
         """Whether the next plan must go out although nothing is scheduled."""
         return bool(self._fetches or self._cancels)

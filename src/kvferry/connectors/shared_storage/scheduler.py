@@ -222,14 +222,8 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def is_idle(self) -> bool:
-        return not (
-            self._loads
-            or self._recent is not None
-            or self._saves.has_unsaved
-            or self.pool.has_orders
-            or self.pool.is_filling
-            or self.pool.is_writing
-        )
+        has_work = self._loads or self._recent is not None or self._saves.has_unsaved
+        return not has_work and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return (
