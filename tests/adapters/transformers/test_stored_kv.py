@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,37 @@ def test_generation_that_computes_the_prompt_twice_is_stopped(load_model, store_
     again = reuse(model, store_url, output)
     assert again.num_loaded >= 48
     assert_same_as_cold(model, output, again)
+
+
+@pytest.mark.parametrize("run", ["the first run", "the second run"])
+def test_a_conversation_goes_on_in_one_cache(load_model, store_url, run):
+    """Later messages are longer than the first prompt, which a loaded cache was made for."""
+    model = load_model()
+    for number in range(1 if run == "the first run" else 2):
+        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+            token_ids = prompt(40)
+            cache = kv.load(token_ids)
+            assert cache.get_seq_length() == (0, 32)[number]
+            for turn in range(3):
+                sequences, logits = generate(model, token_ids, cache)
+                cold_sequences, cold = generate(model, token_ids)
+                assert torch.equal(sequences, cold_sequences)
+                assert (logits - cold).abs().max() < 1e-4
+                kv.save(sequences, cache)
+                token_ids = torch.cat((sequences, prompt(70, seed=turn + 1)), dim=1)
+
+
+def test_eviction_takes_the_ends_of_prompts_first(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(160))
+    directory = Path(store_url.removeprefix("file://"))
+    size = max(path.stat().st_size for path in directory.glob("records/*/*"))
+    shutil.rmtree(directory)
+    store_url += f"?max_bytes={10 * size + size // 2}"
+    reuse(model, store_url, prompt(160))
+    reuse(model, store_url, prompt(80, seed=1))
+    assert reuse(model, store_url, prompt(80, seed=1), save=False).num_loaded == 79
+    assert reuse(model, store_url, prompt(160), save=False).num_loaded == 80
 
 
 def test_token_ids_come_as_tensor_or_list(load_model, store_url):

@@ -43,12 +43,14 @@ class LoadedCache(DynamicCache):
             ContractError: the whole prompt comes again.
         """
         num_new = key_states.shape[-2]
+        # Only the first forward can be the prompt's; later ones may bring longer messages.
         if self._is_filled and num_new >= self._num_prompt_tokens:
             raise ContractError(
                 f"{num_new} tokens are computed on top of a cache that was loaded for a prompt of "
                 f"{self._num_prompt_tokens}: pass generate the same prompt, and no assistant or "
                 "prompt look-up, which compute all of it again"
             )
+        self._is_filled = False
         result: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )

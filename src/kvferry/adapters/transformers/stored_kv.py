@@ -204,7 +204,10 @@ class StoredKV:
             (keys[chunk], chunk * size, gather(self._rows, cache, self._model, chunk * size))
             for chunk in wanted
         )
-        return self._records.write(images) * size
+        num_stored = self._records.write(images)
+        # After the writes, each of which counts as a use: prefixes must not be evicted first.
+        self._store.touch(keys)
+        return num_stored * size
 
     # ---- checks
 
