@@ -197,9 +197,9 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
 def stat(url: UrlArgument, json: JsonOption = None) -> None:
     """Show the records of a store by model, its quota, and recent removals by reason.
 
-    `used_bytes` counts the records and reservations of all processes that share the store, and its
-    quarantine. The quota is that of the URL given here; engines bring their own. `memory_bytes` is
-    the default host memory for KV of one engine.
+    `used_bytes` counts the records of all processes that share the store, and its quarantine. The
+    quota is that of the URL given here; engines bring their own. `memory_bytes` is the default host
+    memory for KV of one engine.
 
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """

@@ -11,7 +11,7 @@ import pytest
 from kvferry import filesystem
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore
+from kvferry.store.file import FileStore, directory
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -174,6 +174,22 @@ def test_what_a_dead_machine_was_writing_goes_after_an_hour(machine, bench):
     bench.clock.advance(120)
     one.maintain()
     assert os.listdir(bench.root / "writing") == [files["young"]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_files_cannot_be_locked_abandoned_ones_go_after_an_hour(
+    machine, bench, monkeypatch, number
+):
+    def fail(*_):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(directory.fcntl, "flock", fail)
+    one, other = machine("one"), machine("other")
+    sessions = [other.begin(make_key(n), 1000) for n in range(2)]
+    for session, age in zip(sessions, (HOUR + 60, HOUR - 600), strict=True):
+        os.utime(bench.root / "writing" / session, (time.time() - age,) * 2)
+    one.maintain()
+    assert os.listdir(bench.root / "writing") == [sessions[1]]
 
 
 def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file import index as index_module
+from kvferry.store.file import store as store_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
 from kvferry.store.file.directory import Directory
 from kvferry.testing.stores import make_key, make_value
@@ -280,6 +281,73 @@ def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatc
     store.discard(make_key(), "bad_leaf")
     assert not store.contains(make_key())
     assert disk_bytes(bench.root) == 0
+
+
+def test_a_put_that_would_have_to_evict_for_long_gives_up(bench, monkeypatch):
+    store = bench.open(max_bytes=QUOTA)
+    store.maintain()
+
+    def more_to_evict(*arguments):
+        bench.clock.advance(1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._index, "add_written", more_to_evict)
+        assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
+    assert disk_bytes(bench.root) == 0
+    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_network_file_system_says_at_close_is_an_answer(bench, monkeypatch, is_late):
+    """Of the value's descriptor, or only of the one that was made to ask early."""
+    store = bench.open()
+    close, dup = os.close, os.dup
+    values: list[int] = []
+
+    def failing(fd):
+        close(fd)
+        if fd in values:
+            values.clear()
+            raise OSError(errno.EDQUOT, "delayed write")
+
+    def noted(fd):
+        values.append(fd if is_late else dup(fd))
+        return dup(fd) if is_late else values[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        patch.setattr(os, "dup", noted)
+        stored = store.put(make_key(), [b"value"])
+    assert stored is (PutResult.STORED if is_late else PutResult.NO_SPACE)
+    assert disk_bytes(bench.root) == (5 if is_late else 0)
+
+
+def test_a_row_of_quarantine_without_its_file_takes_no_room(bench):
+    store = bench.open(max_bytes=QUOTA)
+    store.maintain()
+    store.put(make_key(), [make_value(QUOTA - 100)])
+    store.discard(make_key(), "bad_leaf")
+    for path in (bench.root / "quarantine").iterdir():
+        path.unlink()
+    assert store.put(make_key(1), [make_value(QUOTA - 100)]) is PutResult.STORED
+
+
+def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypatch):
+    store, other = bench.open(), bench.open()
+
+    def full(*arguments):
+        patch.undo()
+        other.put(make_key(), [b"value"])
+        store.maintain()
+        assert store.contains(make_key())
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "write_all", full)
+        full_write = store.put(make_key(), [b"value"])
+    assert full_write is PutResult.NO_SPACE
+    store.maintain()
+    assert store.contains(make_key())
 
 
 class TestAKeyThatAnotherProcessRemovesMeanwhile:

@@ -24,7 +24,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,7 @@ _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
+_MAX_TRIES = 8
 _MACHINE = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
@@ -159,7 +160,7 @@ class Directory:
     def begin(self, key: ChunkKey) -> tuple[str, int]:
         """Make a file to be written: its name and its descriptor. The system drops its lock when
         the process dies, so the lock shows that the writer lives."""
-        while True:
+        for _ in range(_MAX_TRIES):
             name = f"{key.hex()}.{_MACHINE}.{secrets.token_hex(12)}"
             with self.opened("writing", make=True) as writing:
                 fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, writing)
@@ -171,6 +172,8 @@ class Directory:
             if is_ours:
                 return name, fd
             os.close(fd)  # taken for a dead writer's before it was locked
+            self.drop("writing", name)
+        raise OSError(errno.EAGAIN, "no file can be locked")
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
         """Key of a file of `writing`, and whether a process of this machine writes it."""
@@ -220,8 +223,9 @@ class Directory:
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
-            with suppress(OSError), self.opened(folder) as directory:
-                self._remove_any(name, directory)
+            with suppress(OSError):
+                with suppress(FileNotFoundError), self.opened(folder) as directory:
+                    self._remove_any(name, directory)
                 return True
         return False
 
@@ -233,8 +237,9 @@ class Directory:
                 found[name] = _found(_lstat(name, directory))
         return found
 
-    def drop_abandoned(self, name: str) -> bool:
-        """Remove a file of `writing` unless its writer lives; whether it was removed."""
+    def drop_abandoned(self, name: str, *, is_old: bool, first: Callable[[], object]) -> bool:
+        """Remove a file of `writing` unless its writer lives, and call `first` before; whether it
+        was removed. Where files cannot be locked, what `is_old` is abandoned."""
         try:
             fd = self.open_writing(name)
         except OSError as error:
@@ -242,10 +247,13 @@ class Directory:
         if fd is None:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno == errno.EWOULDBLOCK or not is_old:
+                    return False
+            first()
             return self.drop("writing", name)
-        except OSError:
-            return False
         finally:
             os.close(fd)
 

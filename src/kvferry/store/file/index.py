@@ -41,7 +41,7 @@ NO_QUOTA = 1 << 62
 
 _BATCH = 1024
 """Rows that one transaction takes up, so that other processes get a turn."""
-_PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.005
 """Between batches of evictions, for other processes."""
 _MAX_NOTES = 65536
 _NOTE_STEP = 1e-6
@@ -180,7 +180,7 @@ class Index:
             with self._transaction(writes=True) as db:
                 if not self._evict(db, max_bytes, unused_since):
                     return
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
 
     def add(self, keys: Iterable[ChunkKey]) -> int:
         """Add rows for those `keys` that have files; how many."""

@@ -23,7 +23,7 @@ from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
-from kvferry.store.file.index import NO_QUOTA, Index
+from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
@@ -31,6 +31,8 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+ROOM_SECONDS = 2.0
+"""How long a put evicts before it gives up; what is over a quota is evicted in the background."""
 
 _Found = TypeVar("_Found")
 
@@ -59,7 +61,8 @@ class FileStore(Store):
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
     - Records and quarantine stay within the quota. Beside them, each writer has the one value that
-      it writes; what dead writers left is removed by others.
+      it writes, and each open session of a sharded write its own; what dead writers left is removed
+      by others.
     - No operation raises for a full, read-only, failing or vanished directory, except
       `Source.read_into` and `open_read` for a record that is there and cannot be read.
 
@@ -394,17 +397,18 @@ class FileStore(Store):
 
     def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
         key = writing.key
-        result: PutResult | None = None
         try:
             write_all(writing.fd, views, 0)
             head = os.pread(writing.fd, HEAD_BYTES, 0)
-            place = partial(self._place, writing)
-            while result is None:
-                result = self._index.add_written(
-                    key, writing.num_bytes, head, self._max_bytes, place
-                )
+            os.close(os.dup(writing.fd))  # a network file system says here what it could not write
+            add = partial(
+                self._index.add_written,
+                *(key, writing.num_bytes, head, self._max_bytes, partial(self._place, writing)),
+            )
+            until = self._faults.clock() + ROOM_SECONDS
+            while (result := add()) is None and self._faults.clock() < until:
+                time.sleep(PAUSE_SECONDS)  # others get a turn
         except OSError as error:
-            self._known.discard(key)
             result = self._faults.write_failed(error)
         if result is PutResult.STORED:
             self._faults.write_succeeded()
@@ -415,7 +419,9 @@ class FileStore(Store):
         self._abort(writing)
         if result is PutResult.EXISTS:
             self.probe([key])
-        return result
+        elif result is not PutResult.STORED:
+            self._miss(key)
+        return result or PutResult.NO_SPACE
 
     def _place(self, writing: _Writing) -> PutResult:
         try:
@@ -427,7 +433,8 @@ class FileStore(Store):
     def _abort(self, writing: _Writing) -> None:
         """Never raises: what stays is found later."""
         self._directory.drop("writing", writing.file)
-        os.close(writing.fd)
+        with suppress(OSError):
+            os.close(writing.fd)
 
     def _abort_all(self) -> None:
         with suppress(KeyError):  # all are gone

@@ -144,11 +144,13 @@ class Upkeep:
         for file, found in directory.list_files("writing").items():
             key, is_of_this_machine = directory.written_by(file)
             shows_lock = is_of_this_machine or not self._machines_share
-            if not shows_lock and time.time() - found.modified < ABANDONED_SECONDS:
+            is_old = time.time() - found.modified >= ABANDONED_SECONDS
+            if not (shows_lock or is_old):
                 continue
-            self._index.add([key])
-            if directory.drop_abandoned(file):
-                self._faults.observer.count("store_recovered_writes")
+            add = partial(self._index.add, [key])
+            with self._past_errors_of_files():
+                if directory.drop_abandoned(file, is_old=is_old, first=add):
+                    self._faults.observer.count("store_recovered_writes")
         self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
 
     def step(self, *, rests: bool = True) -> bool:
@@ -258,7 +260,7 @@ class Upkeep:
             self._faults.failed("upkeep", error)
 
     def _keep_below_quota(self) -> None:
-        """Evict for files that were not reserved here: of other machines, or placed by hand."""
+        """Evict for files that were not stored here: of other machines, or placed by hand."""
         totals = self._index.totals
         if self._changes and totals.is_complete and totals.num_bytes > self._max_bytes:
             self._index.shrink(self._max_bytes)
