@@ -122,11 +122,8 @@ class LLM:
                     model.model_dir, engine, num_blocks, choice, self._observer, launch=self._launch
                 )
             self._load(model, engine, num_blocks)
-            if choice is not None and weights_state(model.model_dir) != stored:
-                raise ConfigError(
-                    f"the weights in {model.model_dir} changed while they were loaded: start again "
-                    "when they are complete"
-                )
+            if choice is not None:
+                _refuse_changed(model.model_dir, stored)
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_parts()
@@ -372,6 +369,15 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         return [index(token_id) for token_id in prompt]
     except TypeError as error:
         raise ConfigError(f"a prompt is neither a text nor a list of token ids: {error}") from error
+
+
+def _refuse_changed(model_dir: Path, stored: object) -> None:
+    """Refuse weights that are not in the state in which they were hashed."""
+    if weights_state(model_dir) != stored:
+        raise ConfigError(
+            f"the weights in {model_dir} changed while they were loaded: start again when they are "
+            "complete"
+        )
 
 
 def _per_prompt(
