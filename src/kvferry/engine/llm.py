@@ -102,9 +102,8 @@ class LLM:
         model = ModelConfig(Path(model_dir), engine)
         num_blocks = num_blocks_for(engine, model.geometry)
         choice = None
+        stored = None if store is None else weights_state(model.model_dir)
         if roles is None:
-            # Looked at again once they are loaded: what was hashed must be what is run.
-            stored = None if store is None else weights_state(model.model_dir)
             choice = choose_connector(connector, store, connector_options, model, engine)
             # Before the weights, so that the store's index fills while they are read.
             roles = create_roles(choice, self._observer)
@@ -122,8 +121,7 @@ class LLM:
                     model.model_dir, engine, num_blocks, choice, self._observer, launch=self._launch
                 )
             self._load(model, engine, num_blocks)
-            if choice is not None:
-                _refuse_changed(model.model_dir, stored)
+            _refuse_changed(model.model_dir, stored)
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_parts()
@@ -372,8 +370,9 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def _refuse_changed(model_dir: Path, stored: object) -> None:
-    """Refuse weights that are not in the state in which they were hashed."""
-    if weights_state(model_dir) != stored:
+    """Refuse weights that are not in the state in which they were hashed: what is run must be what
+    was hashed. None: they were not."""
+    if stored is not None and weights_state(model_dir) != stored:
         raise ConfigError(
             f"the weights in {model_dir} changed while they were loaded: start again when they are "
             "complete"
