@@ -10,11 +10,11 @@ import pytest
 from kvferry.contract.guard import GuardedScheduler, GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import WorkerRole
 from kvferry.observe import Counters
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.types import KVConnectorOutput, KVConnectorRole, PlanMetadata
 from tests.v1.test_driven import make_config
+from tests.v1.test_waiting_workers import WaitingWorker
 
 EMPTY_PLAN = Plan()
 
@@ -43,34 +43,16 @@ class IdleScheduler(SchedulerRole):
         self.calls.append("output")
 
 
-class IdleWorker(WorkerRole):
+class IdleWorker(WaitingWorker):
     is_idle = True
 
     def __init__(self):
-        self.calls = []
+        super().__init__()
         self.output = EMPTY_OUTPUT
 
-    def register_kv_caches(self, kv_caches):
-        pass
-
-    def begin_step(self, plan):
-        self.calls.append("begin")
-
-    def start_load(self):
-        self.calls.append("load")
-
-    def save(self):
-        self.calls.append("save")
-
     def collect(self, finished_request_ids):
-        self.calls.append("collect")
+        super().collect(finished_request_ids)
         return self.output
-
-    def end_step(self):
-        self.calls.append("end")
-
-    def close(self):
-        pass
 
 
 @pytest.fixture

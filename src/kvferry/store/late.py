@@ -52,7 +52,7 @@ class LateStore(Store):
         self._is_late = False
         self._closed = False
         self._ended = threading.Event()
-        # A daemon: a mount that hangs for good must not keep the process from ending.
+        # A daemon: a mount that hangs for ever must not keep the process from ending.
         threading.Thread(
             target=self._open, args=(open_store,), name="kvferry-open", daemon=True
         ).start()

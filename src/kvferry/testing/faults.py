@@ -60,7 +60,7 @@ def zero(start: int, stop: int) -> Damage:
 
 
 class Gate:
-    """Where operations wait for a test. Closed at first; `release` opens it for good."""
+    """Where operations wait for a test. Closed at first; `release` opens it, and it stays open."""
 
     def __init__(self, limit_seconds: float = 60.0) -> None:
         self._limit_seconds = limit_seconds

@@ -401,9 +401,9 @@ class FileStore(Store):
             write_all(writing.fd, views, 0)
             head = os.pread(writing.fd, HEAD_BYTES, 0)
             os.close(os.dup(writing.fd))  # a network file system says here what it could not write
+            place = partial(self._place, writing)
             add = partial(
-                self._index.add_written,
-                *(key, writing.num_bytes, head, self._max_bytes, partial(self._place, writing)),
+                self._index.add_written, key, writing.num_bytes, head, self._max_bytes, place
             )
             until = self._faults.clock() + ROOM_SECONDS
             while (result := add()) is None and self._faults.clock() < until:
