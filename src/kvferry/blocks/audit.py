@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvferry.errors import ConfigError
+
 TOLERANCE = {
     torch.float64: 5e-4,
     torch.float32: 5e-4,
@@ -21,6 +23,20 @@ TOLERANCE = {
 """Largest relative error of one layer and head that honest computation may have, by dtype: rounding
 differs with the size of chunks and blocks, with the kernel, and with the number of ranks. How these
 were found: docs/identity.md."""
+
+
+def check_audit(option: object) -> None:
+    """Check the option `audit` of a config.
+
+    Raises:
+        ConfigError: neither "first" nor "off" nor a number from 0 to 1.
+    """
+    if isinstance(option, int | float) and not isinstance(option, bool):
+        is_known = 0 <= option <= 1
+    else:
+        is_known = option in ("first", "off")
+    if not is_known:
+        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {option!r}')
 
 
 class Difference(NamedTuple):
@@ -35,10 +51,6 @@ class Difference(NamedTuple):
     head: int
     is_value: bool
     """The second half of a token's content: values, or the end of a latent."""
-
-    def __str__(self) -> str:
-        half = "values" if self.is_value else "keys"
-        return f"{half} of layer {self.layer}, head {self.head} of group {self.group}"
 
     def is_beyond(self, dtype: torch.dtype) -> bool:
         return not self.error <= TOLERANCE[dtype]

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
+from kvferry.blocks.audit import Difference
 from kvferry.errors import LayoutError
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import Source
@@ -36,6 +39,7 @@ class RankRows:
     """
 
     def __init__(self, groups: Sequence[KVGroup], shard: RankShard, schema: RecordSchema) -> None:
+        self._groups = groups
         self._shard = shard
         self.schema = schema
         self._group_spans: list[tuple[int, int]] = []
@@ -93,6 +97,22 @@ class RankRows:
         """All rows of a group in a slot; their shape is `group_shape`."""
         start, stop = self._group_spans[group]
         return slot[start:stop]
+
+    def tensors_of(self, slot: memoryview) -> list[torch.Tensor]:
+        """All rows in a slot, by group, each of `group_shape`."""
+        return [
+            torch.frombuffer(self.group_rows(slot, index), dtype=getattr(torch, group.dtype)).view(
+                self.group_shape(index)
+            )
+            for index, group in enumerate(self._groups)
+        ]
+
+    def name_of(self, found: Difference) -> str:
+        """What differs, for people: layers of the group and heads as the whole model counts."""
+        held = self._shard.groups[found.group]
+        layer, head = found.layer + held.layers[0], found.head + held.heads[0]
+        half = "values" if found.is_value else "keys"
+        return f"{half} of layer {layer}, head {head} of group {found.group}"
 
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
         """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""

@@ -29,6 +29,9 @@ class EngineSpec:
             store must be one that several can open. Several ranks always may.
         loads: False for an engine that only stores (a producer).
         saves: False for an engine that only reads (a consumer).
+        recomputes: True if the host computes a request again from blocks that it reports as failed
+            in a later step than that of their load; before the first token is sampled, if the
+            report comes in the step that completes the prompt.
         publishes: True if the host publishes the events of `SchedulerRole.take_events`.
         tables: the host's division of the layers over block tables. A scheduler role reads table,
             group, block size and window only, and needs a part for every table and group that some
@@ -49,6 +52,7 @@ class EngineSpec:
     multi_process: bool = False
     loads: bool = True
     saves: bool = True
+    recomputes: bool = False
     publishes: bool = False
     tables: tuple[TablePart, ...] | None = None
 

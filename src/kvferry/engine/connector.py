@@ -115,6 +115,7 @@ def engine_spec(
         groups=tuple(groups),
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
         tables=tuple(parts),
+        recomputes=True,
     )
 
 

@@ -49,7 +49,8 @@ def make_shared_storage_host(
     fills: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[SimulatedHost, Any]:
-    """A host with the shared-storage connector, and what its roles share (close it last)."""
+    """A host with the shared-storage connector, and what its roles share (close it last). Nothing
+    is audited unless the options say so."""
     groups = groups or make_groups()
     specs = [
         EngineSpec(
@@ -63,7 +64,8 @@ def make_shared_storage_host(
     ]
     observer = observer or Counters()
     parts = [
-        Parts(spec, options, observer, store=store) for spec, store in zip_longest(specs, stores)
+        Parts(spec, {"audit": "off", **options}, observer, store=store)
+        for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
         part._context = replace(part._context, clock=clock)

@@ -432,7 +432,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     groups, prompt = (group(2, None), group(3, 6)), list(range(43))
     tables = split(groups, 2, (4, 8))
     url = f"file://{tmp_path}/store"
-    options = {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8}
+    options = {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "audit": "off"}
     with opened(groups, f"file://{tmp_path}/whole") as whole:
         whole.run("writer", prompt)
         whole.settle()

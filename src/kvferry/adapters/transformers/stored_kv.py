@@ -245,7 +245,7 @@ class StoredKV:
         logger.warning(
             "the model computes other KV than is stored under its identity: %s differ by %.1f %%. "
             "Nothing is loaded or saved; if it was changed in memory, give it a weights_version",
-            found,
+            self._rows.name_of(found),
             100 * found.error,
         )
         return False

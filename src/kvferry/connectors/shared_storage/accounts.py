@@ -52,6 +52,10 @@ class Accounts:
         else:
             self._observer.count("requests_missed")
         limit = min(max(stop, limit), num_tokens)
+        if state.audited is not None:
+            audited = min(limit, state.audited.record.first_token + self._chunk)
+            self._missed(request, LookupMiss.AUDIT, audited - stop)
+            stop = audited
         self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop)
         self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
 

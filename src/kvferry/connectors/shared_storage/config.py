@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
+from kvferry.blocks.audit import check_audit
 from kvferry.blocks.tables import Tables
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
@@ -36,6 +38,9 @@ class SharedStorageConfig:
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
         io_threads: threads for loads, and half as many for saves.
+        audit: how often a hit is checked against what the engine computes: "first" for the first
+            hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
+            computation of one chunk.
         tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
     """
@@ -49,6 +54,7 @@ class SharedStorageConfig:
     # More than cores: a thread that waits for a busy core does not delay the others. Saves have
     # fewer, because no request waits for them and the engine computes meanwhile.
     io_threads: int = 4
+    audit: Literal["first", "off"] | float = "first"
     tenant: str = ""
     weights_version: str | None = None
 
@@ -57,6 +63,7 @@ class SharedStorageConfig:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
         if not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        check_audit(self.audit)
         for name in ("load_timeout_seconds", "start_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")

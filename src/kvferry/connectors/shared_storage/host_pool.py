@@ -29,6 +29,7 @@ from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
 from kvferry.types import ChunkKey
 
 NO_GROUPS: frozenset[int] = frozenset()
+NO_KEY = ChunkKey(b"")
 
 
 @dataclass(slots=True, eq=False)
@@ -176,8 +177,27 @@ class HostPool:
         self._fill(slot, self._all_groups)
         return slot
 
+    def spare(self, first_token: int) -> Slot | None:
+        """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
+        slot is pinned or busy."""
+        slot = self._take(NO_KEY, first_token)
+        if slot is not None:
+            slot.pins = 1
+        return slot
+
+    def fill_spare(self, slot: Slot) -> None:
+        """Have every rank copy the chunk; the slot stays pinned until all have reported."""
+        self._fill(slot, self._all_groups)
+
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A slot for a chunk: a free one, or the one that was idle longest."""
+        """A slot for a chunk."""
+        slot = self._take(key, first_token)
+        if slot is not None:
+            self._by_key[key] = slot
+        return slot
+
+    def _take(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """A free slot, or the one that was idle longest."""
         if self._free:
             index = self._free.pop()
         elif self.has_free:
@@ -188,7 +208,7 @@ class HostPool:
             index = evicted.index
         else:
             return None
-        slot = self._slots[index] = self._by_key[key] = Slot(index, key, first_token)
+        slot = self._slots[index] = Slot(index, key, first_token)
         return slot
 
     def _fill(self, slot: Slot, groups: frozenset[int]) -> None:

@@ -9,12 +9,17 @@ promised at once. Otherwise the missing chunks are fetched, and the answer is "a
 fetches have ended or the deadline has passed. Then the longest hit whose chunks are all held is
 promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
 these are fetched, too, until the deadline.
+
+A hit that is audited is promised without its last chunk that this engine has not computed itself;
+the record of that chunk must be held nevertheless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from kvferry.connectors.shared_storage.audits import Audits
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import SlotChunk
@@ -24,6 +29,18 @@ from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.types import ChunkKey
 
 
+class _Hit(NamedTuple):
+    """A candidate."""
+
+    start: int
+    stop: int
+    """Of the tokens to promise."""
+    numbers: range
+    """Indices of the chunks that must be held."""
+    audited: int | None
+    """The last of them, if it is to be computed and compared."""
+
+
 class Lookup:
     """Runs in: scheduler thread; memory only.
 
@@ -31,10 +48,16 @@ class Lookup:
         pool: holds chunks in memory.
         unreadable: chunks that are not offered although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.
+        audits: says which hits are compared with what the engine computes.
     """
 
     def __init__(
-        self, context: Context, pool: HostPool, unreadable: UnreadableKeys, policy: LoadPolicy
+        self,
+        context: Context,
+        pool: HostPool,
+        unreadable: UnreadableKeys,
+        policy: LoadPolicy,
+        audits: Audits,
     ) -> None:
         self._chunk = context.config.chunk_tokens
         self._store = context.store
@@ -43,13 +66,14 @@ class Lookup:
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
+        self._audits = audits
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
         state.num_local = num_local
         if state.promised is not None and state.promised[0] == num_local:
-            return self._promise(state, *state.promised)
-        state.promised = None
+            return self._answer(state, *state.promised)
+        self._withdraw(state)
         while state.awaited and not state.awaited[-1].filling:
             state.awaited.pop()
         if state.awaited and self._clock() < state.deadline:
@@ -58,16 +82,20 @@ class Lookup:
         stop = self._usable(known, num_tokens)
         may_fetch = self._may_fetch(state)
         while stop > num_local:
-            numbers = self._numbers(num_local, stop)
-            if len(numbers) > self._pool.num_slots:
+            hit = self._candidate(state, num_local, stop)
+            num_slots = self._pool.num_slots - (hit.audited is not None)
+            if len(hit.numbers) > num_slots:
                 state.miss = LookupMiss.NO_MEMORY
-                fits = self._usable(numbers[self._pool.num_slots], num_tokens)
+                fits = self._usable(hit.numbers[num_slots], num_tokens)
                 stop = min(fits, stop - self._tables.block_size)
                 continue
-            lacking = self._lacking(state, num_local, stop)
+            lacking = self._lacking(state, hit)
             if lacking is None:
-                return self._hold_and_promise(state, num_local, stop)
-            if may_fetch and self._fetch(state, num_local, stop):
+                if self._hold_and_promise(state, hit):
+                    return self._answer(state, hit.start, hit.stop)
+                state.miss = LookupMiss.NO_MEMORY
+                break
+            if may_fetch and self._fetch(state, hit):
                 return ASK_AGAIN
             may_fetch = may_fetch and state.gave_up is None  # a shorter hit may have the slots
             state.miss = self._why_not_held(state, lacking, may_fetch=may_fetch)
@@ -89,7 +117,12 @@ class Lookup:
     def release(self, state: RequestState) -> None:
         """End the pins of a request."""
         self._pin_only(state, ())
+        self._withdraw(state)
+
+    def _withdraw(self, state: RequestState) -> None:
+        """Nothing is promised to a request."""
         state.promised = None
+        self._audits.release(state)
 
     def end(self, state: RequestState) -> None:
         """A request ended. Its whole prefix was used now: else the root, which is the oldest, would
@@ -127,11 +160,31 @@ class Lookup:
         first = self._tables.first_needed(start, stop) // self._chunk
         return range(first, max(first, -(-stop // self._chunk)))
 
-    def _groups(self, number: int, start: int, stop: int) -> frozenset[int]:
-        """The groups of one chunk that a hit of `[start, stop)` needs."""
-        return self._tables.groups_of((number + 1) * self._chunk, start, stop)
+    def _candidate(self, state: RequestState, start: int, stop: int) -> _Hit:
+        """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
+        audited = self._to_audit(state, start, stop) if self._audits.is_due(state) else None
+        if audited is None:
+            return _Hit(start, stop, self._numbers(start, stop), None)
+        block = self._tables.block_size
+        stop = max(start, audited * self._chunk // block * block)
+        first = self._numbers(start, stop).start if start < stop else audited
+        return _Hit(start, stop, range(first, audited + 1), audited)
 
-    def _lacking(self, state: RequestState, start: int, stop: int) -> int | None:
+    def _to_audit(self, state: RequestState, start: int, stop: int) -> int | None:
+        """The last chunk of a hit that this engine has not computed itself."""
+        for number in reversed(range(start // self._chunk, -(-stop // self._chunk))):
+            slot = self._pool.find(state.keys.keys[number])
+            if slot is None or not slot.is_save:
+                return number
+        return None
+
+    def _groups(self, number: int, hit: _Hit) -> frozenset[int]:
+        """The groups of one chunk that a hit needs."""
+        if number == hit.audited:
+            return self._tables.all_groups
+        return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
+
+    def _lacking(self, state: RequestState, hit: _Hit) -> int | None:
         """The first chunk of the last contiguous run of those that are needed and not held; None if
         all are held.
 
@@ -140,8 +193,8 @@ class Lookup:
         """
         lacking = None
         keys, holds = state.keys.keys, self._pool.holds
-        for number in reversed(self._numbers(start, stop)):
-            if not holds(keys[number], self._groups(number, start, stop)):
+        for number in reversed(hit.numbers):
+            if not holds(keys[number], self._groups(number, hit)):
                 lacking = number
             elif lacking is not None:
                 break
@@ -169,14 +222,15 @@ class Lookup:
             state.gave_up = reason
         return reason
 
-    def _fetch(self, state: RequestState, start: int, stop: int) -> bool:
+    def _fetch(self, state: RequestState, hit: _Hit) -> bool:
         """Fetch the chunks that are not held. True if the host is to ask again.
 
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
         """
-        num_tokens = stop - start
-        numbers, keys = self._numbers(start, stop), state.keys.keys
+        numbers, keys = hit.numbers, state.keys.keys
+        # Those of an audit, too: if the hit is worth it, so is the first one.
+        num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
         if state.fetching_since is None:
             if not self._policy.worth_loading(num_tokens):
@@ -185,7 +239,7 @@ class Lookup:
             state.fetching_since, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
         self._pin_only(state, [keys[number] for number in numbers])
         for number in numbers:
-            key, groups = keys[number], self._groups(number, start, stop)
+            key, groups = keys[number], self._groups(number, hit)
             if self._pool.holds(key, groups):
                 continue
             known = self._pool.find(key)
@@ -212,18 +266,25 @@ class Lookup:
                 state.pinned.append(slot)
         self._pool.unpin_all(before)
 
-    def _hold_and_promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
-        """Pin exactly what a hit needs, all of which is held."""
+    def _hold_and_promise(self, state: RequestState, hit: _Hit) -> bool:
+        """Pin exactly what a hit needs, all of which is held. False if an audit needs one slot more
+        than there is."""
         keys = state.keys.keys
-        self._pin_only(state, [keys[number] for number in self._numbers(start, stop)])
+        self._pin_only(state, [keys[number] for number in hit.numbers])
+        if hit.audited is not None:
+            first = hit.audited * self._chunk
+            if not self._audits.reserve(state, keys[hit.audited], first):
+                return False
         seconds = 0.0
         fetched = [slot for slot in state.pinned if slot.key in state.fetched]
         for slot in fetched:
             seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
         if fetched:
             self._policy.saw_load(len(fetched) * self._chunk, seconds)
-        return self._promise(state, start, stop)
+        state.promised = (hit.start, hit.stop)
+        return True
 
-    def _promise(self, state: RequestState, start: int, stop: int) -> LookupResult:
-        state.promised = (start, stop)
-        return LookupResult(stop - start, False, state.miss)
+    @staticmethod
+    def _answer(state: RequestState, start: int, stop: int) -> LookupResult:
+        reason = state.miss if state.audited is None else LookupMiss.AUDIT
+        return LookupResult(stop - start, False, reason)

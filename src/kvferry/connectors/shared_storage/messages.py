@@ -46,6 +46,18 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[BlockSlice, ...]
 
 
+class Audit(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one whole chunk from blocks into a slot of its own, and compare it with its record in
+    slot `record`. `blocks` has one slice per table."""
+
+    chunk: SlotChunk
+    blocks: tuple[BlockSlice, ...]
+    record: int
+    load: Load | None
+    """Of the hit that is checked. Its blocks are reported as failed, in the same step, unless the
+    comparison succeeds. None: nothing was loaded, or the host cannot compute it again."""
+
+
 class Write(msgspec.Struct, frozen=True, array_like=True):
     """Write this rank's rows of a saved chunk to the record that all ranks write together."""
 
@@ -64,6 +76,7 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Slots whose fetch is no longer wanted. Its end is reported nevertheless."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    audits: tuple[Audit, ...] = ()
     writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
     """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
@@ -110,6 +123,23 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
+class Audited(msgspec.Struct, frozen=True, array_like=True):
+    """A comparison ended on one rank."""
+
+    slot: int
+    """Of the copy."""
+    error: float | None = None
+    """The largest relative error of a layer and head; None: it could not be compared."""
+    is_beyond: bool = False
+    """Whether the error is more than honest computation can have."""
+    where: str = ""
+    """What differs most, for people."""
+
+    @property
+    def has_passed(self) -> bool:
+        return self.error is not None and not self.is_beyond
+
+
 class RankReport(msgspec.Struct, kw_only=True):
     """The operations that ended on one rank since its last report. The worker adds to it, hands it
     over, and does not change it any more."""
@@ -120,6 +150,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     the other."""
     filled: list[Filled] = []
     saved: list[Saved] = []
+    audited: list[Audited] = []
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
@@ -132,7 +163,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.filled or self.saved or self.failed_keys or self.timed)
+        return not (self.filled or self.saved or self.audited or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.connectors.shared_storage.host_pool import Slot
 from kvferry.contract.messages import LookupMiss
@@ -16,6 +17,14 @@ ever, because another process may repair the record unseen."""
 
 MAX_UNREADABLE = 100_000
 """Beyond this number all are forgotten."""
+
+
+class AuditSlots(NamedTuple):
+    """Two pinned slots."""
+
+    record: Slot
+    copy: Slot
+    """For what the engine computes."""
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class RequestState:
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
+        audited: the record that the promised hit is to be compared with.
+        is_sampled: whether its hits are compared although the first has passed; None: not decided.
     """
 
     keys: ChunkKeys
@@ -51,6 +62,8 @@ class RequestState:
     gave_up: LookupMiss | None = None
     barred: bool = False
     next_save: int = 0
+    audited: AuditSlots | None = None
+    is_sampled: bool | None = None
 
 
 class Requests:

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvferry.connectors.shared_storage.accounts import Accounts
 from kvferry.connectors.shared_storage.announce import Announcer
+from kvferry.connectors.shared_storage.audits import Audits
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
 from kvferry.connectors.shared_storage.lookup import Lookup
@@ -82,7 +83,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         self._requests = Requests(namespace, new_namespace, config.chunk_tokens)
         self._unreadable = UnreadableKeys(context.clock)
-        self._lookup = Lookup(context, pool, self._unreadable, self._policy)
+        self._audits = Audits(context, pool)
+        self._lookup = Lookup(context, pool, self._unreadable, self._policy, self._audits)
         self._saves = SavePlan(context, pool, self._requests, self._unreadable, shared_writes)
         self._accounts = Accounts(context)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
@@ -105,7 +107,11 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def _may_load(self) -> bool:
-        return self._gets_reports and self._context.spec.loads
+        return self._gets_reports and self._context.spec.loads and not self._audits.has_failed
+
+    @property
+    def _may_save(self) -> bool:
+        return self._gets_reports and self._context.spec.saves and not self._audits.has_failed
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
@@ -120,7 +126,10 @@ class SharedStorageScheduler(SchedulerRole):
             self._recent.is_engine_in_use = True
         state = self._requests.track(request)
         if not self._may_load:
-            state.num_local, state.miss = num_local_tokens, LookupMiss.NOT_LOADING
+            self._lookup.release(state)
+            is_other = self._audits.has_failed
+            state.num_local = num_local_tokens
+            state.miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
             return LookupResult(0, False, state.miss)
         return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
 
@@ -148,6 +157,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
         self._accounts.admitted(request, state, stop, limit)
+        load, _slots = self._loads.get(request.request_id, (None, ()))
+        self._audits.expect(request.request_id, state, load)
         self._lookup.release(state)
         state.fetching_since = state.gave_up = None
         state.miss = LookupMiss.NOT_LOADING
@@ -184,16 +195,17 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _plan(self, step: StepView) -> Plan:
         saves: tuple[Save, ...] = ()
-        if self._gets_reports and self._context.spec.saves:
+        if self._may_save:
             saves = self._saves.plan(step)
             if saves and self._announcer is not None:
                 self._announcer.planned(saves, step, self._requests.by_id)
+        audits = self._audits.plan(step)
         writes = self._saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self._policy.begin_step(num_tokens, loads=bool(self._loads))
-        if not (self._loads or saves or writes or timed or self.pool.has_orders):
+        if not (self._loads or saves or audits or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.take_orders()
         return SharedStoragePlan(
@@ -202,6 +214,7 @@ class SharedStorageScheduler(SchedulerRole):
             cancels=cancels,
             loads=tuple(load for load, _slots in self._loads.values()),
             saves=saves,
+            audits=audits,
             writes=writes,
             failures_known=self._saves.failures_known,
             timed=timed,
@@ -223,12 +236,13 @@ class SharedStorageScheduler(SchedulerRole):
     @property
     def is_idle(self) -> bool:
         has_work = self._loads or self._recent is not None or self._saves.has_unsaved
-        return not has_work and self.pool.is_idle
+        return not has_work and self._audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return (
             self.pool.has_orders
             or self._saves.keeps_host_awake
+            or self._audits.keeps_host_awake
             or (self._recent is not None and self._recent.keeps_host_awake)
         )
 
@@ -254,12 +268,16 @@ class SharedStorageScheduler(SchedulerRole):
             self._accounts.ended(name, slot, saved.result, saved.seconds)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
+        for audited in report.audited:
+            self._audits.learn(audited)
         if report.failed_keys:
             self._unreadable.add(report.failed_keys)
             for key in report.failed_keys:
                 self.pool.drop(ChunkKey(key))
         if report.failures:
             self._saves.learn_failures(report)
+            if report.failed_keys:
+                self._audits.forget_all()
 
     def _learn_filled(self, filled: Filled) -> None:
         is_missed = filled.missed is not None
@@ -281,6 +299,7 @@ class SharedStorageScheduler(SchedulerRole):
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         state = self._requests.by_id.pop(request.request_id, None)
         self._saves.forget(request.request_id)
+        self._audits.forget(request.request_id)
         self._forget_load(request.request_id)
         if state is not None:
             self._lookup.end(state)
@@ -296,6 +315,7 @@ class SharedStorageScheduler(SchedulerRole):
         for request_id, state in self._requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)
+        self._audits.begin_epoch()
         self._end_recent()
         self.pool.clear()
         self._requests.begin_epoch()

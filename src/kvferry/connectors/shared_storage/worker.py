@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 import torch
 
-from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup
+from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
     PUT_OFF,
     REFUSED,
+    Audit,
+    Audited,
     Fetch,
     Filled,
     Load,
@@ -136,24 +138,26 @@ class SharedStorageWorker(WorkerRole):
 
     def save(self) -> None:
         self._saved = True
-        if not self._plan.saves:
+        if not (self._plan.saves or self._plan.audits):
             return
+        orders: tuple[Save | Audit, ...] = (*self._plan.saves, *self._plan.audits)
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
         if failures_known >= self._report.failures:
-            self._save(self._plan.saves)
+            self._save(orders)
         else:
             # A load failed, and this plan was made before the scheduler role knew: the step may
             # have computed on blocks that were never filled. The chunks are offered again when the
             # host has recomputed them.
-            self._put_off(self._plan.saves)
+            self._put_off(orders)
 
     def wait(self, seconds: float) -> None:
         self._io.wait(seconds)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         report = self._report
-        self._io.collect(report)
+        for audit in self._io.collect(report):
+            self._take_back(audit)
         if report.is_empty:
             return EMPTY_OUTPUT
         self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
@@ -167,7 +171,7 @@ class SharedStorageWorker(WorkerRole):
     def end_step(self) -> None:
         if not self._saved:
             # The forward failed: the scheduler role must not take these saves for under way.
-            self._put_off(self._plan.saves)
+            self._put_off((*self._plan.saves, *self._plan.audits))
         # The step failed at its beginning. These were not begun, and the pool waits for their end.
         for order in self._to_begin:
             if isinstance(order, Fetch):
@@ -239,38 +243,62 @@ class SharedStorageWorker(WorkerRole):
 
     # -- saves ----------------------------------------------------------------------------------
 
-    def _save(self, saves: Sequence[Save]) -> None:
-        """Copy chunks out of the blocks; the writes happen behind. Never blocks on I/O."""
-        left = iter(saves)
-        waiting: deque[Save] = deque()
-        copied: list[Copied] = []
+    def _save(self, orders: Sequence[Save | Audit]) -> None:
+        """Copy chunks out of the blocks; writes and comparisons happen behind. Never blocks on
+        I/O."""
+        left = iter(orders)
+        waiting: deque[Save | Audit] = deque()
+        copied: list[tuple[Save | Audit, Gathered]] = []
         try:
-            for gathered in self._copies.gather(self._copies_out(left, waiting)):
-                save = waiting.popleft()
-                copied.append(Copied(save.chunk, gathered, self._rows.schema))
+            copied.extend(
+                (waiting.popleft(), gathered)
+                for gathered in self._copies.gather(self._copies_out(left, waiting))
+            )
         except TransferError as error:
             logger.warning("saves put off: %s", error)
             self._observer.count("save_no_device_memory")
         finally:
             # What was not copied, by whatever error, may still be on its way to its slot.
-            for save in waiting:
-                self._io.busy_until(save.chunk.slot, self._copies.stream.end())
+            for order in waiting:
+                self._io.busy_until(order.chunk.slot, self._copies.stream.end())
             self._put_off([*waiting, *left])
             # Only now: hashing and writing take memory bandwidth from the copies.
-            for one in copied:
-                self._io.copied(one, write=self._writes_alone)
+            for order, gathered in copied:
+                if isinstance(order, Audit):
+                    self._io.compare(order, gathered)
+                else:
+                    one = Copied(order.chunk, gathered, self._rows.schema)
+                    self._io.copied(one, write=self._writes_alone)
 
-    def _copies_out(self, left: Iterator[Save], waiting: deque[Save]) -> Iterator[ChunkCopy]:
+    def _copies_out(
+        self, left: Iterator[Save | Audit], waiting: deque[Save | Audit]
+    ) -> Iterator[ChunkCopy]:
         """The copies of those chunks whose blocks are right, which also go to `waiting`."""
-        for save in left:
+        for order in left:
+            chunk = order.chunk
             try:
-                runs = self._copies.paged.chunk_runs(save.blocks, save.chunk.first_token)
+                runs = self._copies.paged.chunk_runs(order.blocks, chunk.first_token)
             except LayoutError as error:
-                logger.error("chunk at token %d is not saved: %s", save.chunk.first_token, error)
-                self._report.filled.append(Filled(save.chunk.slot, REFUSED))
+                logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
+                self._end_early(order, REFUSED)
                 continue
-            waiting.append(save)
-            yield ChunkCopy(self._memory.slot(save.chunk.slot), runs, save.chunk.first_token)
+            waiting.append(order)
+            yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
 
-    def _put_off(self, saves: Sequence[Save]) -> None:
-        self._report.filled += [Filled(save.chunk.slot, PUT_OFF) for save in saves]
+    def _put_off(self, orders: Sequence[Save | Audit]) -> None:
+        for order in orders:
+            self._end_early(order, PUT_OFF)
+
+    def _end_early(self, order: Save | Audit, why: str) -> None:
+        """A chunk was not copied into its slot."""
+        if isinstance(order, Audit):
+            self._report.audited.append(Audited(order.chunk.slot))
+            self._take_back(order)
+        else:
+            self._report.filled.append(Filled(order.chunk.slot, why))
+
+    def _take_back(self, audit: Audit) -> None:
+        """What a hit loaded is not known to be of this model."""
+        if audit.load is not None:
+            ids = {block for part in audit.load.blocks for block in part.ids}
+            self._invalid |= ids - {NULL_BLOCK}

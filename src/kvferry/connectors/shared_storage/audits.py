@@ -1,0 +1,207 @@
+"""Audits: whether what is stored under this model's identity is what the engine computes.
+
+Life of an audit: a hit is promised without its last chunk, whose record is held and pinned → the
+engine computes the chunk on top of what was loaded → the plan of the step that completes it carries
+an `Audit` → every rank copies the chunk into a spare slot, and an I/O thread compares the two →
+`learn`. The first hit is audited, and hits that begin before its audit has passed.
+
+After a mismatch nothing is loaded or saved until the next epoch. The records stay, for others.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from kvferry.blocks.audit import TOLERANCE
+from kvferry.connectors.shared_storage.config import Context
+from kvferry.connectors.shared_storage.host_pool import HostPool
+from kvferry.connectors.shared_storage.messages import Audit, Audited, Load, SlotChunk
+from kvferry.connectors.shared_storage.requests import AuditSlots, RequestState
+from kvferry.errors import ContractError
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
+
+logger = logging.getLogger(__name__)
+
+AUDIT_SECONDS = 5.0
+"""An idle host is kept stepping until an audit is reported, but for no longer than this."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """An audit that some rank has not reported yet."""
+
+    slots: AuditSlots
+    is_current: bool = True
+    """False after the epoch in which it began."""
+    results: list[Audited] = field(default_factory=list)
+
+
+class Audits:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        pool: assigns the slots.
+
+    Attributes:
+        has_failed: an audit of this epoch found a mismatch.
+    """
+
+    def __init__(self, context: Context, pool: HostPool) -> None:
+        self._context = context
+        self._pool = pool
+        option = context.config.audit
+        dtypes = {getattr(torch, group.dtype) for group in context.spec.groups}
+        self._is_off = option == "off" or not dtypes <= TOLERANCE.keys()
+        self._rate = option if isinstance(option, float | int) else 0.0
+        self._has_passed = False
+        self.has_failed = False
+        self._expected: dict[str, tuple[AuditSlots, Load | None]] = {}
+        self._running: dict[int, _Running] = {}
+        self._await_until = 0.0
+
+    # -- hits -----------------------------------------------------------------------------------
+
+    def is_due(self, state: RequestState) -> bool:
+        """Whether a hit of this request is to be audited."""
+        if self._is_off or (self._has_passed and not self._rate):
+            return False
+        if state.is_sampled is None:
+            state.is_sampled = random.random() < self._rate
+        return state.is_sampled or not self._has_passed
+
+    def reserve(self, state: RequestState, key: ChunkKey, first_token: int) -> bool:
+        """Pin a record that is held and pinned, and a spare slot beside it. False if there is no
+        slot."""
+        record, copy = self._pool.find(key), self._pool.spare(first_token)
+        if record is None or copy is None:
+            return False
+        self._pool.pin(record)
+        state.audited = AuditSlots(record, copy)
+        return True
+
+    def release(self, state: RequestState) -> None:
+        """The hit of a request is not promised any more."""
+        if state.audited is not None:
+            self._unpin(state.audited)
+            state.audited = None
+
+    def expect(self, request_id: str, state: RequestState, load: Load | None) -> None:
+        """A request was admitted; `load` is that of its hit, if it loads anything."""
+        self.forget(request_id)
+        if state.audited is not None:
+            self._expected[request_id] = state.audited, load
+            state.audited = None
+
+    def forget(self, request_id: str) -> None:
+        """A request lost its blocks."""
+        if request_id in self._expected:
+            slots, _load = self._expected.pop(request_id)
+            self._unpin(slots)
+
+    def forget_all(self) -> None:
+        """Some load failed: the requests may compute on blocks that were not filled."""
+        for request_id in list(self._expected):
+            self.forget(request_id)
+
+    def begin_epoch(self) -> None:
+        """The records of the new epoch are written by this engine only."""
+        self.forget_all()
+        for running in self._running.values():
+            running.is_current = False
+        self.has_failed = False
+
+    def _unpin(self, slots: AuditSlots) -> None:
+        self._pool.unpin(slots.record)
+        self._pool.unpin(slots.copy)
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def plan(self, step: StepView) -> tuple[Audit, ...]:
+        """The audits of chunks that this step completes."""
+        if not self._expected:
+            return ()
+        audits = []
+        for request_id in step.preempted_request_ids:
+            self.forget(request_id)
+        for item in step.scheduled:
+            if item.request.request_id in self._expected:
+                audit = self._plan_request(item)
+                if audit is not None:
+                    audits.append(audit)
+        return tuple(audits)
+
+    def _plan_request(self, item: ScheduledRequest) -> Audit | None:
+        request_id = item.request.request_id
+        slots, load = self._expected[request_id]
+        first = slots.record.first_token
+        stop = first + self._context.config.chunk_tokens
+        if item.num_computed_tokens + item.num_scheduled_tokens < stop:
+            return None
+        try:
+            blocks = self._context.tables.chunk_slices(item.block_ids, first, stop)
+        except ContractError as error:
+            logger.error("the hit of %s is not audited: %s", request_id, error)
+            blocks = None
+        if blocks is None:
+            self._context.observer.count("audit_failed")
+            self.forget(request_id)
+            return None
+        del self._expected[request_id]
+        self._pool.fill_spare(slots.copy)
+        self._running[slots.copy.index] = _Running(slots)
+        self._await_until = self._context.clock() + AUDIT_SECONDS
+        return Audit(
+            SlotChunk(slots.copy.index, slots.record.key, first),
+            blocks,
+            slots.record.index,
+            load if self._context.spec.recomputes else None,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._expected or self._running)
+
+    @property
+    def keeps_host_awake(self) -> bool:
+        """Whether a host without requests should step for the reports of audits."""
+        return bool(self._running) and self._context.clock() < self._await_until
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def learn(self, audited: Audited) -> None:
+        """A rank reported the end of a comparison."""
+        running = self._running.get(audited.slot)
+        copy = self._pool.filled(audited.slot)
+        if running is None or copy is not running.slots.copy:
+            return
+        running.results.append(audited)
+        if copy.filling:
+            return
+        del self._running[audited.slot]
+        self._unpin(running.slots)
+        if running.is_current:
+            self._conclude(running.results)
+
+    def _conclude(self, results: list[Audited]) -> None:
+        """All ranks have compared their parts of a chunk."""
+        observer = self._context.observer
+        worst = max(results, key=lambda each: (each.is_beyond, each.error or 0.0))
+        if worst.is_beyond and not self.has_failed:
+            self.has_failed = True
+            observer.count("audit_mismatch")
+            logger.warning(
+                "the model computes other KV than is stored under its identity: %s differ by "
+                "%.1f %%. Nothing more is loaded or saved; if the weights were changed in place, "
+                "give them a weights_version",
+                worst.where,
+                100 * (worst.error or 0.0),
+            )
+        if all(each.has_passed for each in results):
+            self._has_passed = True
+            observer.count("audits")
+        elif not worst.is_beyond:
+            observer.count("audit_failed")
