@@ -107,12 +107,15 @@ class RankRows:
             for index, group in enumerate(self._groups)
         ]
 
-    def name_of(self, found: Difference) -> str:
+    def describe(self, found: Difference) -> str:
         """What differs, for people: layers of the group and heads as the whole model counts."""
         held = self._shard.groups[found.group]
         layer, head = found.layer + held.layers[0], found.head + held.heads[0]
         half = "values" if found.is_value else "keys"
-        return f"{half} of layer {layer}, head {head} of group {found.group}"
+        return (
+            f"{half} of layer {layer}, head {head} of group {found.group} differ by "
+            f"{found.error:.2%}, {found.bias:.2%} in size"
+        )
 
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
         """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""

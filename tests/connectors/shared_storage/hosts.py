@@ -45,6 +45,7 @@ def make_shared_storage_host(
     weights: bytes = b"w" * 32,
     observer: Observer | None = None,
     carries_worker_meta: bool = True,
+    recomputes: bool = False,
     stores: Sequence[Store] = (),
     fills: bool = False,
     clock: Callable[[], float] = time.monotonic,
@@ -58,6 +59,7 @@ def make_shared_storage_host(
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
             carries_worker_meta=carries_worker_meta,
+            recomputes=recomputes,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.blocks.audit import tolerances_for
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
@@ -77,6 +78,7 @@ class HostModel:
 
     Attributes:
         identity, groups: as the embedded engine's, so that both share records.
+        tolerances: for audits.
         layers: in the order of the model's cache.
         layer_devices: where the KV of each layer is.
         vocab_size: token ids are below it.
@@ -103,6 +105,7 @@ class HostModel:
             config={**spec.identity.config, **_overrides(model, directory)},
             name=getattr(model, "name_or_path", None) or str(directory),
         )
+        self.tolerances = tolerances_for(spec.identity.config)
         self.layer_devices = self._probe(directory)
         self._samples = [(each, _sample(each)) for each in model.parameters()]
         self._next_sample = 0

@@ -235,18 +235,17 @@ class StoredKV:
             tensors_of(image, self._rows, self._model)
             for image in (gather(self._rows, cache, self._model, first), images[-1])
         )
-        found = largest_difference(computed, stored)
+        found = largest_difference(computed, stored, self._model.tolerances)
         self._is_audited = True
         self._observer.count("audits")
-        if not found.is_beyond(computed[found.group].dtype):
+        if found.excess <= 1:
             return True
         self._is_other = True
         self._observer.count("audit_mismatch")
         logger.warning(
-            "the model computes other KV than is stored under its identity: %s differ by %.1f %%. "
-            "Nothing is loaded or saved; if it was changed in memory, give it a weights_version",
-            self._rows.name_of(found),
-            100 * found.error,
+            "the model computes other KV than is stored under its identity: %s. Nothing is loaded "
+            "or saved; if it was changed in memory, give it a weights_version",
+            self._rows.describe(found),
         )
         return False
 

@@ -26,6 +26,13 @@ from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
+OTHER_MODEL = "the model computes other KV than is stored under its identity"
+
+REMEDY = (
+    "Nothing more is loaded or saved. If the weights or the code were changed in memory, give them "
+    "a weights_version of their own"
+)
+
 AUDIT_SECONDS = 5.0
 """An idle host is kept stepping until an audit is reported, but for no longer than this."""
 
@@ -56,6 +63,10 @@ class Audits:
         option = context.config.audit
         dtypes = {getattr(torch, group.dtype) for group in context.spec.groups}
         self._is_off = option == "off" or not dtypes <= TOLERANCE.keys()
+        if option != "off" and self._is_off:
+            logger.info(
+                "hits are not audited: how far honest KV of this dtype differs is not known"
+            )
         self._rate = option if isinstance(option, float | int) else 0.0
         self._has_passed = False
         self.has_failed = False
@@ -125,7 +136,9 @@ class Audits:
         if not self._expected:
             return ()
         audits = []
-        for request_id in step.preempted_request_ids:
+        scheduled = {item.request.request_id for item in step.scheduled}
+        # One that is scheduled was admitted again after the preemption.
+        for request_id in set(step.preempted_request_ids) - scheduled:
             self.forget(request_id)
         for item in step.scheduled:
             if item.request.request_id in self._expected:
@@ -189,19 +202,15 @@ class Audits:
     def _conclude(self, results: list[Audited]) -> None:
         """All ranks have compared their parts of a chunk."""
         observer = self._context.observer
-        worst = max(results, key=lambda each: (each.is_beyond, each.error or 0.0))
-        if worst.is_beyond and not self.has_failed:
-            self.has_failed = True
+        worst = max(results, key=lambda each: each.excess or 0.0)
+        if worst.is_other:
             observer.count("audit_mismatch")
-            logger.warning(
-                "the model computes other KV than is stored under its identity: %s differ by "
-                "%.1f %%. Nothing more is loaded or saved; if the weights were changed in place, "
-                "give them a weights_version",
-                worst.where,
-                100 * (worst.error or 0.0),
-            )
-        if all(each.has_passed for each in results):
+            if not self.has_failed:
+                self.has_failed = True
+                logger.warning("%s: %s. %s", OTHER_MODEL, worst.what, REMEDY)
+        elif all(each.has_passed for each in results):
             self._has_passed = True
             observer.count("audits")
-        elif not worst.is_beyond:
+            logger.info("a chunk was computed again; at most, %s", worst.what)
+        else:
             observer.count("audit_failed")

@@ -77,10 +77,12 @@ class Parts:
         """Slots of the host pool: whole records, so that every rank has the same number."""
         record_bytes = -(-self.schema.record_bytes // ALIGN) * ALIGN
         num_slots = self.config.memory_bytes // record_bytes
-        if num_slots < 1:
+        needed = 1 if self.config.audit == "off" else 2  # an audit compares two
+        if num_slots < needed:
             raise ConfigError(
-                f"memory_bytes={self.config.memory_bytes} is smaller than one chunk of this model; "
-                f"set it to at least {record_bytes}"
+                f"memory_bytes={self.config.memory_bytes} is smaller than "
+                f"{'one chunk' if needed == 1 else 'two chunks'} of this model; set it to at least "
+                f"{needed * record_bytes}"
             )
         return num_slots
 

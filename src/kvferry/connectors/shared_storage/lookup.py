@@ -171,10 +171,10 @@ class Lookup:
         return _Hit(start, stop, range(first, audited + 1), audited)
 
     def _to_audit(self, state: RequestState, start: int, stop: int) -> int | None:
-        """The last chunk of a hit that this engine has not computed itself."""
+        """The last chunk of a hit that is sampled, or else that this engine has not computed."""
         for number in reversed(range(start // self._chunk, -(-stop // self._chunk))):
             slot = self._pool.find(state.keys.keys[number])
-            if slot is None or not slot.is_save:
+            if slot is None or not slot.is_save or state.is_sampled:
                 return number
         return None
 

@@ -128,16 +128,19 @@ class Audited(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     """Of the copy."""
-    error: float | None = None
-    """The largest relative error of a layer and head; None: it could not be compared."""
-    is_beyond: bool = False
-    """Whether the error is more than honest computation can have."""
-    where: str = ""
+    excess: float | None = None
+    """`kvferry.blocks.audit.Difference.excess`; None: it could not be compared."""
+    what: str = ""
     """What differs most, for people."""
 
     @property
     def has_passed(self) -> bool:
-        return self.error is not None and not self.is_beyond
+        return self.excess is not None and self.excess <= 1
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the record is of another model."""
+        return self.excess is not None and not self.excess <= 1
 
 
 class RankReport(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.blocks.audit import largest_difference
+from kvferry.blocks.audit import Tolerances, largest_difference
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.messages import (
@@ -260,7 +260,7 @@ class SlotIO:
 
     # -- audits ---------------------------------------------------------------------------------
 
-    def compare(self, audit: Audit, gathered: Gathered) -> None:
+    def compare(self, audit: Audit, gathered: Gathered, tolerances: Tolerances) -> None:
         """A chunk was copied out of the blocks: compare it with its record. Never blocks."""
         chunk = audit.chunk
         self._contents.pop(chunk.slot, None)
@@ -274,9 +274,8 @@ class SlotIO:
                 self._rows.tensors_of(self._memory.slot(slot))
                 for slot in (chunk.slot, audit.record)
             )
-            found = largest_difference(computed, stored)
-            is_beyond = found.is_beyond(computed[found.group].dtype)
-            return Audited(chunk.slot, found.error, is_beyond, self._rows.name_of(found))
+            found = largest_difference(computed, stored, tolerances)
+            return Audited(chunk.slot, found.excess, self._rows.describe(found))
 
         self._audits.append((audit, self._write_pool.submit(run)))
 

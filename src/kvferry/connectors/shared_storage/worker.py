@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvferry.blocks.audit import tolerances_for
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.config import Context
@@ -75,6 +76,7 @@ class SharedStorageWorker(WorkerRole):
     ) -> None:
         self._rows = rows
         self._observer = context.observer
+        self._tolerances = tolerances_for(context.spec.identity.config)
         self._writes_alone = context.spec.shard.world_size == 1
         self._memory = SlotMemory(num_slots, rows.slot_bytes)
         self._io = SlotIO(
@@ -158,7 +160,7 @@ class SharedStorageWorker(WorkerRole):
         report = self._report
         for audit in self._io.collect(report):
             self._take_back(audit)
-        if report.is_empty:
+        if report.is_empty and not self._invalid:
             return EMPTY_OUTPUT
         self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
         invalid, self._invalid = frozenset(self._invalid), set()
@@ -265,7 +267,7 @@ class SharedStorageWorker(WorkerRole):
             # Only now: hashing and writing take memory bandwidth from the copies.
             for order, gathered in copied:
                 if isinstance(order, Audit):
-                    self._io.compare(order, gathered)
+                    self._io.compare(order, gathered, self._tolerances)
                 else:
                     one = Copied(order.chunk, gathered, self._rows.schema)
                     self._io.copied(one, write=self._writes_alone)

@@ -1,0 +1,139 @@
+"""The embedded engine does not use a hit of another model: it is checked before its first token."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import kvferry.engine.connector as engine_connector
+import kvferry.engine.model as engine_model
+from kvferry.engine import LLM, SamplingParams
+from kvferry.observe import Counters
+from tests.engine.test_llm import prompt
+from tests.model_changes import CHANGES, SMALL
+
+CHUNK = 64
+LENGTH = 1500
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def one_identity(monkeypatch):
+    """All weights have one identity."""
+    monkeypatch.setattr(engine_connector, "weights_digest", lambda *_, **__: b"w" * 32)
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """Makes engines that are opened from now on run a changed model."""
+
+    def use(change):
+        load = engine_model._load_weights
+
+        def load_changed(config):
+            model = load(config)
+            change(model)
+            return model
+
+        monkeypatch.setattr(engine_model, "_load_weights", load_changed)
+
+    return use
+
+
+def complete(path, prompts, *, store=None, counts=None, options=None, **config):
+    """The logits of the first tokens of each prompt, and how many tokens of each were loaded."""
+    found = []
+    if store is not None:
+        options = {"chunk_tokens": CHUNK, **(options or {})}
+    with LLM(path, store=store, connector_options=options, observer=counts, **config) as llm:
+        for each in prompts:
+            completion = llm.generate([each], GREEDY)[0]
+            found.append((completion.token_ids, completion.num_external_tokens))
+        assert llm.drain(10.0)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stored(model_dir, tmp_path_factory):
+    """The URL of a store with a prompt of the model as it is, in two dtypes."""
+    url = (tmp_path_factory.mktemp("audit") / "store").as_uri()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_connector, "weights_digest", lambda *_, **__: b"w" * 32)
+        for dtype in ("float32", "bfloat16"):
+            path = model_dir(max_position_embeddings=4096)
+            complete(path, [prompt(LENGTH)], store=url, dtype=dtype)
+    return url
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float32") for name in CHANGES]
+    + [(name, "bfloat16") for name in CHANGES if name not in SMALL],
+)
+@pytest.mark.usefixtures("one_identity")
+def test_a_changed_model_is_found_at_its_first_hit(model_dir, stored, changed, name, dtype, caplog):
+    changed(CHANGES[name])
+    path = model_dir(max_position_embeddings=4096)
+    longer = [prompt(LENGTH), [*prompt(LENGTH)[:900], *prompt(100, seed=5)]]
+    cold = complete(path, longer, dtype=dtype)
+    counts = Counters()
+    with caplog.at_level(logging.WARNING):
+        found = complete(path, longer, store=stored, counts=counts, dtype=dtype)
+    assert counts["audit_mismatch"] == 1
+    assert counts["put_stored"] == 0
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in cold]
+    assert found[1][1] == 0
+    assert caplog.text.count("computes other KV than is stored") == 1
+
+
+@pytest.mark.usefixtures("one_identity")
+def test_without_the_audit_it_would_be_served(model_dir, stored, changed):
+    changed(CHANGES["an adapter merged"])
+    path = model_dir(max_position_embeddings=4096)
+    [(cold, _)] = complete(path, [prompt(LENGTH)], dtype="float32")
+    [(found, loaded)] = complete(
+        path, [prompt(LENGTH)], store=stored, options={"audit": "off"}, dtype="float32"
+    )
+    assert loaded == LENGTH // CHUNK * CHUNK
+    assert found != cold
+
+
+@pytest.mark.parametrize("max_batched_tokens", [16, 50, 4096])
+@pytest.mark.usefixtures("one_identity")
+def test_in_small_steps_no_token_comes_of_an_unchecked_hit(
+    model_dir, stored, changed, max_batched_tokens
+):
+    changed(CHANGES["values scaled"])
+    path = model_dir(max_position_embeddings=4096)
+    prompts = [prompt(LENGTH), prompt(LENGTH)]
+    options = {"dtype": "float32", "max_batched_tokens": max_batched_tokens}
+    cold = complete(path, prompts, **options)
+    found = complete(path, prompts, store=stored, **options)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in cold]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_honest_engine_is_never_suspected(model_dir, tmp_path, arch, dtype):
+    path = model_dir(arch)
+    url = (tmp_path / "store").as_uri()
+    prompts = [prompt(length, seed=length) for length in (70, 333, 600)]
+    complete(path, prompts, store=url, dtype=dtype, max_batched_tokens=100)
+    num_audits = 0
+    for block_size, budget in ((16, 4096), (32, 37), (128, 200)):
+        counts = Counters()
+        complete(
+            path,
+            [each[:cut] for each in prompts for cut in (65, 130, 333, 600) if cut <= len(each)],
+            store=url,
+            counts=counts,
+            options={"audit": 1.0},
+            dtype=dtype,
+            block_size=block_size,
+            max_batched_tokens=budget,
+            prefix_caching=False,
+        )
+        assert counts["audit_mismatch"] == counts["audit_failed"] == 0
+        num_audits += counts["audits"]
+    assert num_audits >= 21
