@@ -124,9 +124,6 @@ def flat_attention(model):
         layer.self_attn.scaling = 1e-6
 
 
-SMALL = {"one matrix scaled", "weights rounded to 8 bits", "cast to bfloat16 and back", "a hook"}
-"""In bfloat16 these change KV by less than rounding does."""
-
 CHANGES = {
     "values scaled": scale("v_proj", by=1.01),
     "one matrix scaled": scale("layers.0.mlp.up_proj", by=1.05),

@@ -151,7 +151,7 @@ def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp
     with engine(path, block_size=5, **options) as llm:
         completions = llm.generate([prompt(101)], GREEDY)
         assert_same(completions, expected)
-        assert completions[0].num_external_tokens == 95
+        assert completions[0].num_external_tokens == 60  # its last chunk is audited
     with engine(other, **options) as llm:
         completions = llm.generate([prompt(101)], GREEDY)
         assert_same(completions, own_generation(other, [prompt(101)], 6))
@@ -479,4 +479,4 @@ def test_the_first_prompt_after_opening_finds_all_that_a_store_holds(model_dir, 
         llm.generate([prompt(900, seed=seed) for seed in range(3)], SamplingParams(max_tokens=1))
     with LLM(model_dir(), **options) as llm:
         (first,) = llm.generate([prompt(900, seed=2)], SamplingParams(max_tokens=1))
-    assert first.num_external_tokens == 899
+    assert first.num_external_tokens == 898  # its last chunk, of one token, is audited

@@ -22,6 +22,7 @@ from kvferry.errors import ConfigError
 Row = Mapping[str, str | int | float | None]
 
 BENCHMARKS: Mapping[str, str] = {
+    "audit": "hits that are compared with what the engine computes, beside hits that are not",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
