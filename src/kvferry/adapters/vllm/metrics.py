@@ -23,6 +23,8 @@ METRICS = {
     "save_failed": "Chunks that could not be stored.",
     "save_no_slot": "Saves put off because the host pool had no slot.",
     "load_failed_chunks": "Chunks that could not be brought after they were promised.",
+    "audits": "Hits compared with what the engine computes, and found right.",
+    "audit_mismatch": "Hits found to be of another model; nothing is loaded or saved after one.",
     "lookup_tokens": "Tokens of all admitted prompts.",
     "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",
     "miss_tokens_no_memory": "Tokens computed because the host pool had no slot.",
