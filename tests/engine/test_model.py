@@ -37,7 +37,8 @@ def write_config(path, model_type: str, **values):
         ("vit", {}, "causal"),
         ("llama4_text", {"num_hidden_layers": 4}, "chunked_attention"),
         ("llava", {}, "more than text"),
-        ("gemma4_text", {}, "does not say what KV all layers have: 'head_dim'"),
+        ("phi4_multimodal", {}, "more than text"),
+        ("gemma4_text", {}, "what KV all layers have: 'head_dim' is .* may vary across layers$"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         (
             "llama",

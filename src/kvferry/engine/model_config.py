@@ -80,7 +80,8 @@ class ModelConfig:
             self.geometry = self._geometry(engine.dtype)
         except (AttributeError, TypeError, RuntimeError) as error:  # a number per layer, or none
             raise ConfigError(
-                f"{model_dir}/config.json does not say what KV all layers have: {first_line(error)}"
+                f"{model_dir}/config.json does not say what KV all layers have: "
+                f"{first_line(error).partition('. ')[0]}"
             ) from error
         heads, ranks = self.geometry.num_query_heads, engine.tensor_parallel_size
         if heads % ranks:
@@ -118,7 +119,7 @@ class ModelConfig:
         config = self.transformers_config
         if getattr(config, "is_encoder_decoder", False):
             yield ", an encoder-decoder; the engine serves decoders only"
-        if config.get_text_config() is not config:
+        if config.get_text_config() is not config or _has_other_inputs(config):
             yield ", which takes more than text; the engine serves text only"
         model_class = self.model_class()
         if getattr(model_class, "_is_stateful", False):
@@ -187,6 +188,12 @@ def _read_config(model_dir: Path) -> Any:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model_dir}/config.json cannot be used: {first_line(error)}") from error
+
+
+def _has_other_inputs(config: Any) -> bool:
+    """Whether parts of the model read images or sound, which the token ids do not name. Some models
+    with such parts have no config of their text part."""
+    return any(name.startswith(("vision_", "audio_")) for name in config.sub_configs)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +98,20 @@ def make_tiny_model(
     if arch not in _ARCHITECTURES:
         raise ConfigError(f"arch is {arch!r}; use one of {', '.join(_ARCHITECTURES)}")
     config = AutoConfig.for_model(arch, **{**_ARCHITECTURES[arch], **overrides})
+    return write_random_model(path, partial(AutoModelForCausalLM.from_config, config), seed)
+
+
+def write_random_model(path: str | Path, build: Callable[[], Any], seed: int = 0) -> Path:
+    """Write a model with random weights to the directory `path` (config and safetensors).
+
+    Args:
+        path: directory; made if absent.
+        build: makes the model. Weights depend on this and the seed alone.
+        seed: of the weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = build()
         with torch.no_grad():
             for name, parameter in sorted(model.named_parameters()):
                 # Larger than the usual initial values: nearly uniform attention hides a wrong key.

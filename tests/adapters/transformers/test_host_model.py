@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, QuantoConfig, StaticCache
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
+from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
@@ -19,6 +22,7 @@ from tests.adapters.transformers.generating import (
     prompt,
     reuse,
 )
+from tests.adapters.transformers.tiny_configs import build_model, tiny_config
 
 
 def test_other_weights_of_the_same_shape_read_nothing(model_dir, load_model, store_url):
@@ -177,6 +181,22 @@ def test_a_model_without_a_directory_is_refused(model_dir, load_model, store_url
 def test_a_model_that_looks_ahead_is_refused(model_dir, load_model, store_url):
     with pytest.raises(ConfigError, match="is not causal"):
         StoredKV(load_model(model_dir("bert")), store_url)
+
+
+def test_a_model_that_numbers_tokens_for_itself_is_refused(load_model, store_url, tmp_path):
+    path = write_random_model(tmp_path / "model", partial(build_model, tiny_config("roberta")))
+    with pytest.raises(ConfigError, match=r"numbers tokens otherwise than generate\(\) does"):
+        StoredKV(load_model(path), store_url)
+
+
+def test_what_loading_sets_inside_sub_configs_changes_no_identity(load_model, store_url, tmp_path):
+    path = write_random_model(tmp_path / "model", partial(build_model, tiny_config("dbrx")))
+    input_ids = prompt(64).clamp(max=255)
+    options = {"connector_options": {"chunk_tokens": CHUNK}, "dtype": "float32"}
+    with LLM(path, store=store_url, **options) as llm:
+        llm.generate([input_ids[0].tolist()], SamplingParams(max_tokens=1))
+        assert llm.drain(60.0)
+    assert reuse(load_model(path), store_url, input_ids).num_loaded == 63
 
 
 def test_latents_of_a_form_that_is_not_known_are_refused(load_model, store_url):

@@ -8,6 +8,7 @@ than the model in its directory. Changes that can be seen are refused here, by n
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ _WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "torch_dtype"}
 """Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
 depends on; the dtype enters the identity as the model has it."""
 
-_PROBES = ((0, 1, 2, 3), (0, 1, 2, 4))
-"""Token ids that every vocabulary has."""
+_PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
+"""Token ids that every vocabulary has, and none that is mostly padding."""
 
 _ROUNDING = 0.02
 """Relative to the largest value; more than bfloat16 changes with the order of additions."""
@@ -188,7 +189,21 @@ class HostModel:
                     f"{name} is not causal: KV of a token in layer {number} depends on tokens "
                     "behind it, so that of a prefix cannot be used again"
                 )
+        self._refuse_own_positions(run, name)
         return tuple(layer.keys.device for layer in run)
+
+    def _refuse_own_positions(self, run: list[Any], name: str) -> None:
+        """Refuse a model that numbers tokens otherwise than `generate`, which passes positions from
+        0 on. The same tokens have other KV then after a forward that passes none."""
+        if "position_ids" not in inspect.signature(self._model.forward).parameters:
+            return
+        positions = torch.arange(len(_PROBES[0]), device=self._model.device)[None]
+        placed = _layers_of_run(self._model, _PROBES[0], name, position_ids=positions)
+        if any(_differ_before_last(*layers) for layers in zip(run, placed, strict=True)):
+            raise ConfigError(
+                f"{name} numbers tokens otherwise than generate() does, so that its KV depends on "
+                "who calls it"
+            )
 
 
 def _settings(module: Any) -> tuple[Any, ...]:
@@ -213,14 +228,16 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _VALUES_PER_SAMPLE)].to("cpu", copy=True)
 
 
-def _layers_of_run(model: Any, token_ids: tuple[int, ...], name: str) -> list[Any]:
+def _layers_of_run(
+    model: Any, token_ids: tuple[int, ...], name: str, **arguments: torch.Tensor
+) -> list[Any]:
     from transformers import DynamicCache
 
     cache: Any = DynamicCache()
     try:
         with torch.inference_mode():
             input_ids = torch.tensor([token_ids], device=model.device)
-            model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+            model(input_ids=input_ids, past_key_values=cache, use_cache=True, **arguments)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{name} cannot run with a DynamicCache: "
@@ -313,15 +330,25 @@ def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
     from transformers import AutoConfig
 
     stored, running = (
-        relevant_config(json.loads(json.dumps(config.to_dict(), default=str)))
+        _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
         for config in (AutoConfig.from_pretrained(directory, local_files_only=True), model.config)
     )
     differing = {
         name: running.get(name)
-        for name in sorted((stored.keys() | running.keys()) - _WITHOUT_EFFECT)
+        for name in sorted(stored.keys() | running.keys())
         if stored.get(name) != running.get(name)
     }
     return {"overrides": differing} if differing else {}
+
+
+def _decisive(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`config` without the fields of no effect, also inside its sub-configs, which loading gives a
+    dtype, too."""
+    return {
+        name: _decisive(value) if isinstance(value, Mapping) and name.endswith("_config") else value
+        for name, value in relevant_config(config).items()
+        if name not in _WITHOUT_EFFECT
+    }
 
 
 def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:

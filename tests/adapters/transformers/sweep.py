@@ -1,0 +1,207 @@
+"""One tiny model of an architecture, in both front ends: right hits, or a refusal in one line.
+
+`scripts/architectures` writes what is found to docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from kvferry.adapters.transformers import StoredKV
+from kvferry.engine import LLM, SamplingParams
+from kvferry.engine.model import quiet_transformers
+from kvferry.errors import ConfigError
+from kvferry.testing.models import write_random_model
+from tests.adapters.transformers.generating import CHUNK, generate, reuse
+from tests.adapters.transformers.tiny_configs import (
+    NOT_BUILT,
+    build_model,
+    tiny_config,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
+
+NUM_TOKENS = 103
+HIT = NUM_TOKENS // CHUNK * CHUNK
+PARAMS = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
+
+WITHIN = 1e-4
+"""Of logits, against the largest of them. Sums in another order differ by less than 1e-5."""
+
+DIFFERENT = 1e-2
+"""What other tokens in the place of stored ones change at least: otherwise wrong KV would pass."""
+
+
+class Row(NamedTuple):
+    """What both front ends do with an architecture: None where it is served, else the reason."""
+
+    model_type: str
+    stored_kv: str | None
+    llm: str | None
+
+    def __str__(self) -> str:
+        """As in the table of the page."""
+        served = ["no" if reason else "yes" for reason in (self.stored_kv, self.llm)]
+        if self.model_type in NOT_BUILT:
+            served = ["not run"] * 2
+        reasons = [self.stored_kv or ""]
+        if self.stored_kv != self.llm:
+            both = (("StoredKV", self.stored_kv), ("LLM", self.llm))
+            reasons = [f"{name}: {reason}" for name, reason in both if reason]
+        return f"| {self.model_type} | {' | '.join(served)} | {'; '.join(reasons)} |"
+
+
+class Answer(NamedTuple):
+    """What a front end answers to the prompt."""
+
+    num_hit: int
+    logits: torch.Tensor
+    """`[new tokens, vocab]`."""
+
+
+def sweep(model_type: str, place: Path) -> Row:
+    """Store a prompt with each front end that takes the architecture, read it with each of them,
+    and compare with the model's own logits. Every use has a model and an engine of its own.
+
+    Args:
+        model_type: one of `MODEL_TYPES`.
+        place: an empty directory.
+
+    Raises:
+        AssertionError: no hit, other logits, or a refusal of several lines.
+    """
+    if model_type in NOT_BUILT:
+        return Row(model_type, NOT_BUILT[model_type], NOT_BUILT[model_type])
+    with quiet_transformers():
+        directory = _write(model_type, place / "model")
+        load = partial(AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32)
+        refusals = [
+            _refusal(partial(_stored_kv, load, place / "empty"), directory),
+            _refusal(partial(_llm, directory, place / "empty"), directory),
+        ]
+        front_ends: list[Callable[[Path], Answer]] = []
+        if refusals[0] is None:
+            front_ends.append(partial(_by_stored_kv, load))
+        if refusals[1] is None:
+            front_ends.append(partial(_by_llm, directory))
+        if front_ends:
+            _check(load, front_ends, place)
+    return Row(model_type, *refusals)
+
+
+def _check(
+    load: Callable[[], Any], front_ends: list[Callable[[Path], Answer]], place: Path
+) -> None:
+    _, expected = generate(load(), _prompt())
+    _, other = generate(load(), _prompt(changed=HIT))
+    assert _difference(other, expected) >= DIFFERENT
+    for number, writer in enumerate(front_ends):
+        store = place / f"store {number}"
+        written = writer(store)
+        assert written.num_hit == 0
+        assert _difference(written.logits, expected) <= WITHIN, "of the model without a hit"
+        for reader in front_ends:
+            read = reader(store)
+            assert read.num_hit == HIT, (writer, reader)
+            assert _difference(read.logits, expected) <= WITHIN, (writer, reader)
+
+
+def _prompt(changed: int = 0) -> torch.Tensor:
+    """Token ids `[1, NUM_TOKENS]`, the first of them other ones if `changed`."""
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(3, 250, (1, NUM_TOKENS), generator=generator)
+    prompt[:, :changed] = prompt[:, :changed].flip(1)
+    return prompt
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected[: len(logits)]
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+# ---- front ends
+
+
+def _write(model_type: str, directory: Path) -> Path:
+    config = tiny_config(model_type)
+    write_random_model(directory, partial(build_model, config))
+    if json.loads((directory / "config.json").read_text())["model_type"] != config.model_type:
+        config.save_pretrained(directory)  # of all parts: the model was one of them
+    return directory
+
+
+def _stored_kv(load: Callable[[], Any], store: Path) -> StoredKV:
+    return StoredKV(load(), store.as_uri(), chunk_tokens=CHUNK)
+
+
+def _llm(directory: Path, store: Path) -> LLM:
+    options = {"chunk_tokens": CHUNK}
+    return LLM(
+        directory,
+        store=store.as_uri(),
+        connector_options=options,
+        dtype="float32",
+        num_blocks=2 * NUM_TOKENS // CHUNK,
+    )
+
+
+def _refusal(make: Callable[[], StoredKV | LLM], directory: Path) -> str | None:
+    """Why it cannot be made, without the names of directory and class; None if it can."""
+    try:
+        make().close()
+    except ConfigError as error:
+        reason = str(error)
+    else:
+        return None
+    assert "\n" not in reason
+    named = re.escape(str(directory))
+    return re.sub(rf"\w* from {named} |{named}( holds a '\S+' model,? |: | |/)", "", reason)
+
+
+def _by_stored_kv(load: Callable[[], Any], store: Path) -> Answer:
+    generated = reuse(load(), store.as_uri(), _prompt())
+    assert generated.num_saved == HIT - generated.num_loaded
+    return Answer(generated.num_loaded, generated.logits)
+
+
+def _by_llm(directory: Path, store: Path) -> Answer:
+    with _llm(directory, store) as llm:
+        (completion,) = llm.generate([_prompt()[0].tolist()], PARAMS)
+        assert llm.drain(60.0)
+    return Answer(completion.num_external_tokens, torch.from_numpy(completion.first_logits)[None])
+
+
+# ---- the page
+
+
+def rows_of_page() -> dict[str, str]:
+    """The lines of the table, by architecture."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if re.match(r"\| (?!architecture)\w", line)]
+    return {row.split("|")[1].strip(): row for row in rows}
+
+
+def version_of_page() -> str:
+    """The Transformers that the table was made with."""
+    return re.search(r"Transformers (\d\S+\d)", PAGE.read_text(encoding="utf-8"))[1]
+
+
+def write_page(rows: Iterable[Row]) -> None:
+    """Replace the version and the table of the page."""
+    text = PAGE.read_text(encoding="utf-8").replace(version_of_page(), transformers.__version__)
+    head = text[: text.index("| architecture")]
+    table = [
+        "| architecture | `StoredKV` | `LLM` | why not |",
+        "|---|---|---|---|",
+        *map(str, rows),
+    ]
+    PAGE.write_text(head + "\n".join(table) + "\n", encoding="utf-8")

@@ -1,0 +1,34 @@
+"""Every architecture that Transformers has a causal LM of: served rightly or refused, as the page
+says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.adapters.transformers.sweep import rows_of_page, sweep, version_of_page
+from tests.adapters.transformers.tiny_configs import MODEL_TYPES
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")  # they are of Transformers' models
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_an_architecture_hits_rightly_or_is_refused_as_the_page_says(model_type, tmp_path):
+    row = sweep(model_type, tmp_path)
+    if version_of_page() == transformers.__version__:
+        assert str(row) == rows_of_page()[model_type]
+
+
+def test_the_page_has_a_row_for_every_architecture():
+    if version_of_page() == transformers.__version__:
+        assert list(rows_of_page()) == MODEL_TYPES
