@@ -126,6 +126,11 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     return not (_on_cpu() and vllm_config.model_config.use_mla)
 
 
+def uses_modelscope() -> bool:
+    """Whether this vLLM takes models by name from ModelScope, not from Hugging Face."""
+    return bool(getattr(_module("vllm.envs"), "VLLM_USE_MODELSCOPE", False))
+
+
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
     """`output` with the stats of the connector class `name` alone; else `output` as it is.
 
