@@ -89,6 +89,16 @@ def test_quantisation_of_what_a_quantised_checkpoint_left_is_another_model(tmp_p
     assert namespace(more) != namespace(plain)
 
 
+def test_variables_that_quantise_are_another_model(model, monkeypatch):
+    before = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert namespace(make_config(model)) == before
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    by_int8 = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    assert len({before, by_int8, namespace(make_config(model))}) == 3
+
+
 def test_a_file_that_says_how_to_quantise_counts_by_content(model, tmp_path):
     path = tmp_path / "torchao.json"
     config = make_config(model, model_config__hf_overrides={"quantization_config_file": str(path)})

@@ -22,7 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvferry.adapters.vllm.host import uses_modelscope
+from kvferry.adapters.vllm.host import numeric_variables, uses_modelscope
 from kvferry.errors import ConfigError
 from kvferry.keys import (
     ModelIdentity,
@@ -218,7 +218,7 @@ def _deviations(
 
 
 def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
-    """Options with which equal files make other KV, where the operator set them."""
+    """Options and variables with which equal files make other KV, where the operator set them."""
     found = {
         f"lora_{name}": getattr(getattr(vllm_config, "lora_config", None), name, None)
         for name in _LORA_SETTINGS
@@ -229,7 +229,7 @@ def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
     if isinstance(overrides, Mapping) and overrides.get("quantization_config_file"):
         path = Path(overrides["quantization_config_file"])
         found["quantization_config_file"] = blake3(path.read_bytes()).hexdigest()
-    return {name: repr(value) for name, value in found.items() if value}
+    return numeric_variables() | {name: repr(value) for name, value in found.items() if value}
 
 
 def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
