@@ -131,3 +131,28 @@ def test_an_engine_that_slept_reads_nothing_from_before(
     assert (after.local, after.external) == (0, 0)
     assert_same(before, after)
     assert len(records(tmp_path)) >= 3
+
+
+def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process, second: Process
+) -> None:
+    prompts = [make_prompt(n) for n in (400, 300)]
+    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
+        engine.generate(prompts)
+    stored = wait_for_records(tmp_path, 5)
+    with second.engine(models["plain"]) as engine:
+        change_weights(second, "apply_model", models)
+        own = engine.generate(prompts)
+    with first.engine(models["plain"], kvferry(tmp_path, audit="first")) as engine:
+        change_weights(first, "apply_model", models)
+        engine.wait_until_known(stored)
+        engine.generate(prompts[:1])
+        engine.generate([make_prompt(40)])  # counts travel with steps
+        counts = engine.metrics()
+        later = engine.generate(prompts[1:])
+        new = engine.generate([make_prompt(300)])
+    assert sum(n for name, n in counts.items() if "audit_mismatch" in name) >= 1
+    assert later.external == 0
+    assert_same(own[1:], later)
+    assert new.external == 0
+    assert records(tmp_path) == stored
