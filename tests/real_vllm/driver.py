@@ -74,6 +74,30 @@ class Driver:
     def reset(self, *, connector: bool) -> Json:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
+    def scale_norms(self, factor: float) -> Json:
+        """Multiply the weights of the layers' first norms, in place, as a trainer may.
+
+        Kernels for a CPU keep copies of the other weights in a layout of their own.
+        """
+
+        def scale(model: Any) -> None:
+            for name, weights in model.named_parameters():
+                if "input_layernorm" in name:
+                    weights.data.mul_(factor)
+
+        self.llm.apply_model(scale)
+        return {}
+
+    def call_workers(self, method: str, **arguments: Any) -> Json:
+        """`collective_rpc`."""
+        self.llm.collective_rpc(method, kwargs=arguments)
+        return {}
+
+    def sleep(self, level: int) -> Json:
+        self.llm.sleep(level)
+        self.llm.wake_up()
+        return {}
+
     def unknown(self, keys: list[str]) -> Json:
         """How many of these records the connector's look-ups would not find now."""
         store = self._scheduler().connector._parts.store

@@ -27,6 +27,7 @@ class HFConfig:
 
 CONFIG = {
     "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -45,6 +46,20 @@ def load_config(model: Any, **_: Any) -> HFConfig:
     return HFConfig(json.loads((Path(model) / "config.json").read_text()))
 
 
+def make_code(module: str, *bases: type, name: str = "LlamaForCausalLM") -> type:
+    """A class of a model, as if `module` defined it."""
+    return type(name, bases, {"__module__": module})
+
+
+def registry_of(code: type) -> Any:
+    """vLLM's registry, in which every architecture is `code`."""
+    return SimpleNamespace(resolve_model_cls=lambda names, model: (code, names[0]))
+
+
+OWN_CODE = registry_of(make_code("vllm.model_executor.models.llama"))
+"""Every architecture is vLLM's own."""
+
+
 def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any:
     """A VllmConfig; `changes` by dotted path with `__` for the dot."""
     loaded = load_config(model)
@@ -56,6 +71,8 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
             hf_text_config=loaded,
             quantization=None,
             max_model_len=64,
+            registry=OWN_CODE,
+            using_transformers_backend=lambda: False,
             get_total_num_kv_heads=lambda: 2,
             get_head_size=lambda: 4,
         ),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvferry.adapters.vllm.identity import LoraIdentities, model_identity
+from kvferry.adapters.vllm.identity import LoraIdentities, local_model, model_identity
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace, effective_config, weights_digest
 from kvferry.types import KVGroup
 
-from .fakes import HFConfig, load_config, make_config, write_model
+from .fakes import HFConfig, load_config, make_code, make_config, registry_of, write_model
 
 GROUP = KVGroup(num_layers=2, num_kv_heads=2, content_size=8, dtype="float32", block_size=4)
 
@@ -53,6 +55,9 @@ OVERRIDES = {
     "dtype": {"model_config__dtype": torch.bfloat16},
     "kv dtype": {"cache_config__cache_dtype": "fp8_e4m3"},
     "online quantisation": {"model_config__quantization": "fp8"},
+    "implementation": {"model_config__using_transformers_backend": lambda: True},
+    "LoRA modules": {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
+    "options of a platform": {"additional_config": {"kv": "compressed"}},
 }
 
 
@@ -73,6 +78,86 @@ def test_quantisation_by_the_checkpoint_is_known_from_its_config_alone(tmp_path)
     model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
     marlin = make_config(model, model_config__quantization="fp8_marlin")
     assert namespace(marlin) == namespace(make_config(model, model_config__quantization="fp8"))
+
+
+def test_quantisation_of_what_a_quantised_checkpoint_left_is_another_model(tmp_path):
+    model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
+    plain = make_config(model, model_config__quantization="fp8")
+    more = make_config(
+        model, model_config__quantization="fp8", model_config__quantization_config={"moe": "int8"}
+    )
+    assert namespace(more) != namespace(plain)
+
+
+def test_variables_that_quantise_are_another_model(model, monkeypatch):
+    before = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert namespace(make_config(model)) == before
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    by_int8 = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    assert len({before, by_int8, namespace(make_config(model))}) == 3
+
+
+def test_a_file_that_says_how_to_quantise_counts_by_content(model, tmp_path):
+    path = tmp_path / "torchao.json"
+    config = make_config(model, model_config__hf_overrides={"quantization_config_file": str(path)})
+    found = []
+    for text in ("{}", '{"bits": 4}'):
+        path.write_text(text)
+        found.append(namespace(config))
+    assert found[0] != found[1]
+
+
+def import_plugin(path, monkeypatch, *, base="...", child="..."):
+    """The class of a plug-in, and the one it inherits from, each in a module of its own."""
+    (path / "their_base.py").write_text(f"class Base: {base}")
+    (path / "their_models.py").write_text(
+        f"from their_base import Base\nclass Llama(Base): {child}"
+    )
+    monkeypatch.syspath_prepend(path)
+    importlib.invalidate_caches()
+    for name in ("their_base", "their_models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("their_models")
+    return module.Llama, module.Base
+
+
+def test_a_model_class_of_a_plug_in_is_another_model_and_its_files_count(
+    model, tmp_path, monkeypatch
+):
+    def by(code):
+        return namespace(make_config(model, model_config__registry=registry_of(code)))
+
+    own = by(make_code("vllm.model_executor.models.llama"))
+    assert own == by(make_code("vllm.models.llama", name="Renamed"))
+    code, base = import_plugin(tmp_path, monkeypatch)
+    theirs = by(code)
+    assert theirs == by(code)
+    assert theirs not in (own, by(base))
+    for number, changed in enumerate(("base", "child")):
+        path = tmp_path / str(number)
+        path.mkdir()
+        other, _ = import_plugin(path, monkeypatch, **{changed: "scale = 2"})
+        assert by(other) != theirs
+
+
+def test_a_model_class_without_a_file_is_shared_with_nobody(model):
+    config = make_config(model, model_config__registry=registry_of(make_code("nowhere")))
+    assert namespace(config) != namespace(config)
+
+
+def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    written = write_hub(cache, 1.0)
+    config = make_config(
+        written,
+        model_config__model="some/model",
+        load_config__download_dir=str(cache),
+    )
+    assert local_model(config) is not None
+    monkeypatch.setattr("kvferry.adapters.vllm.identity.uses_modelscope", lambda: True)
+    assert local_model(config) is None
 
 
 @pytest.mark.parametrize(("rope_type", "differs"), [("default", False), ("dynamic", True)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from .fakes import OWN_CODE
 from .released import Release
 from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
 
@@ -105,6 +106,8 @@ def make_config(
     records["model_config"].get_num_kv_heads = lambda parallel: HEADS // world
     records["model_config"].get_head_size = lambda: HEAD_SIZE
     records["model_config"].use_mla = False
+    records["model_config"].using_transformers_backend = lambda: False
+    records["model_config"].registry = OWN_CODE
     records["parallel_config"].distributed_executor_backend = "uni" if world == 1 else "mp"
     return SimpleNamespace(**records, load_config=SimpleNamespace(load_format="auto"))
 

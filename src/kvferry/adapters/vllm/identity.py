@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvferry.adapters.vllm.host import numeric_variables, uses_modelscope
 from kvferry.errors import ConfigError
 from kvferry.keys import (
     ModelIdentity,
@@ -42,6 +44,15 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 _FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
 """Load formats that read other files of it, which may hold other weights. With a format in neither
 list, the weights may not be those of the files."""
+
+_LORA_SETTINGS = (
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+"""Fields of vLLM's LoRA configuration that decide which part of an adapter is used, and how it is
+read."""
 
 RECHECK_SECONDS = 5.0
 """How often an adapter's files are hashed again while requests use it."""
@@ -131,11 +142,14 @@ def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
-    """The path of the weights: a directory, a single file, or a hub's snapshot on this disk."""
+    """The path of the weights: a directory, a single file, or Hugging Face's snapshot on this
+    disk. None for a model of another hub: the snapshot of that name may hold other weights."""
     model = vllm_config.model_config
     path = Path(str(getattr(model, "model_weights", "") or model.model))
     if path.exists():
         return path
+    if uses_modelscope():
+        return None
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -165,15 +179,22 @@ def _deviations(
     changed = _changed_fields(model, is_written, load_config)
     if changed:
         found["overrides"] = changed
+    classes = _foreign_classes(model)
+    if classes:
+        found["model_class"] = classes
     load_format = _load_format(vllm_config)
     if load_format not in _FROM_FILES:
         options = getattr(vllm_config.load_config, "model_loader_extra_config", None)
         found["load_format"] = f"{load_format} {options!r}" if options else load_format
-    if model.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
+    # The options may also quantise layers that a quantised checkpoint left as they were.
+    quantization = getattr(model, "quantization_config", None)
+    is_written_so = hasattr(model.hf_config, "quantization_config")
+    if quantization or (model.quantization is not None and not is_written_so):
         found["online_quantization"] = {
             "method": str(model.quantization),
-            "options": repr(getattr(model, "quantization_config", None)),
+            "options": repr(quantization),
         }
+    found.update(_options(vllm_config))
     cache = vllm_config.cache_config
     if cache.cache_dtype not in ("auto", found["dtype"]):
         found["kv_cache_dtype"] = str(cache.cache_dtype)
@@ -194,6 +215,45 @@ def _deviations(
     if _depends_on_length(model.hf_config.to_dict()):
         found["max_model_len"] = int(model.max_model_len)
     return found
+
+
+def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
+    """Options and variables with which equal files make other KV, where the operator set them."""
+    found = {
+        f"lora_{name}": getattr(getattr(vllm_config, "lora_config", None), name, None)
+        for name in _LORA_SETTINGS
+    }
+    # Read by platforms of others, in ways that only they know.
+    found["additional_config"] = getattr(vllm_config, "additional_config", None)
+    overrides = getattr(vllm_config.model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping) and overrides.get("quantization_config_file"):
+        path = Path(overrides["quantization_config_file"])
+        found["quantization_config_file"] = blake3(path.read_bytes()).hexdigest()
+    return numeric_variables() | {name: repr(value) for name, value in found.items() if value}
+
+
+def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
+    """The model's class and those it inherits from, where they are not vLLM's own for the
+    architecture: of plug-ins, with the digests of their files, or of Transformers. A class of the
+    latter may order a key's elements otherwise (the rotated part, in DeepSeek's models)."""
+    if model.using_transformers_backend():
+        return ["transformers"]
+    names = getattr(model.hf_config, "architectures", None) or []
+    found, _ = model.registry.resolve_model_cls(names, model)
+    if found.__module__.startswith("vllm."):
+        return []
+    known = {"vllm", "torch", *sys.stdlib_module_names}
+    classes = [base for base in found.__mro__ if base.__module__.partition(".")[0] not in known]
+    return [f"{base.__module__}.{base.__qualname__} {_file_digest(base)}" for base in classes]
+
+
+def _file_digest(code: type) -> str:
+    """Of the file that defines `code`; random if there is none to read."""
+    path = getattr(sys.modules.get(code.__module__), "__file__", None)
+    try:
+        return blake3(Path(path or "").read_bytes()).hexdigest(16)
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def _changed_fields(
