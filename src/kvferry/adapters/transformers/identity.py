@@ -151,11 +151,16 @@ def _called(model: Any) -> dict[tuple[str, str, str], Any]:
 
 
 def _forwards(model: Any) -> Iterator[tuple[FunctionType, Any]]:
-    """The innermost `forward` of every module of the model, and the module's config if any."""
+    """The innermost `forward` and the config, if any, of the model's modules; once for modules of
+    one class and config."""
+    found = {}
     for module in model.modules():
-        forward = unwrap(type(module).forward)
+        config = vars(module).get("config")
+        found[type(module), id(config)] = config
+    for (kind, _), config in found.items():
+        forward = unwrap(kind.forward)
         if isinstance(forward, FunctionType):
-            yield forward, vars(module).get("config")
+            yield forward, config
 
 
 def _other_code(model: Any) -> Iterator[str]:
