@@ -26,7 +26,10 @@ ARCHITECTURES = [
     "qwen3",
     "mistral",
     "gpt_neox",
+    # Scores scaled by a number of the config; capped scores; sinks.
     "gemma3_text",
+    "gemma2",
+    "gpt_oss",
     "deepseek_v3",
     "deepseek_v2",
 ]

@@ -9,7 +9,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
@@ -170,6 +175,27 @@ def test_weights_of_another_shape_are_refused_by_name_and_without_a_report(
 def test_a_device_that_is_not_there_is_refused(model_dir, device):
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
         PagedModel(ModelConfig(model_dir(), EngineConfig()), device)
+
+
+def test_a_class_that_a_caller_registered_has_no_identity(model_dir, monkeypatch):
+    class Other(LlamaForCausalLM):
+        pass
+
+    config = ModelConfig(model_dir(), EngineConfig())
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, LlamaConfig, Other)
+    assert config.model_class() is Other
+    with pytest.raises(ConfigError, match=r"Other computes the model.*run it without a store"):
+        engine_spec(config, EngineConfig())
+    assert engine_spec(config, EngineConfig(), "v1").identity.weights_version == "v1"
+
+
+def test_a_question_whether_to_run_code_is_never_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    config = {"model_type": "new", "auto_map": {"AutoConfig": "configuration_new.New"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_new.py").write_text("")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be used"):
+        ModelConfig(tmp_path, EngineConfig())
 
 
 def test_layers_of_one_window_are_a_group_and_all_are_in_one_table(model_dir):

@@ -276,6 +276,24 @@ def test_config_loses_its_noise_and_keeps_unknown_fields(tmp_path):
     assert effective_config(tmp_path) == fields
 
 
+@pytest.mark.parametrize("names", [["config.4.0.0.json"], {"config.4.0.0.json": 1}])
+def test_a_config_of_which_each_version_reads_another_file_is_refused(tmp_path, names):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"a": 1, "configuration_files": ["config.json"]}))
+    assert effective_config(tmp_path)["a"] == 1
+    path.write_text(json.dumps({"a": 1, "configuration_files": names}))
+    with pytest.raises(ConfigError, match=r"copy the one to use over config\.json"):
+        effective_config(tmp_path)
+
+
+def test_a_directory_with_an_adapter_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert effective_config(tmp_path) == {}
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"PEFT adapter \(adapter_config.json\).*merge it"):
+        effective_config(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "[" * 100_000, "null"])
 def test_a_config_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

@@ -14,7 +14,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec, RankWorker, Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model_config import ModelConfig
+from kvferry.engine.model_config import ModelConfig, is_library_class
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, weights_digest
 from kvferry.observe import Observer
@@ -80,9 +80,16 @@ def engine_spec(
     engine keeps the KV of every token in every layer.
 
     Raises:
+        ConfigError: a model whose weights or code have no digest.
         TopologyError: kv heads that cannot be divided among the ranks.
     """
-    geometry = model.geometry
+    geometry, model_class = model.geometry, model.model_class()
+    if weights_version is None and not is_library_class(model_class):
+        raise ConfigError(
+            f"{model_class.__module__}.{model_class.__name__} computes the model in "
+            f"{model.model_dir}; only classes of Transformers have an identity, so run it without "
+            "a store"
+        )
     groups, parts = [], []
     for index, window in enumerate(dict.fromkeys(geometry.windows)):
         layers = [layer for layer, each in enumerate(geometry.windows) if each == window]

@@ -29,7 +29,7 @@ from kvferry.engine.tensor_parallel import RankGroup, split_layers
 from kvferry.errors import ConfigError
 from kvferry.topology.shards import heads_of_rank
 
-_HARMLESS_ARGUMENTS = frozenset(
+HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
 )
 """Arguments of attention without effect in inference without a Transformers cache."""
@@ -51,7 +51,7 @@ _UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """Held while Transformers loads. It patches torch and its own settings for the whole process: when
 two threads load models at once, one model can end up without its tied weights."""
 
@@ -87,7 +87,7 @@ class Probe:
         self._unknown |= {
             name
             for name, argument in rest.items()
-            if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
+            if argument is not None and argument is not False and name not in HARMLESS_ARGUMENTS
         }
         return causal_attention(query, key, value, scores).transpose(1, 2)
 
@@ -243,7 +243,7 @@ def _latent_codec(model: Any, config: ModelConfig) -> LatentCodec | None:
 
 def _load_weights(config: ModelConfig) -> Any:
     model_dir = config.model_dir
-    with _LOADING, quiet_transformers():
+    with LOADING, quiet_transformers():
         try:
             model, info = config.model_class().from_pretrained(
                 model_dir,

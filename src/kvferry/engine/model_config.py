@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,8 @@ def _read_config(model_dir: Path) -> Any:
             "the engine needs Transformers: pip install 'kvferry[transformers]'"
         ) from error
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        # Never asks on the terminal whether to run code of the directory.
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model_dir}/config.json cannot be used: {first_line(error)}") from error
 
@@ -213,6 +215,30 @@ def _rope_types(config: Any) -> Iterator[str]:
         for entry in (parameters, *parameters.values()):
             if isinstance(entry, Mapping):
                 yield str(entry.get("rope_type", entry.get("type", "default")))
+
+
+def is_library_code(function: object) -> bool:
+    """Whether Transformers or torch wrote a function, and all that it wraps. A function that a
+    caller put in the place of one of theirs may have its name, but not its file."""
+    import transformers
+
+    while True:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(
+            tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (torch, transformers))
+        ):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+
+
+def is_library_class(module_class: type) -> bool:
+    """As `is_library_code`, of a class of modules and its `forward`."""
+    root = module_class.__module__.partition(".")[0]
+    return root in ("torch", "transformers") and is_library_code(
+        getattr(module_class, "forward", None)
+    )
 
 
 def first_line(error: Exception) -> str:

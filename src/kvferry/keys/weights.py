@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -115,18 +115,35 @@ def effective_config(model_dir: Path) -> dict[str, JsonValue]:
     it: token ids are hashed, not text.
 
     Raises:
-        ConfigError: there is no readable config, or it is not a JSON object.
+        ConfigError: there is no readable config, it is not a JSON object, or which config and
+            weights are loaded depends on the versions of the libraries that load them.
     """
+    if (model_dir / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{model_dir} holds a PEFT adapter (adapter_config.json), which Transformers applies "
+            "where PEFT is installed and other engines do not; merge it and save the model to a "
+            "directory of its own, or keep the adapter in another directory than the model"
+        )
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
         if isinstance(config, dict):
+            _refuse_other_files(config, path)
             return relevant_config(config)
     except OSError as error:
         raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the model config {path} is not JSON: {error}") from error
     raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
+
+
+def _refuse_other_files(config: Mapping[str, JsonValue], path: Path) -> None:
+    names = config.get("configuration_files")
+    if isinstance(names, list | Mapping) and set(map(str, names)) - {path.name}:
+        raise ConfigError(
+            f"{path} names configuration_files, of which each version of Transformers reads "
+            f"another; copy the one to use over {path.name} and remove the field"
+        )
 
 
 def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:

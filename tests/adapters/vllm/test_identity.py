@@ -222,6 +222,61 @@ def test_a_format_that_reads_other_files_is_another_model(model, load_format, is
     assert found == namespace(make_config(model, load_config__load_format=load_format))
 
 
+TRUSTED = {"model_config__trust_remote_code": True}
+
+
+def write_custom(path, auto_map=None):
+    auto_map = auto_map or {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"}
+    write_model(path, auto_map=auto_map)
+    (path / "modeling_x.py").write_text("from .parts import SCALE\n")
+    (path / "parts.py").write_text("SCALE = 1.0\n")
+    return path
+
+
+def test_custom_code_is_known_by_all_files_of_the_directory(tmp_path):
+    model = write_custom(tmp_path / "model")
+    copied = shutil.copytree(model, tmp_path / "copy")
+    trusted = namespace(make_config(model, **TRUSTED))
+    assert namespace(make_config(copied, **TRUSTED)) == trusted
+    assert namespace(make_config(model)) != trusted
+    without = namespace(make_config(model))
+    (copied / "parts.py").write_text("SCALE = 2.0\n")
+    assert namespace(make_config(copied, **TRUSTED)) != trusted
+    (copied / "parts.py").rename(copied / "pieces.py")
+    assert namespace(make_config(copied, **TRUSTED)) != trusted
+    assert namespace(make_config(copied)) == without  # which runs none of it
+
+
+def test_trust_alone_changes_nothing(model):
+    (model / "convert.py").write_text("SCALE = 2.0\n")
+    assert namespace(make_config(model, **TRUSTED)) == namespace(make_config(model))
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "changes"),
+    [
+        ({"AutoModel": "someone/else--modeling_x.X"}, {}),
+        ({"AutoModel": ["modeling_x.X", "someone/else--fast.X"]}, {}),
+        (None, {"model_config__code_revision": "v2"}),
+        (None, {"model_config__hf_config_path": "elsewhere"}),
+    ],
+)
+def test_custom_code_from_elsewhere_needs_a_version(tmp_path, auto_map, changes):
+    config = make_config(write_custom(tmp_path / "model", auto_map), **TRUSTED, **changes)
+    with pytest.raises(ConfigError, match=r'copy it there, or set "weights_version"') as refusal:
+        namespace(config)
+    assert "\n" not in str(refusal.value)
+    assert namespace(config, "v1") == namespace(config, "v1")
+    stock = make_config(tmp_path / "model", **changes)
+    assert namespace(config, "v1") not in (namespace(config, "v2"), namespace(stock, "v1"))
+
+
+def test_code_that_the_directory_does_not_hold_is_from_elsewhere(tmp_path):
+    model = write_model(tmp_path / "model", auto_map={"AutoModel": "modeling_x.X"})
+    with pytest.raises(ConfigError, match=r"not in the model's directory \(modeling_x.X\)"):
+        namespace(make_config(model, **TRUSTED))
+
+
 def test_weights_from_an_unknown_loader_need_a_version_to_be_shared(model):
     config = make_config(model, load_config__load_format="tensorizer")
     assert namespace(config) != namespace(config)

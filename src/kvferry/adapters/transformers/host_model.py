@@ -9,39 +9,30 @@ than the model in its directory. Changes that can be seen are refused here, by n
 from __future__ import annotations
 
 import inspect
-import json
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.adapters.transformers.identity import (
+    called_functions,
+    deviations,
+    refuse_other_code,
+    refuse_other_weights,
+)
 from kvferry.blocks.audit import tolerances_for
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, relevant_config
-
-_WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "torch_dtype"}
-"""Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
-depends on; the dtype enters the identity as the model has it."""
 
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
 """Token ids that every vocabulary has, and none that is mostly padding."""
 
 _ROUNDING = 0.02
 """Relative to the largest value; more than bfloat16 changes with the order of additions."""
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_MAX_HEADER_BYTES = 100 << 20
-"""The bound of the safetensors format itself."""
-
-_MAX_ROW_BYTES = 64 * 1024
 
 _SAMPLES_PER_LOOK = 16
 _VALUES_PER_SAMPLE = 64
@@ -97,13 +88,14 @@ class HostModel:
         config = ModelConfig(directory, engine)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if weights_version is None:
-            _refuse_other_weights(model.state_dict(), directory)
+            refuse_other_code(model)
+            refuse_other_weights(model.state_dict(), directory)
         spec = engine_spec(config, engine, weights_version)
         self.groups = spec.groups
         self.layers = _layers(config, spec)
         self.identity = replace(
             spec.identity,
-            config={**spec.identity.config, **_overrides(model, directory)},
+            config={**spec.identity.config, **deviations(model, config.transformers_config)},
             name=getattr(model, "name_or_path", None) or str(directory),
         )
         self.tolerances = tolerances_for(spec.identity.config)
@@ -145,6 +137,7 @@ class HostModel:
             torch.is_autocast_enabled(self._model.device.type),
             repr(vars(self._model.config)),
             tuple(map(_settings, self._model.modules())),
+            called_functions(self._model),
             tuple(
                 (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
                 for name, tensor in tensors
@@ -213,6 +206,7 @@ def _settings(module: Any) -> tuple[Any, ...]:
     hooks = (own.get("_forward_pre_hooks"), own.get("_forward_hooks"))
     return (
         type(module),
+        type(module).forward,
         *(tuple(map(id, each.values())) for each in hooks if each),
         *(
             (name, id(value) if callable(value) else value)
@@ -325,32 +319,6 @@ def _directory_of(model: Any) -> Path:
     return Path(found).parent
 
 
-def _overrides(model: Any, directory: Path) -> dict[str, JsonValue]:
-    """Fields in which the running model's config differs from config.json; part of the identity."""
-    from transformers import AutoConfig
-
-    stored, running = (
-        _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
-        for config in (AutoConfig.from_pretrained(directory, local_files_only=True), model.config)
-    )
-    differing = {
-        name: running.get(name)
-        for name in sorted(stored.keys() | running.keys())
-        if stored.get(name) != running.get(name)
-    }
-    return {"overrides": differing} if differing else {}
-
-
-def _decisive(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`config` without the fields of no effect, also inside its sub-configs, which loading gives a
-    dtype, too."""
-    return {
-        name: _decisive(value) if isinstance(value, Mapping) and name.endswith("_config") else value
-        for name, value in relevant_config(config).items()
-        if name not in _WITHOUT_EFFECT
-    }
-
-
 def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
     at: dict[str, CacheLayer] = {}
     transformers_config = config.transformers_config
@@ -369,78 +337,3 @@ def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
                 getattr(torch, group.dtype),
             )
     return tuple(at[name] for name in config.geometry.layer_names)
-
-
-# --- samples of the weights -----------------------------------------------------------------------
-
-
-def _refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Refuse tensors that differ from those stored under their names in `directory`.
-
-    Compares some rows of every tensor. Identity is the digest of all bytes; this check catches a
-    model that was trained, merged or patched in memory after it was loaded, which no digest of
-    files can see and which changes nearly every row.
-
-    Reads the files that Transformers would load. Passes over tensors that it renames or builds from
-    several, other formats than safetensors, and files that cannot be read.
-
-    Raises:
-        ConfigError: a tensor that differs.
-    """
-    for path in _files(directory):
-        try:
-            with path.open("rb") as file:
-                differing = _first_differing(state, file.fileno())
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue
-        if differing is not None:
-            raise ConfigError(
-                f"the model's {differing} is not the one in {directory}: it was changed after "
-                "loading; save it to a directory of its own and load it from there, or pass a "
-                "weights_version"
-            )
-
-
-def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
-    # By hand, because the library maps files, and one that is cut short then kills the process.
-    size = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes")
-    header: dict[str, Any] = json.loads(os.pread(fd, size, 8))
-    for name, stored in header.items():
-        tensor = state.get(name)
-        if tensor is not None and _differs(tensor, stored, fd, 8 + size):
-            return name
-    return None
-
-
-def _files(directory: Path) -> list[Path]:
-    """The files that Transformers loads: one whole file, else the files of the index."""
-    whole = directory / "model.safetensors"
-    if whole.is_file():
-        return [whole]
-    try:
-        index = json.loads((directory / "model.safetensors.index.json").read_bytes())
-        return [directory / name for name in sorted(set(index["weight_map"].values()))]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []
-
-
-def _differs(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
-    dtype = _DTYPES.get(stored["dtype"])
-    if dtype is None:
-        return False
-    if tuple(tensor.shape) != tuple(stored["shape"]):
-        return True
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return False
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
-    num_rows, width = rows.shape
-    seen = min(width, _MAX_ROW_BYTES // dtype.itemsize)
-    start = data_start + stored["data_offsets"][0]
-    for row in sorted({0, num_rows // 2, num_rows - 1}):
-        data = os.pread(fd, seen * dtype.itemsize, start + row * width * dtype.itemsize)
-        expected = torch.frombuffer(bytearray(data), dtype=dtype).to(tensor.dtype)
-        if not torch.equal(expected, rows[row, :seen].cpu()):
-            return True
-    return False

@@ -87,7 +87,7 @@ def model_identity(
     elif source is not None and is_known:
         weights = weights_digest(source, weights_version=weights_version)
         if weights_version is None and source == Path(str(model.model)):
-            _refuse_recent(source)
+            _refuse_recent(source, "weights", newest_change(source))
     elif weights_version is not None:
         weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
     else:
@@ -99,6 +99,9 @@ def model_identity(
         config, is_written = effective_config(source), True
     else:  # another format: as vLLM reads it
         config, is_written = _plain(model.hf_config.to_dict()), False
+    code = _custom_code(vllm_config, source, config.get("auto_map"), weights_version)
+    if code is not None:
+        config["code"] = code
     config.pop("torch_dtype", None)
     config.update(_deviations(vllm_config, is_written, load_config))
     return ModelIdentity(
@@ -109,13 +112,13 @@ def model_identity(
     )
 
 
-def _refuse_recent(source: Path) -> None:
-    """Refuse weights that changed since the engine's process started: hosts load them before they
+def _refuse_recent(source: Path, files: str, changed: float) -> None:
+    """Refuse files that changed since the engine's process started: hosts load them before they
     ask for their identity. Downloads from a hub have names by content and need no such look. An
     engine inside a caller's process may have started long after it: there is no such look."""
-    if is_engine_process() and newest_change(source) > process_start():
+    if is_engine_process() and changed > process_start():
         raise ConfigError(
-            f"the weights in {source} changed after this process had started, so others may be "
+            f"the {files} in {source} changed after this process had started, so others may be "
             "loaded than were hashed: start again when they are complete"
         )
 
@@ -166,6 +169,83 @@ def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
     except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
         return None
     return Path(found)
+
+
+def _custom_code(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    stored_map: object,
+    weights_version: str | None,
+) -> str | None:
+    """Digest of all Python files of the model's directory, if vLLM may run them; else None.
+
+    Only `trust_remote_code` allows code, and only that which an `auto_map` names. vLLM may have a
+    class of its own for the model and run no code: no one can tell from here, so the digest enters.
+
+    Args:
+        source: the model's directory, or its snapshot of a hub.
+        stored_map: `auto_map` of the model's config.json.
+        weights_version: names code, too, that is not in the directory.
+
+    Raises:
+        ConfigError: code that is not in the directory and has no version.
+    """
+    model = vllm_config.model_config
+    running_map = getattr(model.hf_config, "auto_map", None)
+    named = sorted({*_classes(stored_map), *_classes(running_map)})
+    if not named or not getattr(model, "trust_remote_code", False):
+        return None
+    directory = _code_directory(vllm_config, source, named)
+    files = sorted(directory.rglob("*.py")) if directory is not None else []
+    if directory is None or not files:
+        if weights_version is None:
+            raise ConfigError(
+                f"trust_remote_code runs code that is not in the model's directory ({named[0]}); "
+                'copy it there, or set "weights_version" to a name that changes whenever it does'
+            )
+        return ", ".join(named)
+    if weights_version is None and directory == Path(str(model.model)):
+        _refuse_recent(directory, "code", max(file.stat().st_ctime for file in files))
+    hasher = blake3()
+    for file in files:
+        content = blake3(file.read_bytes()).hexdigest()
+        hasher.update(f"{file.relative_to(directory)}\0{content}\0".encode())
+    return hasher.hexdigest()
+
+
+def _classes(auto_map: object) -> list[str]:
+    """`file.Class`, or `repository--file.Class`, of all entries of an `auto_map`."""
+    if not isinstance(auto_map, Mapping):
+        return []
+    names = [
+        name
+        for entry in auto_map.values()
+        for name in (entry if isinstance(entry, list) else [entry])
+    ]
+    return [str(name) for name in names if name]
+
+
+def _code_directory(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    named: list[str],
+) -> Path | None:
+    """The model's own directory, if all code is from there; None if some is from elsewhere."""
+    model = vllm_config.model_config
+    repositories = {name.partition("--")[0] for name in named if "--" in name}
+    own_revisions = (None, getattr(model, "revision", None))
+    if (
+        repositories - {str(model.model)}
+        or getattr(model, "hf_config_path", None)
+        or getattr(model, "code_revision", None) not in own_revisions
+    ):
+        return None
+    path = Path(str(model.model))
+    if path.is_dir():
+        return path
+    # Weights with a directory of their own may be of another commit than the code.
+    apart = getattr(getattr(vllm_config, "load_config", None), "download_dir", None)
+    return source if source is not None and source.is_dir() and not apart else None
 
 
 def _deviations(

@@ -1,0 +1,408 @@
+"""The identity of a loaded model, as far as it is in memory: settings, code, buffers and dtypes.
+
+The rest of it is in the model's directory. A model as `from_pretrained(directory, dtype=...)` makes
+it deviates in nothing, so it shares records with the engines that load the same directory.
+"""
+
+# ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from inspect import unwrap
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch.overrides import TorchFunctionMode
+
+from kvferry.engine.model import HARMLESS_ARGUMENTS, LOADING, quiet_transformers
+from kvferry.engine.model_config import is_library_class, is_library_code
+from kvferry.engine.paged_attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    causal_attention,
+    register_attention,
+)
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, relevant_config
+
+_WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "torch_dtype"}
+"""Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
+depends on; the dtype enters the identity as the model has it."""
+
+_ATTENTION_KINDS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex_attention": "flex",
+    "flash_attention_2": "flash",
+    "flash_attention_3": "flash",
+    "flash_attention_4": "flash",
+}
+"""Names of implementations that compute plain attention alike, each with the beginning of the names
+of its functions. Those that start with `paged|` need a cache of their own."""
+
+_BUFFER_TOLERANCE = 1e-6
+"""Relative; devices differ in the last bits of a power."""
+
+_UNMAKEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, ImportError)
+"""Errors of a class that cannot be made of its config alone."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_MAX_HEADER_BYTES = 100 << 20
+"""The bound of the safetensors format itself."""
+
+_MAX_ROW_BYTES = 64 * 1024
+
+
+def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
+    """What decides the model's KV and is not in its directory; part of the identity.
+
+    Args:
+        model: a loaded causal LM.
+        stored_config: Transformers' config of its directory.
+
+    Returns:
+        Empty for a model as `from_pretrained` makes it. Otherwise some of: `overrides`, the fields
+        in which the running config differs; `code`, the names of functions and classes that are not
+        Transformers' own; `attention`, the implementations that may ignore what the model asks of
+        attention; `buffers`, a digest of those that the class does not make of the config;
+        `dtypes`, of tensors that are kept in another one than the model.
+    """
+    found: dict[str, JsonValue] = {
+        "overrides": _overrides(model.config, stored_config),
+        "code": sorted(set(_other_code(model))),
+        "attention": _unsure_attention(model),
+        "buffers": _changed_buffers(model),
+        "dtypes": _other_dtypes(model),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def refuse_other_code(model: Any) -> None:
+    """Raise ConfigError if code that is not Transformers' own computes the model: custom code of
+    its directory, registered or replaced functions, kernels of a hub."""
+    for name in _other_code(model):
+        raise ConfigError(
+            f"{name} computes the model, which is not Transformers' own code and has no digest; "
+            "load the model without it, or pass a weights_version that names the code, too"
+        )
+
+
+def called_functions(model: Any) -> tuple[object, ...]:
+    """The functions of no module that compute the model's attention, masks and experts; compares
+    unequal when one of them was replaced or another implementation was chosen."""
+    return tuple(_called(model).items())
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def _overrides(running_config: Any, stored_config: Any) -> dict[str, JsonValue]:
+    """Fields in which the running model's config differs from that of its directory."""
+    stored, running = (
+        _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
+        for config in (stored_config, running_config)
+    )
+    return {
+        name: running.get(name)
+        for name in sorted(stored.keys() | running.keys())
+        if stored.get(name) != running.get(name)
+    }
+
+
+def _decisive(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`config` without the fields of no effect, also inside its sub-configs, which loading gives a
+    dtype, too."""
+    return {
+        name: _decisive(value) if isinstance(value, Mapping) and name.endswith("_config") else value
+        for name, value in relevant_config(config).items()
+        if name not in _WITHOUT_EFFECT
+    }
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+def _called(model: Any) -> dict[tuple[str, str, str], Any]:
+    """Functions of Transformers' interfaces and of modeling files that the model's modules call,
+    by file, place and name; None for a name without a function."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    found: dict[tuple[str, str, str], Any] = {}
+    for forward, config in _forwards(model):
+        place = forward.__globals__
+        file = str(place.get("__name__"))
+        for name in forward.__code__.co_names:
+            if isinstance(place.get(name), FunctionType):
+                found[file, "function", name] = place[name]
+        attention: Any = getattr(config, "_attn_implementation", None)
+        if attention is not None and "ALL_ATTENTION_FUNCTIONS" in place:
+            # A file may have an interface of its own, with other functions.
+            found[file, "attention", attention] = place["ALL_ATTENTION_FUNCTIONS"].get(
+                attention, place.get("eager_attention_forward")
+            )
+            found[file, "mask", attention] = ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+        experts: Any = getattr(config, "_experts_implementation", None)
+        if experts not in (None, "eager"):
+            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+            found[file, "experts", experts] = ALL_EXPERTS_FUNCTIONS.get(experts)
+    return found
+
+
+def _forwards(model: Any) -> Iterator[tuple[FunctionType, Any]]:
+    """The innermost `forward` and the config, if any, of the model's modules; once for modules of
+    one class and config."""
+    found = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        found[type(module), id(config)] = config
+    for (kind, _), config in found.items():
+        forward = unwrap(kind.forward)
+        if isinstance(forward, FunctionType):
+            yield forward, config
+
+
+def _other_code(model: Any) -> Iterator[str]:
+    """Names of the functions and classes that compute the model and are not Transformers' own."""
+    for kind in dict.fromkeys(map(type, model.modules())):
+        if not is_library_class(kind):
+            yield f"class {_name(kind)}"
+    if type(model.config).__module__.partition(".")[0] != "transformers":
+        yield f"config class {_name(type(model.config))}"
+    if getattr(model, "_use_kernels", False):
+        yield "a kernel of a hub (use_kernels)"
+    for (_, place, name), function in _called(model).items():
+        if place == "function":
+            is_known = is_library_code(function) or _is_of_python(function)
+        elif place == "experts":
+            is_known = is_library_code(function)
+        elif function is None:  # no mask is made for it, or no attention of it is called
+            is_known = name in _ATTENTION_KINDS
+        else:
+            beginning = _ATTENTION_KINDS.get(name, "?")
+            is_known = is_library_code(function) and function.__name__.startswith(beginning)
+        if not is_known:
+            yield f"{place} {name!r} ({_name(function)})"
+
+
+def _is_of_python(function: FunctionType) -> bool:
+    return str(function.__module__).partition(".")[0] in sys.stdlib_module_names
+
+
+def _name(code: Any) -> str:
+    """Without the path that a dynamic module has in its name."""
+    file = str(getattr(code, "__module__", "")).rpartition(".")[2]
+    return f"{file}.{getattr(code, '__qualname__', type(code).__name__)}"
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def _unsure_attention(model: Any) -> list[str]:
+    """Implementations of the model's attention, if it asks for more than plain attention: only
+    "eager" is certain to do so. Others may ignore it (Gemma 2's soft-capping by "sdpa" before
+    Transformers 5, sinks), as their versions say. Empty if all compute the same."""
+    names = {config._attn_implementation for config in _attention_configs(model)} - {None, "eager"}
+    if not names or not _asks_for_more(model):
+        return []
+    versions = [_version(package) for package in ("transformers", "flash_attn")]
+    return [*sorted(names), *versions]
+
+
+def _attention_configs(model: Any) -> list[Any]:
+    configs = {id(config): config for _, config in _forwards(model)}
+    return [each for each in configs.values() if hasattr(each, "_attn_implementation")]
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+class _Asked:
+    """An attention context that records whether plain attention is all that a model asks for."""
+
+    def __init__(self) -> None:
+        self.is_plain = True
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionContext.attend`. Attends causally among the tokens of the call."""
+        self.is_plain &= call.scores.is_plain and not any(
+            argument is not None and argument is not False and name not in HARMLESS_ARGUMENTS
+            for name, argument in call.rest.items()
+        )
+        return causal_attention(call.query, call.key, call.value, call.scores).transpose(1, 2)
+
+
+def _asks_for_more(model: Any) -> bool:
+    """Whether attention has soft-capping, sinks, a bias or anything else besides a scale and a
+    window. Runs one token with the engine's attention, which sees each argument."""
+    register_attention()
+    asked = _Asked()
+    chosen = [(each, each._attn_implementation) for each in _attention_configs(model)]
+    try:
+        for config, _ in chosen:
+            config._attn_implementation_internal = ATTENTION_NAME
+        with torch.inference_mode():
+            input_ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+            model(input_ids=input_ids, use_cache=False, kvferry_context=asked)
+    except (*_UNMAKEABLE, IndexError, ConfigError):
+        return True
+    finally:
+        for config, name in chosen:
+            config._attn_implementation_internal = name
+    return not asked.is_plain
+
+
+# --- buffers and dtypes ---------------------------------------------------------------------------
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes the tensors of `torch.empty`, as parameters are, without memory. Of this thread."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _changed_buffers(model: Any) -> str | None:
+    """Digest of the buffers that no file holds and that the model's class does not make of the
+    config; None if there are none. `model.to(torch.bfloat16)` rounds rotary frequencies,
+    `from_pretrained(dtype=torch.bfloat16)` does not."""
+    in_files = model.state_dict().keys()
+    buffers = {name: each for name, each in model.named_buffers() if name not in in_files}
+    expected = _made_buffers(model) if buffers else {}
+    hasher = None
+    for name, buffer in sorted(buffers.items()):
+        value = buffer.detach().cpu()
+        if not _is_same(value, expected.get(name)):
+            hasher = hasher or blake3()
+            hasher.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+            hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return None if hasher is None else hasher.hexdigest()
+
+
+def _made_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """The buffers of a model of this class, config and dtype; none if it cannot be made."""
+    try:
+        with LOADING, quiet_transformers(), torch.random.fork_rng(devices=[]), _EmptyOnMeta():
+            made = type(model)._from_config(
+                copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager"
+            )
+    except _UNMAKEABLE:
+        return {}
+    return {name: each for name, each in made.named_buffers() if not each.is_meta}
+
+
+def _is_same(value: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    if expected is None or value.dtype != expected.dtype or value.shape != expected.shape:
+        return False
+    if not value.is_floating_point():
+        return torch.equal(value, expected)
+    return torch.allclose(value, expected, rtol=_BUFFER_TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _other_dtypes(model: Any) -> dict[str, JsonValue]:
+    """The dtypes of parameters and stored buffers that are not kept as `from_pretrained` does."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if model.dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, kept))})(\.|$)" if kept else r"(?!)")
+    return {
+        name: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in sorted(model.state_dict().items())
+        if tensor.is_floating_point()
+        and tensor.dtype != (torch.float32 if pattern.search(name) else model.dtype)
+    }
+
+
+# --- samples of the weights -----------------------------------------------------------------------
+
+
+def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Refuse tensors that differ from those stored under their names in `directory`.
+
+    Compares some rows of every tensor. Identity is the digest of all bytes; this check catches a
+    model that was trained, merged or patched in memory after it was loaded, which no digest of
+    files can see and which changes nearly every row.
+
+    Reads the files that Transformers would load. Passes over tensors that it renames or builds from
+    several, other formats than safetensors, and files that cannot be read.
+
+    Raises:
+        ConfigError: a tensor that differs.
+    """
+    for path in _files(directory):
+        try:
+            with path.open("rb") as file:
+                differing = _first_differing(state, file.fileno())
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if differing is not None:
+            raise ConfigError(
+                f"the model's {differing} is not the one in {directory}: it was changed after "
+                "loading; save it to a directory of its own and load it from there, or pass a "
+                "weights_version"
+            )
+
+
+def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
+    # By hand, because the library maps files, and one that is cut short then kills the process.
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    header: dict[str, Any] = json.loads(os.pread(fd, size, 8))
+    for name, stored in header.items():
+        tensor = state.get(name)
+        if tensor is not None and _differs(tensor, stored, fd, 8 + size):
+            return name
+    return None
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files that Transformers loads: one whole file, else the files of the index."""
+    whole = directory / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+        return [directory / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _differs(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
+    dtype = _DTYPES.get(stored["dtype"])
+    if dtype is None:
+        return False
+    if tuple(tensor.shape) != tuple(stored["shape"]):
+        return True
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return False
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+    num_rows, width = rows.shape
+    seen = min(width, _MAX_ROW_BYTES // dtype.itemsize)
+    start = data_start + stored["data_offsets"][0]
+    for row in sorted({0, num_rows // 2, num_rows - 1}):
+        data = os.pread(fd, seen * dtype.itemsize, start + row * width * dtype.itemsize)
+        expected = torch.frombuffer(bytearray(data), dtype=dtype).to(tensor.dtype)
+        if not torch.equal(expected, rows[row, :seen].cpu()):
+            return True
+    return False
