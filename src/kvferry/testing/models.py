@@ -58,6 +58,9 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Two that run on one rank only: norms over all query heads, one projection for q, k and v.
     "olmo2": {**_SMALL, "num_key_value_heads": 4},
     "phi3": {**_SMALL, "num_key_value_heads": 4},
+    # Two that run the class of llama, with values of their own where a config has none.
+    "internlm3": {**_SMALL, "num_key_value_heads": 4, "head_dim": 8},
+    "iquestcoder": {**_SMALL, "num_key_value_heads": 4, "head_dim": 8},
     # Latent attention, with a low-rank query and without.
     "deepseek_v3": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": 16},
     "deepseek_v2": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": None},
@@ -85,8 +88,8 @@ def make_tiny_model(
 
     Args:
         path: directory; made if absent.
-        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, olmo2, phi3, deepseek_v3,
-            deepseek_v2, gemma2, gpt_oss, bert, youtu.
+        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, olmo2, phi3, internlm3,
+            iquestcoder, deepseek_v3, deepseek_v2, gemma2, gpt_oss, bert, youtu.
         seed: of the weights.
         overrides: config values, for example `num_hidden_layers=2`.
 

@@ -27,11 +27,27 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 320, (1, length), generator=generator)
 
 
-def generate(model, input_ids, cache=None, *, new_tokens: int = 5):
-    """Greedy tokens and their logits."""
+class Batch(NamedTuple):
+    input_ids: torch.Tensor
+    """`[rows, tokens]`, padded on the left."""
+    attention_mask: torch.Tensor
+
+
+def batch(*lengths: int, seed: int = 0) -> Batch:
+    """Rows that start alike."""
+    most = max(lengths)
+    rows = [prompt(length, seed)[0] for length in lengths]
+    input_ids = [torch.nn.functional.pad(row, (most - len(row), 0), value=7) for row in rows]
+    masks = [torch.arange(most) >= most - len(row) for row in rows]
+    return Batch(torch.stack(input_ids), torch.stack(masks).long())
+
+
+def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: int = 5, **options):
+    """Greedy tokens `[rows, tokens]` and their logits `[new tokens * rows, vocab]`."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     output = model.generate(
         input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        attention_mask=mask,
         past_key_values=cache,
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
@@ -39,6 +55,7 @@ def generate(model, input_ids, cache=None, *, new_tokens: int = 5):
         output_logits=True,
         return_dict_in_generate=True,
         pad_token_id=0,
+        **options,
     )
     return output.sequences, torch.cat(output.logits)
 

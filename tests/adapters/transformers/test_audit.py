@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from kvferry.adapters.transformers import StoredKV, host_model
+from kvferry.adapters.transformers import StoredKV, StoredKVConfig, host_model
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from tests.adapters.transformers.generating import (
@@ -103,10 +105,25 @@ def test_how_often_a_hit_is_checked(load_model, store_url, audit, num_audits):
     assert (counts["hits"], counts["audits"]) == (5, num_audits)
 
 
-@pytest.mark.parametrize("audit", ["always", -0.1, 1.5, None, float("nan"), True])
+@pytest.mark.parametrize(
+    "audit",
+    [
+        *("always", "First", "", "nan", "1.5", b"first", None, [0.5], True, False),
+        *(-0.1, 1.5, float("nan"), float("inf"), -1, 2, 10**400),
+    ],
+)
 def test_other_values_are_refused(load_model, store_url, audit):
-    with pytest.raises(ConfigError, match="audit"):
-        StoredKV(load_model(), store_url, audit=audit)
+    for make in (StoredKVConfig, partial(StoredKV, load_model(), store_url)):
+        if make is not StoredKVConfig and audit == "First":
+            continue  # options may come as text in any case
+        with pytest.raises(ConfigError, match="audit") as refusal:
+            make(audit=audit)
+        assert "\n" not in str(refusal.value)
+
+
+def test_no_and_every_hit_are_numbers_too():
+    for audit in (0, 1, 0.0, 1.0, 0.01, "first", "off"):
+        assert StoredKVConfig(audit=audit).audit == audit
 
 
 def test_a_chunk_that_cannot_be_computed_is_not_served(load_model, store_url, monkeypatch, caplog):

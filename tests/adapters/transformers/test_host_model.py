@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, QuantoConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    QuantoConfig,
+    StaticCache,
+)
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.engine import LLM, SamplingParams
@@ -236,6 +242,60 @@ def test_a_model_with_an_adapter_is_refused(load_model, store_url):
         StoredKV(model, store_url)
 
 
+def _compile_forward(model):
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+def _compile_in_place(model):
+    model.compile()
+    return model
+
+
+def _compile_a_layer(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    return model
+
+
+ABOUT_TORCH = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+"""Torch's own use of what it gave up, on the first compilation."""
+
+
+@ABOUT_TORCH
+@pytest.mark.parametrize(
+    "change", [torch.compile, _compile_forward, _compile_in_place, _compile_a_layer]
+)
+def test_a_compiled_model_is_refused(load_model, store_url, change):
+    with pytest.raises(
+        ConfigError, match=r"torch\.compile.*as from_pretrained\(\) returns"
+    ) as found:
+        StoredKV(change(load_model()), store_url)
+    assert "\n" not in str(found.value)
+
+
+def test_a_model_that_generates_with_a_static_cache_is_refused(load_model, store_url):
+    model = load_model()
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(ConfigError, match=r"cache_implementation='static'.*set it to None"):
+        StoredKV(model, store_url)
+
+
+@ABOUT_TORCH
+def test_generation_with_a_compiled_static_cache_is_no_change(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(40))
+    options = CompileConfig(backend="eager")
+    options._compile_all_devices = True  # by itself, generate compiles on accelerators only
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        model.generate(
+            prompt(5), cache_implementation="static", compile_config=options, max_new_tokens=3
+        )
+        assert model._compiled_call is not None
+        assert kv.load(prompt(40)).get_seq_length() == 32
+        model.compile()
+        assert kv.load(prompt(40)).get_seq_length() == 0
+
+
 @pytest.mark.parametrize("given", [None, "a/path", torch.nn.Linear(2, 2)])
 def test_what_is_no_model_is_refused(store_url, given):
     with pytest.raises(ConfigError, match="give a causal LM"):
@@ -262,8 +322,9 @@ def test_importing_the_adapter_loads_no_transformers():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.ones((3, 8), dtype=torch.int64), "3 sequences are given"),
-        ([[5, 6], [7, 8]], "2 sequences are given"),
+        ([[5, 6], [7, 8, 9]], "the rows have 2 to 3 tokens; pad them on the left"),
+        ([[5, 6], []], "the rows have 0 to 2 tokens"),
+        ([[5, 6], 7], "token ids are a list"),
         ("text", "token ids are a str"),
         ({"input_ids": [5]}, "token ids are a dict"),
         (torch.ones((1, 2, 3)), "token ids are a Tensor"),
@@ -281,14 +342,11 @@ def test_what_is_no_prompt_is_refused(load_model, store_url, given, message):
                 use(given)
 
 
-def test_padding_is_refused_or_left_alone(load_model, store_url):
+def test_padding_without_a_mask_is_left_alone(load_model, store_url):
     model = load_model()
     model.generation_config.pad_token_id = 0
     padded = torch.cat([torch.zeros((1, 20), dtype=torch.int64), prompt(60)], dim=1)
-    mask = (padded != 0).long()
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        with pytest.raises(ConfigError, match="attention_mask hides tokens"):
-            kv.load(padded, attention_mask=mask)
         cache = kv.load(padded)
         output = model.generate(padded, past_key_values=cache, max_new_tokens=2)
         assert kv.save(output, cache) == 0
@@ -324,9 +382,9 @@ def test_caches_of_other_kinds_models_and_prompts_are_refused(model_dir, load_mo
         for cache, message in (
             (StaticCache(config=model.config, max_cache_len=64), "made of StaticLayer"),
             (None, "made of NoneType"),
-            (other, "one sequence of this model has"),
-            (beams, "one sequence of this model has"),
-            (half, "one sequence of this model has"),
+            (other, "a cache of this model has"),
+            (beams, "has 2 rows and is not from load"),
+            (half, "a cache of this model has"),
             (shallow, "has 2 layers, the model 3"),
         ):
             with pytest.raises(ConfigError, match=message) as refusal:

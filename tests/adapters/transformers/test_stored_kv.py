@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.config import parse_store_url
@@ -28,10 +31,17 @@ from tests.adapters.transformers.generating import (
 # Plain, norms on keys, windows, no grouped heads, full and windowed layers in turn, latents.
 ARCHITECTURES = [
     *("llama", "qwen3", "mistral", "gpt_neox", "gemma3_text", "deepseek_v2", "deepseek_v3"),
+    *("gemma2", "gpt_oss", "olmo2", "phi3", "internlm3", "iquestcoder"),
 ]
 
 
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, "gemma2"])
+def load_by_class(path: Path):
+    """A model loaded by the class that its config.json names."""
+    [name] = json.loads((path / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_second_run_reads_the_first_and_answers_the_same(model_dir, load_model, store_url, arch):
     model = load_model(model_dir(arch))
     input_ids = prompt(101)
@@ -82,9 +92,9 @@ def test_answers_are_kept_if_their_tokens_are_given(load_model, store_url):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_embedded_engine_reads_what_transformers_stored(model_dir, load_model, store_url, arch):
+def test_the_embedded_engine_reads_what_transformers_stored(model_dir, store_url, arch):
     path = model_dir(arch)
-    stored = reuse(load_model(path), store_url, prompt(101), save=True)
+    stored = reuse(load_by_class(path), store_url, prompt(101), save=True)
     params = SamplingParams(max_tokens=5, ignore_eos=True, return_logits=True)
     with LLM(path, store=store_url, dtype="float32", connector_options={"chunk_tokens": 16}) as llm:
         [answer] = llm.generate([prompt(101)[0].tolist()], params)
@@ -94,15 +104,26 @@ def test_the_embedded_engine_reads_what_transformers_stored(model_dir, load_mode
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_transformers_reads_what_the_embedded_engine_stored(model_dir, load_model, store_url, arch):
+def test_transformers_reads_what_the_embedded_engine_stored(model_dir, store_url, arch):
     path = model_dir(arch)
     with LLM(path, store=store_url, dtype="float32", connector_options={"chunk_tokens": 16}) as llm:
         llm.generate([prompt(101)[0].tolist()], SamplingParams(max_tokens=5, ignore_eos=True))
         assert llm.drain(5.0)
-    model = load_model(path)
+    model = load_by_class(path)
     read = reuse(model, store_url, prompt(101))
     assert read.num_loaded == 96
     assert_same_as_cold(model, prompt(101), read)
+
+
+def test_a_class_that_reads_other_values_from_the_config_shares_nothing(model_dir, store_url):
+    path = model_dir("internlm3")
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("rms_norm_eps") == 1e-5
+    (path / "config.json").write_text(json.dumps(config))
+    reuse(AutoModelForCausalLM.from_pretrained(path), store_url, prompt(40))
+    by_class = load_by_class(path)
+    assert by_class.config.rms_norm_eps == 1e-6
+    assert reuse(by_class, store_url, prompt(40)).num_loaded == 0
 
 
 def test_half_precision_is_stored_as_it_is(load_model, store_url):
@@ -166,25 +187,57 @@ def test_a_prefill_in_pieces_takes_the_cache(load_model, store_url):
     assert_same_as_cold(model, output, again)
 
 
-def test_generation_that_computes_the_prompt_twice_is_stopped(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(50))
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("assistant", ["prompt look-up", "a model"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_assisted_generation_computes_the_prompt_anew(
+    model_dir, load_model, store_url, arch, assistant, is_stored
+):
+    """Transformers computes it on top of any cache, which is therefore emptied."""
+    model = load_model(model_dir(arch))
+    options = {"max_new_tokens": 20, "do_sample": False}
+    if is_stored:
+        reuse(model, store_url, prompt(60))
+    cold = model.generate(prompt(60), **options)
+    help_of = {"prompt look-up": {"prompt_lookup_num_tokens": 3}}
+    if assistant not in help_of:
+        help_of[assistant] = {"assistant_model": load_model(model_dir(arch, seed=1))}
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(50))
-        with pytest.raises(ContractError, match="no assistant or prompt look-up"):
-            model.generate(
-                prompt(50), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=9
-            )
-        # With nothing loaded there is nothing to be added to.
-        cache = kv.load(prompt(50, seed=1))
-        output = model.generate(
-            prompt(50, seed=1), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=9
-        )
+        cache = kv.load(prompt(60))
+        assert cache.get_seq_length() == (48 if is_stored else 0)
+        output = model.generate(prompt(60), past_key_values=cache, **options, **help_of[assistant])
         kv.save(output, cache)
-    assert torch.equal(output, model.generate(prompt(50, seed=1), max_new_tokens=9))
+    assert torch.equal(output, cold)
     again = reuse(model, store_url, output)
-    assert again.num_loaded >= 48
+    assert again.num_loaded >= 64
     assert_same_as_cold(model, output, again)
+
+
+def test_assisted_generation_with_a_part_of_the_prompt_is_stopped(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(60))
+    with (
+        StoredKV(model, store_url, chunk_tokens=CHUNK) as kv,
+        pytest.raises(ContractError, match=r"pass generate\(\) all of its tokens"),
+    ):
+        model.generate(
+            prompt(60)[:, 48:],
+            attention_mask=torch.ones((1, 60)),
+            past_key_values=kv.load(prompt(60)),
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=9,
+        )
+
+
+def test_a_forward_of_the_whole_prompt_is_stopped(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(60))
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        cache = kv.load(prompt(60))
+        with pytest.raises(ContractError, match="60 tokens are computed on top of 48"):
+            model(prompt(60), past_key_values=cache)
+        model(prompt(60)[:, 48:], past_key_values=cache)
+        assert kv.save(prompt(60), cache) == 0
 
 
 @pytest.mark.parametrize("run", ["the first run", "the second run"])
@@ -203,6 +256,68 @@ def test_a_conversation_goes_on_in_one_cache(load_model, store_url, run):
                 assert (logits - cold).abs().max() < 1e-4
                 kv.save(sequences, cache)
                 token_ids = torch.cat((sequences, prompt(70, seed=turn + 1)), dim=1)
+
+
+CHAT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from kvferry.adapters.transformers import StoredKV
+from tests.adapters.transformers.generating import CHUNK, generate, prompt
+
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+with StoredKV(model, sys.argv[2], chunk_tokens=CHUNK) as kv:
+    token_ids = prompt(int(sys.argv[3]))
+    cache = kv.load(token_ids)
+    print(cache.get_seq_length())
+    for turn in range(3):
+        token_ids = torch.cat((token_ids, prompt(70, seed=turn + 1)), dim=1)
+        sequences, logits = generate(model, token_ids, cache)
+        cold_sequences, cold = generate(model, token_ids)
+        assert torch.equal(sequences, cold_sequences)
+        assert (logits - cold).abs().max() < 1e-4
+        kv.save(sequences, cache)
+        token_ids = sequences
+"""
+
+
+def chat(path: Path, store_url: str, *, num_shared: int) -> int:
+    """A conversation in a process and in a cache of its own, which is loaded for the tokens that
+    all conversations share. Returns how many were."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHAT, str(path), store_url, str(num_shared)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_a_conversation_behind_shared_tokens_runs_again(model_dir, store_url, arch):
+    """The first forward then brings more tokens than the cache was loaded for."""
+    assert chat(model_dir(arch), store_url, num_shared=40) == 0
+    assert chat(model_dir(arch), store_url, num_shared=40) == 32
+
+
+def test_a_longer_prompt_than_was_loaded_is_generated_from(load_model, store_url):
+    model = load_model()
+    reuse(model, store_url, prompt(20))
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        cache = kv.load(prompt(20))
+        assert cache.get_seq_length() == 16
+        token_ids = torch.cat((prompt(20), prompt(70, seed=1)), dim=1)
+        sequences, logits = generate(model, token_ids, cache)
+        kv.save(sequences, cache)
+    assert (logits - generate(model, token_ids)[1]).abs().max() < 1e-4
+    again = reuse(model, store_url, token_ids)
+    assert again.num_loaded == 80
+    assert_same_as_cold(model, token_ids, again)
 
 
 def test_eviction_takes_the_ends_of_prompts_first(load_model, store_url):
@@ -308,6 +423,15 @@ def test_the_store_knows_what_the_model_is_called(model_dir, load_model, store_u
         (digest,) = store.namespaces()
         said = Namespace.from_text(digest, store.describe(digest))
     assert said.model == str(model_dir("llama"))
+
+
+def test_the_namespace_is_logged_and_known(load_model, store_url, caplog):
+    model = load_model()
+    with caplog.at_level("INFO"), StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        kv.save(prompt(40), DynamicCache())
+        assert caplog.text.count(kv.namespace) == 1
+        with open_store(store_url) as store:
+            assert [each.hex() for each in store.namespaces()] == [kv.namespace]
 
 
 def test_a_read_only_store_gets_no_description(load_model, store_url, tmp_path):

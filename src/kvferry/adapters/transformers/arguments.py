@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
+from kvferry.blocks.audit import check_audit
 from kvferry.errors import ConfigError
 
 
@@ -45,54 +46,98 @@ class StoredKVConfig:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
         if not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
-        if isinstance(self.audit, float) and not 0 <= self.audit <= 1:
-            raise ConfigError(f"audit must be first, off or from 0 to 1, not {self.audit}")
+        check_audit(self.audit)
         for name in ("load_timeout_seconds", "save_timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
 
 
-def read_token_ids(given: Any, vocab_size: int) -> list[int]:
-    """The ids of one sequence: `[1, num_tokens]`, `[num_tokens]`, or a list.
+class Prompt(NamedTuple):
+    """What can be stored of one row of a batch."""
+
+    num_padding: int
+    """Hidden tokens in front."""
+    token_ids: list[int]
+    """The tokens behind them, up to the next that is hidden. Their KV depends on them alone."""
+
+
+class CacheShape(NamedTuple):
+    """The tokens that a cache was computed from."""
+
+    num_rows: int
+    num_tokens: int  # of each row, padding included
+
+
+def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
+    """Token ids by row, all of one length: of `[rows, num_tokens]`, `[num_tokens]`, or lists.
 
     Raises:
-        ConfigError: several sequences, or no ids of this vocabulary.
+        ConfigError: rows of several lengths, or no ids of this vocabulary.
     """
     rows = given.tolist() if hasattr(given, "tolist") else given
     try:
-        if len(rows) > 0 and isinstance(rows[0], Sequence) and not isinstance(given, str):
-            if len(rows) != 1:
-                raise ConfigError(
-                    f"{len(rows)} sequences are given; what is stored of them differs in length, "
-                    "so load and save one at a time"
-                )
-            rows = rows[0]
-        token_ids = [index(token_id) for token_id in rows]
+        if isinstance(given, str) or len(rows) == 0 or not isinstance(rows[0], Sequence):
+            rows = [rows]
+        token_ids = [[index(token_id) for token_id in row] for row in rows]
     except (TypeError, KeyError) as error:
         raise ConfigError(
-            f"token ids are a {type(given).__name__}; give the input_ids of one prompt"
+            f"token ids are a {type(given).__name__}; give the input_ids of one prompt, or of a "
+            "batch"
         ) from error
-    for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= extreme < vocab_size:
-            raise ConfigError(f"token id {extreme} is given; the vocabulary has {vocab_size}")
+    lengths = {len(row) for row in token_ids}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"the rows have {min(lengths)} to {max(lengths)} tokens; pad them on the left, and "
+            "give the attention_mask"
+        )
+    for row in token_ids:
+        for extreme in (min(row, default=0), max(row, default=0)):
+            if not 0 <= extreme < vocab_size:
+                raise ConfigError(f"token id {extreme} is given; the vocabulary has {vocab_size}")
     return token_ids
 
 
-def refuse_padding(attention_mask: Any) -> None:
-    """Raises ConfigError if a mask hides tokens."""
-    if attention_mask is None or bool(torch.as_tensor(attention_mask).bool().all()):
-        return
-    raise ConfigError(
-        "attention_mask hides tokens: KV then depends on more than the tokens themselves; give "
-        "the prompt without padding"
-    )
+def read_prompts(rows: list[list[int]], attention_mask: Any, model: HostModel) -> list[Prompt]:
+    """What can be stored of each row: by the mask, else by what looks like padding.
 
-
-def num_tokens_in(cache: Any, model: HostModel) -> int:
-    """The tokens that a cache of `model` was computed from.
+    A mask may end before the rows do: what is generated is visible. It may have a row for several
+    of `rows`, which `generate` returned for one prompt.
 
     Raises:
-        ConfigError: a cache of another kind, of several sequences, or of another model.
+        ConfigError: no mask of these rows.
+    """
+    if attention_mask is None:
+        return [Prompt(0, row[: model.num_visible(row)]) for row in rows]
+    try:
+        mask = torch.as_tensor(attention_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"attention_mask is a {type(attention_mask).__name__}; give that of the tokenizer"
+        ) from error
+    mask = mask[None] if mask.ndim == 1 else mask
+    if mask.ndim != 2 or len(rows) % max(1, len(mask)) or mask.shape[1] > len(rows[0]):
+        raise ConfigError(
+            f"attention_mask is {list(mask.shape)}, and the token ids are "
+            f"{[len(rows), len(rows[0])]}; give the mask of these tokens"
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ConfigError("attention_mask holds other values than 0 and 1; give the tokenizer's")
+    masks = mask.int().tolist()
+    return [_visible(row, masks[i * len(masks) // len(rows)]) for i, row in enumerate(rows)]
+
+
+def _visible(row: list[int], mask: list[int]) -> Prompt:
+    mask = mask + [1] * (len(row) - len(mask))
+    first = mask.index(1) if 1 in mask else len(mask)
+    end = mask.index(0, first) if 0 in mask[first:] else len(mask)
+    return Prompt(first, row[first:end])
+
+
+def shape_of(cache: Any, model: HostModel) -> CacheShape:
+    """The rows and tokens that a cache of `model` was computed from.
+
+    Raises:
+        ConfigError: a cache of another kind, or of another model.
     """
     layers = getattr(cache, "layers", None)
     if layers is None or not all(is_plain(layer) for layer in layers):
@@ -101,16 +146,17 @@ def num_tokens_in(cache: Any, model: HostModel) -> int:
             f"the cache is made of {', '.join(kinds)}; only a DynamicCache can be stored"
         )
     if not layers or cache.get_seq_length() == 0:
-        return 0
+        return CacheShape(0, 0)
     if len(layers) != len(model.layers):
         raise ConfigError(
             f"the cache has {len(layers)} layers, the model {len(model.layers)}: it is of another"
         )
+    num_rows = int(layers[0].keys.shape[0])
     for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):
-        mismatch = expected.mismatch(layer)
+        mismatch = expected.mismatch(layer, num_rows=num_rows)
         if mismatch is not None:
             raise ConfigError(
-                f"layer {position} of the cache is {mismatch[0]}; one sequence of this model has "
+                f"layer {position} of the cache is {mismatch[0]}; a cache of this model has "
                 f"{mismatch[1]}"
             )
-    return int(cache.get_seq_length())
+    return CacheShape(num_rows, int(cache.get_seq_length()))

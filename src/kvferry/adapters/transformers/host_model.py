@@ -28,6 +28,9 @@ from kvferry.engine.connector import engine_spec
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.errors import ConfigError
 
+_OF_STATIC_CACHES = {"_compiled_call", "_last_compile_config", "_previous_max_cache_length"}
+"""What `generate` leaves on a model that it has run with a static cache; no other call uses it."""
+
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
 """Token ids that every vocabulary has, and none that is mostly padding."""
 
@@ -54,12 +57,14 @@ class CacheLayer(NamedTuple):
     the two numbers of a pair are side by side."""
     dtype: torch.dtype
 
-    def mismatch(self, layer: Any, num_tokens: int | None = None) -> tuple[str, str] | None:
+    def mismatch(
+        self, layer: Any, num_tokens: int | None = None, *, num_rows: int = 1
+    ) -> tuple[str, str] | None:
         """The form of keys or values that are not as expected, and the expected form; None if both
         are. Any number of tokens is right if `num_tokens` is None."""
         for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
             count = tensor.shape[-2] if num_tokens is None else num_tokens
-            shape = (1, self.num_kv_heads, count, size)
+            shape = (num_rows, self.num_kv_heads, count, size)
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
                 return f"{tensor.dtype} {list(tensor.shape)}", f"{self.dtype} {list(shape)}"
         return None
@@ -110,10 +115,10 @@ class HostModel:
         modules, and at some values of a few parameters, of others each time."""
         return self._look() == self._fingerprint and self._samples_agree()
 
-    def compute(self, token_ids: list[int], cache: Any) -> None:
-        """Append the KV of these tokens to a cache."""
+    def compute(self, rows: list[list[int]], cache: Any) -> None:
+        """Append the KV of these tokens to a cache; one list of ids for each of its rows."""
         with torch.inference_mode():
-            input_ids = torch.tensor([token_ids], device=self._model.device)
+            input_ids = torch.tensor(rows, device=self._model.device)
             self._model(input_ids=input_ids, past_key_values=cache, use_cache=True)
 
     def num_visible(self, token_ids: list[int]) -> int:
@@ -128,6 +133,20 @@ class HostModel:
         if padding in (ends if isinstance(ends, list) else [ends]):
             return 0 if token_ids[:2] == [padding, padding] else len(token_ids)
         return token_ids.index(padding)
+
+    def num_answered(self, token_ids: list[int], first: int) -> int:
+        """The number of leading tokens up to the one that ends a sequence, at `first` or later. In
+        a batch, padding follows, which a later turn may hide."""
+        generation = getattr(self._model, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        ends = ends if isinstance(ends, list) else [ends]
+        padding = getattr(generation, "pad_token_id", None)
+        for position in range(first, len(token_ids)):
+            if token_ids[position] in ends:
+                return position + 1
+            if token_ids[position] == padding:
+                return position
+        return len(token_ids)
 
     def _look(self) -> object:
         """A value that changes with an optimizer step, a merge, a move, a cast, a switch to
@@ -211,7 +230,8 @@ def _settings(module: Any) -> tuple[Any, ...]:
         *(
             (name, id(value) if callable(value) else value)
             for name, value in own.items()
-            if value is None or isinstance(value, bool | int | float | str) or callable(value)
+            if name not in _OF_STATIC_CACHES
+            and (value is None or isinstance(value, bool | int | float | str) or callable(value))
         ),
     )
 
@@ -269,16 +289,28 @@ def require_transformers() -> None:
 def _refuse_changed(model: Any) -> None:
     from transformers import PreTrainedModel
 
-    modules = model.modules() if isinstance(model, torch.nn.Module) else (model,)
+    modules = tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
     adapted = any(type(module).__module__.split(".")[0] == "peft" for module in modules)
     if adapted or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             "the model carries a PEFT adapter, which its KV depends on and its directory does not "
             "name; merge it and save the model to a directory of its own"
         )
+    if any(map(_is_compiled, modules)):
+        raise ConfigError(
+            "the model is compiled by torch.compile, which rounds otherwise and starts anew for "
+            "every length of a cache; give the model as from_pretrained() returns it, to StoredKV "
+            "and for generate()"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a causal LM from from_pretrained()"
+        )
+    implementation = getattr(model.generation_config, "cache_implementation", None)
+    if implementation is not None:
+        raise ConfigError(
+            f"the model's generation_config has cache_implementation={implementation!r}, with "
+            "which generate() takes no cache; set it to None"
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise ConfigError(
@@ -293,6 +325,15 @@ def _refuse_changed(model: Any) -> None:
         )
     if model.training:
         raise ConfigError("the model is in training mode, where dropout changes KV; call eval()")
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether torch.compile wrapped the module, its forward or its call."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def _directory_of(model: Any) -> Path:

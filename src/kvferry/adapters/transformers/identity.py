@@ -35,7 +35,7 @@ from kvferry.engine.paged_attention import (
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, relevant_config
 
-_WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "torch_dtype"}
+_WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "pretraining_tp", "torch_dtype"}
 """Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
 depends on; the dtype enters the identity as the model has it."""
 
@@ -79,7 +79,7 @@ def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
         `dtypes`, of tensors that are kept in another one than the model.
     """
     found: dict[str, JsonValue] = {
-        "overrides": _overrides(model.config, stored_config),
+        "overrides": _overrides(model, stored_config),
         "code": sorted(set(_other_code(model))),
         "attention": _unsure_attention(model),
         "buffers": _changed_buffers(model),
@@ -107,12 +107,18 @@ def called_functions(model: Any) -> tuple[object, ...]:
 # --- settings -------------------------------------------------------------------------------------
 
 
-def _overrides(running_config: Any, stored_config: Any) -> dict[str, JsonValue]:
+def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
     """Fields in which the running model's config differs from that of its directory."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     stored, running = (
         _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
-        for config in (stored_config, running_config)
+        for config in (stored_config, model.config)
     )
+    own_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored_config)]
+    if type(model) is own_class:
+        # Some types of config run the class of another: one loaded by that class has its type.
+        running["model_type"] = stored.get("model_type")
     return {
         name: running.get(name)
         for name in sorted(stored.keys() | running.keys())

@@ -1,33 +1,58 @@
 """The cache that `StoredKV.load` returns. The one module here that needs Transformers to import."""
 
-# ruff: noqa: ANN401 - the signature of `update` is Transformers'.
+# ruff: noqa: ANN401 - the signatures of the methods are Transformers'.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from kvferry.errors import ContractError
+from kvferry.adapters.transformers.arguments import CacheShape, Prompt
+from kvferry.errors import ConfigError, ContractError
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedCache(DynamicCache):
-    """A `DynamicCache` that keeps all tokens in every layer, and refuses its own prompt again.
+    """A `DynamicCache` that keeps all tokens in every layer, and knows the prompts it is for.
+
+    Beam search and `num_return_sequences` compute several rows for each prompt: the cache repeats
+    its rows when that begins.
 
     Assisted generation (an assistant model, prompt look-up) computes the whole prompt on top of any
-    cache that is not empty when it starts, and answers nonsense.
+    cache, as if it were empty: the cache drops the loaded tokens when that begins.
+
+    Attributes:
+        prompts: of each row.
+        num_prompt_tokens: of each row, padding included.
+        attention_mask: that of the prompts, if one was given.
+        num_loaded: tokens of each row that come from the store, padding included.
+        num_certain: tokens of each row that are sure to be those that `generate` returns; all if
+            None.
     """
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, prompts: list[Prompt], num_prompt_tokens: int, attention_mask: Any = None
+    ) -> None:
         super().__init__()
-        self._num_prompt_tokens = num_prompt_tokens
-        self._is_filled = False
+        self.prompts = prompts
+        self.num_prompt_tokens = num_prompt_tokens
+        # A copy: the caller's may change before the cache is saved.
+        self.attention_mask = (
+            None if attention_mask is None else torch.as_tensor(attention_mask).clone()
+        )
+        self.num_loaded = 0
+        self.num_certain: int | None = None
+        self._is_new = True
+        self._was_dropped = False
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put in loaded KV; `[1, heads, tokens, size]` each."""
+        """Put in loaded KV; `[rows, heads, tokens, size]` each."""
         super().update(keys, values, layer)
-        self._is_filled = True
+        self.num_loaded = keys.shape[-2]
 
     def update(
         self,
@@ -40,18 +65,121 @@ class LoadedCache(DynamicCache):
         """See `DynamicCache.update`.
 
         Raises:
-            ContractError: the whole prompt comes again.
+            ContractError: the first tokens do not follow those that are here.
         """
-        num_new = key_states.shape[-2]
-        # Only the first forward can be the prompt's; later ones may bring longer messages.
-        if self._is_filled and num_new >= self._num_prompt_tokens:
-            raise ContractError(
-                f"{num_new} tokens are computed on top of a cache that was loaded for a prompt of "
-                f"{self._num_prompt_tokens}: pass generate the same prompt, and no assistant or "
-                "prompt look-up, which compute all of it again"
-            )
-        self._is_filled = False
+        if self._is_new:
+            self._check_first(key_states.shape[-2])
+        self._is_new = False
+        if layer_idx < len(self.layers):
+            _repeat_rows(self.layers[layer_idx], key_states.shape[0])
         result: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
         return result
+
+    def activate_past_recording(self) -> None:
+        """See `Cache.activate_past_recording`. Called before the first tokens by assisted
+        generation alone."""
+        if self._is_new and self.num_loaded > 0:
+            logger.info(
+                "assisted generation computes the whole prompt: %d tokens that were loaded are "
+                "not used",
+                self.num_loaded,
+            )
+            self.layers.clear()
+            self.num_loaded = 0
+            self._was_dropped = True
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """See `Cache.reorder_cache`. From then on, rows are those of beams that go on, not of the
+        sequences that are returned."""
+        self.num_certain = self.num_prompt_tokens
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """See `Cache.batch_select_indices`. From then on, any row may be of any prompt."""
+        self.num_certain = 0
+        super().batch_select_indices(indices)
+
+    def _check_first(self, num_new: int) -> None:
+        """Refuse first tokens that cannot be those behind the loaded ones."""
+        # One that `generate` got is marked, and `generate` computes what is not loaded yet.
+        is_whole = num_new >= self.num_prompt_tokens
+        if self.num_loaded and is_whole and not getattr(self, "_is_user_defined", False):
+            raise ContractError(
+                f"{num_new} tokens are computed on top of {self.num_loaded} that were loaded for "
+                f"a prompt of {self.num_prompt_tokens}: pass the cache to generate(), or compute "
+                "only the tokens that are not loaded"
+            )
+        if self._was_dropped and not is_whole:
+            raise ContractError(
+                f"assisted generation computes {num_new} tokens, but the cache is for a prompt of "
+                f"{self.num_prompt_tokens}: pass generate() all of its tokens"
+            )
+
+
+def _repeat_rows(layer: Any, num_rows: int) -> None:
+    """Repeat each row, as `generate` repeats prompts."""
+    if layer.keys is not None:
+        repeats, rest = divmod(num_rows, layer.keys.shape[0])
+        if repeats > 1 and rest == 0:
+            layer.batch_repeat_interleave(repeats)
+
+
+def num_savable(
+    cache: Any, shape: CacheShape, rows: list[list[int]], num_tokens: int | None
+) -> int:
+    """The tokens of each row of a cache that are sure to be those of `rows`, padding included.
+
+    Beam search leaves the KV of beams that go on, in an order of their own, and returns others:
+    only the prompts' is sure.
+
+    Raises:
+        ConfigError: rows or tokens that the cache cannot be of.
+    """
+    certain, num_prompts = num_tokens, 1
+    if isinstance(cache, LoadedCache):
+        certain, num_prompts = cache.num_certain, len(cache.prompts)
+        if certain is None and shape.num_rows != len(rows):
+            certain = cache.num_prompt_tokens
+    elif shape.num_rows > 1 and num_tokens is None:
+        raise ConfigError(
+            f"the cache has {shape.num_rows} rows and is not from load(), so that beam search may "
+            "have changed their order; pass num_tokens=, the length of the prompts, or load first"
+        )
+    elif shape.num_rows == 1:
+        certain = None
+    if shape.num_rows < len(rows) or shape.num_rows % num_prompts or len(rows) % num_prompts:
+        raise ConfigError(
+            f"the cache has {shape.num_rows} rows for {num_prompts} prompts, and {len(rows)} "
+            "sequences are given; give what generate returned for these prompts"
+        )
+    # The last token that was sampled was not computed.
+    if certain is None and not 0 <= len(rows[0]) - shape.num_tokens <= 1:
+        raise ConfigError(
+            f"the cache holds {shape.num_tokens} tokens and {len(rows[0])} ids are given; give all "
+            "ids it was computed from, as generate returns them"
+        )
+    limits = (certain, num_tokens, shape.num_tokens, len(rows[0]))
+    return max(0, min(limit for limit in limits if limit is not None))
+
+
+def refuse_other_prompts(cache: Any, prompts: list[Prompt], shape: CacheShape) -> None:
+    """Raises ConfigError if a cache was loaded for other tokens or another padding."""
+    if not isinstance(cache, LoadedCache):
+        return
+    # Of rows in another order than the cache's, only those of the same prompts are in place.
+    is_in_order = cache.num_certain is None and shape.num_rows == len(prompts)
+    for number, prompt in enumerate(prompts):
+        of_cache = cache.prompts[number * len(cache.prompts) // len(prompts)]
+        end = cache.num_loaded if is_in_order else cache.num_prompt_tokens
+        same = max(0, end - of_cache.num_padding)
+        if end and (
+            prompt.num_padding != of_cache.num_padding
+            or prompt.token_ids[:same] != of_cache.token_ids[:same]
+        ):
+            raise ConfigError(
+                "the cache was loaded for other tokens than are given, or for another "
+                "attention_mask; save it with the ids and the mask it was computed from"
+            )

@@ -1,7 +1,8 @@
 """Records on their way between the layers of a Transformers cache and a store.
 
-A cache layer holds keys and values `[1, heads, tokens, size]`; a record component holds
-`[layers, heads, tokens, K|V]`. In a cache, latents are the keys and rotated keys the values.
+A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included; a record
+component holds `[layers, heads, tokens, K|V]` of visible tokens. In a cache, latents are the keys
+and rotated keys the values.
 
 I/O threads read and write whole records, bounded in time and memory. Every operation has memory of
 its own, so one that outlives its deadline harms no other.
@@ -15,9 +16,10 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -62,33 +64,72 @@ def first_kept(cache: Any) -> int:
     return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
 
 
-def gather(rows: RankRows, cache: Any, model: HostModel, first_token: int) -> memoryview:
-    """A new image of one chunk of a cache, which has its tokens in every layer."""
-    image = _new_image(rows)
-    groups = tensors_of(image, rows, model)
+def copy_tokens(
+    cache: Any, model: HostModel, row: int, first_token: int, into: Sequence[torch.Tensor]
+) -> None:
+    """Copy consecutive tokens of one row of a cache, which has them in every layer.
+
+    Args:
+        first_token: counted from the row's first, padding included.
+        into: by group `[layers, heads, tokens, content]`.
+    """
     length = cache.get_seq_length()
     for layer, place in zip(cache.layers, model.layers, strict=True):
+        target = into[place.group][place.row]
         start = first_token - (length - layer.keys.shape[-2])
-        tokens = slice(start, start + rows.schema.chunk_tokens)
-        keys, values = layer.keys[0, :, tokens].detach(), layer.values[0, :, tokens].detach()
+        tokens = slice(start, start + target.shape[-2])
+        keys, values = layer.keys[row, :, tokens].detach(), layer.values[row, :, tokens].detach()
         if place.pairs_apart:
             values = torch.unflatten(values, -1, (2, -1)).transpose(-1, -2).flatten(-2)
-        groups[place.group][place.row].copy_(torch.cat((keys, values), dim=-1))
+        target.copy_(torch.cat((keys, values), dim=-1))
+
+
+def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
+    """A new image of one chunk of a row; see `copy_tokens`."""
+    image = _new_image(rows)
+    copy_tokens(cache, model, row, first_token, tensors_of(image, rows, model))
     return image
+
+
+def token_of(cache: Any, model: HostModel, row: int, token: int) -> list[torch.Tensor]:
+    """`[layers, heads, 1, content]` of each group, of one token of a row; see `copy_tokens`."""
+    shapes = [(each.num_layers, each.num_kv_heads, 1, each.content_size) for each in model.groups]
+    groups = [
+        torch.empty(shape, dtype=getattr(torch, group.dtype))
+        for shape, group in zip(shapes, model.groups, strict=True)
+    ]
+    copy_tokens(cache, model, row, token, groups)
+    return groups
+
+
+class StoredRow(NamedTuple):
+    """What is stored of one row of a batch."""
+
+    num_padding: int
+    images: list[memoryview]
+    """Of its leading chunks, behind the padding. None begins behind the tokens to fill."""
 
 
 def fill(
     cache: LoadedCache,
-    images: Sequence[memoryview],
+    stored: Sequence[StoredRow],
     rows: RankRows,
     model: HostModel,
     num_tokens: int,
 ) -> None:
-    """Put the first tokens of consecutive images into a new cache."""
-    tensors = [tensors_of(image, rows, model) for image in images]
+    """Put the first tokens of each row into a new cache: zeros for padding, then chunks."""
+    tensors = [[tensors_of(image, rows, model) for image in each.images] for each in stored]
+    size = rows.schema.chunk_tokens
     for number, place in enumerate(model.layers):
-        chunks = [groups[place.group][place.row] for groups in tensors]
-        both = torch.cat(chunks, dim=1)[None, :, :num_tokens].to(model.layer_devices[number])
+        shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)
+        both = torch.empty(shape, dtype=place.dtype)
+        for row, (num_padding, _) in enumerate(stored):
+            both[row, :, :num_padding] = 0
+            for chunk, groups in enumerate(tensors[row]):
+                start = num_padding + chunk * size
+                kept = groups[place.group][place.row][:, : num_tokens - start]
+                both[row, :, start : start + size] = kept
+        both = both.to(model.layer_devices[number])
         keys, values = both[..., : place.key_size], both[..., place.key_size :]
         if place.pairs_apart:
             values = torch.unflatten(values, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -111,14 +152,23 @@ class RecordIO:
         self._writes: deque[Job[PutResult]] = deque()  # under way
         self._num_stored = 0
 
-    def read(self, keys: Sequence[ChunkKey]) -> list[memoryview]:
-        """The leading chunks that are there, right, and in time."""
+    def read(
+        self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
+    ) -> list[memoryview]:
+        """The leading chunks of a prompt that are there, right, and in time.
+
+        Args:
+            deadline: of the monotonic clock.
+            known: images that need not be read again.
+        """
         now = time.monotonic()
         if now < self._stalled_until:
             self._observer.count("loads_skipped")
             return []
-        deadline = now + self._config.load_timeout_seconds
-        images: list[memoryview] = []
+        images = [known[key] for key in takewhile(known.__contains__, keys)]
+        if now >= deadline:
+            self._observer.count(f"miss_{MissReason.DEADLINE}")
+            return images
         under_way: deque[Job[memoryview | MissReason]] = deque()
         try:
             while len(images) < len(keys):

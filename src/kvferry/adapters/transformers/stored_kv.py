@@ -8,22 +8,24 @@ import logging
 import random
 import time
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.adapters.transformers.arguments import (
+    Prompt,
     StoredKVConfig,
-    num_tokens_in,
-    read_token_ids,
-    refuse_padding,
+    read_prompts,
+    read_rows,
+    shape_of,
 )
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
 from kvferry.adapters.transformers.records import (
     RecordIO,
+    StoredRow,
     fill,
     first_kept,
     gather,
     tensors_of,
+    token_of,
 )
 from kvferry.blocks.audit import largest_difference
 from kvferry.blocks.rows import RankRows
@@ -37,6 +39,9 @@ from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
 
+if TYPE_CHECKING:
+    from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
@@ -44,6 +49,20 @@ CLOSE_SECONDS = 5.0
 
 READY_SECONDS = 0.5
 """How long opening waits for the store to list its records. Only speed depends on it."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk in a cache."""
+
+    row: int
+    prompt: Prompt
+    first_token: int
+    """Counted from the first behind the padding."""
+
+
+def _num_chunks(num_tokens: int, chunk_tokens: int) -> int:
+    """The chunks that begin within the first tokens."""
+    return max(0, -(-num_tokens // chunk_tokens))
 
 
 class StoredKV:
@@ -104,11 +123,16 @@ class StoredKV:
         if isinstance(self._store, SupportsProbe):
             self._store.wait_indexed(READY_SECONDS)
         self._records = RecordIO(self._store, self._rows, self._config, self._observer)
-        self._loaded: WeakKeyDictionary[Any, list[ChunkKey]] = WeakKeyDictionary()
         self._warned_of_change = False
         self._is_audited = self._config.audit == "off"
         self._is_other = False
         self._closed = False
+        logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
+
+    @property
+    def namespace(self) -> str:
+        """Of all records that this reads and writes, in hexadecimal, as `kvferry ls` shows it."""
+        return self._rows.schema.namespace.hex()
 
     # ---- loading
 
@@ -116,98 +140,188 @@ class StoredKV:
         """A new cache with the longest prefix of `input_ids` that is stored, but never the last
         token, which `generate` needs. Empty if there is none.
 
+        In a batch, all rows begin at one token: the prefix ends where the first row knows no more.
+
         Layers with a sliding window keep all tokens, too, so that all of them can be stored.
 
         Args:
-            input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids.
-            attention_mask: the mask for `generate`; refused if it hides tokens.
+            input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids. A
+                batch: `[rows, num_tokens]`, padded on the left.
+            attention_mask: the mask for `generate`, of the same shape. Without one, padding is
+                judged by the ids, and nothing is read behind it.
 
         Returns:
-            A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids`.
-            `get_seq_length()` says how many tokens were read.
+            A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids` and
+            the mask. `get_seq_length()` says how many tokens of a row are there, padding included.
 
         Raises:
-            ConfigError: several prompts, ids that are none, or padding.
+            ConfigError: ids or a mask that are none.
         """
         from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
         self._check_open()
-        token_ids = read_token_ids(input_ids, self._model.vocab_size)
-        refuse_padding(attention_mask)
-        cache = LoadedCache(len(token_ids))
+        rows = read_rows(input_ids, self._model.vocab_size)
+        prompts = read_prompts(rows, attention_mask, self._model)
+        cache = LoadedCache(prompts, len(rows[0]), attention_mask)
         if not self._serves():
             return cache
-        keys = self._keys(token_ids)
         started = time.perf_counter()
-        images = self._records.read(keys)
-        num_tokens = min(len(images) * self._config.chunk_tokens, len(token_ids) - 1)
-        if num_tokens < 1:
-            self._observer.count("requests_missed")
+        chains = [self._keys(prompt, len(rows[0])) for prompt in prompts]
+        stored, num_tokens = self._read(prompts, chains, len(rows[0]) - 1)
+        hits = [number for number, each in enumerate(stored) if each.images]
+        self._observer.count("requests_missed", len(rows) - len(hits))
+        if not hits:
             return cache
-        if self._is_due() and not self._is_as_computed(images, token_ids):
+        longest = max(hits, key=lambda number: len(stored[number].images))
+        if self._is_due() and not self._is_as_computed(
+            stored[longest].images, prompts[longest].token_ids
+        ):
             return cache
-        fill(cache, images, self._rows, self._model, num_tokens)
-        self._loaded[cache] = keys[: len(images)]
-        self._store.touch(keys[: len(images)])
-        self._observer.count("hits")
-        self._observer.count("hit_tokens", num_tokens)
+        fill(cache, stored, self._rows, self._model, num_tokens)
+        for number in hits:
+            self._store.touch(chains[number][: len(stored[number].images)])
+            self._observer.count("hits")
+            self._observer.count("hit_tokens", num_tokens - prompts[number].num_padding)
         self._observer.observe("load", time.perf_counter() - started)
         return cache
 
+    def _read(
+        self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
+    ) -> tuple[list[StoredRow], int]:
+        """What is stored of the first tokens of each row, and how many tokens of every row that
+        is, at most `limit`, padding included."""
+        deadline = time.monotonic() + self._config.load_timeout_seconds
+        size = self._config.chunk_tokens
+        known: dict[ChunkKey, memoryview] = {}
+        for prompt, keys in zip(prompts, chains, strict=True):
+            wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
+            images = self._records.read(wanted, deadline, known)
+            known.update(zip(wanted, images, strict=False))
+            limit = min(limit, prompt.num_padding + len(images) * size)
+        stored = []
+        for prompt, keys in zip(prompts, chains, strict=True):
+            wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
+            stored.append(StoredRow(prompt.num_padding, [known[key] for key in wanted]))
+        return stored, limit
+
     # ---- saving
 
-    def save(self, token_ids: Any, cache: Any, *, num_tokens: int | None = None) -> int:
-        """Store the whole chunks of a cache that are not stored yet.
+    def save(
+        self,
+        token_ids: Any,
+        cache: Any,
+        *,
+        attention_mask: Any = None,
+        num_tokens: int | None = None,
+    ) -> int:
+        """Store the whole chunks of a cache that are not stored yet, of every row.
 
         Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
+        After beam search, only the prompts are stored: the cache holds other answers than those
+        returned.
+
         Args:
             token_ids: all tokens that the cache was computed from: the output of `generate`, or the
-                prompt alone after a forward. The keys of the records are made of them.
+                prompts alone after a forward. The keys of the records are made of them.
             cache: a `DynamicCache`, from `load` or not. Where layers dropped tokens behind their
-                sliding window, these are not stored.
-            num_tokens: store only so many, for example those of the prompt and not the answer.
+                sliding window, these are not stored. One of several rows that is not from `load`
+                needs `num_tokens`.
+            attention_mask: the mask that was used, or its part for the prompts. Without one, that
+                of `load`, and rows of a batch are stored up to the end of their first answer; if
+                there was none, padding is judged by the ids.
+            num_tokens: store only so many of each row, padding included, for example those of the
+                prompt and not the answer.
 
         Returns:
             Tokens newly stored.
 
         Raises:
-            ConfigError: several sequences, or a cache of another kind, model, length or prompt.
+            ConfigError: a cache of another kind, model, length, prompt or mask.
         """
+        from kvferry.adapters.transformers import loaded_cache
+
         self._check_open()
-        ids = read_token_ids(token_ids, self._model.vocab_size)
-        length = num_tokens_in(cache, self._model)
-        if length == 0 or not self._serves():
+        rows = read_rows(token_ids, self._model.vocab_size)
+        if attention_mask is None and isinstance(cache, loaded_cache.LoadedCache):
+            prompts = self._answered(cache, rows)
+        else:
+            prompts = read_prompts(rows, attention_mask, self._model)
+        shape = shape_of(cache, self._model)
+        if shape.num_tokens == 0 or not self._serves():
             return 0
-        # The last token that was sampled was not computed.
-        if not 0 <= len(ids) - length <= 1:
-            raise ConfigError(
-                f"the cache holds {length} tokens and {len(ids)} ids are given; give all ids it "
-                "was computed from, as generate returns them"
-            )
-        keys = self._keys(ids[: length if num_tokens is None else min(length, num_tokens)])
-        loaded = self._loaded.get(cache, [])
-        shared = min(len(loaded), len(keys))
-        if loaded[:shared] != keys[:shared]:
-            raise ConfigError(
-                f"the cache was loaded for other tokens than the {len(ids)} given; save it with "
-                "the ids it was computed from"
-            )
-        size = self._config.chunk_tokens
-        first = -(-first_kept(cache) // size)
-        if first:
-            self._observer.count("save_windowed")
-        wanted = [
-            chunk for chunk in range(first, len(keys)) if not self._store.contains(keys[chunk])
-        ]
+        limit = loaded_cache.num_savable(cache, shape, rows, num_tokens)
+        loaded_cache.refuse_other_prompts(cache, prompts, shape)
+        chains = [self._keys(prompt, limit) for prompt in prompts]
+        wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
+        if not self._are_in_place(cache, wanted):
+            return 0
         images = (
-            (keys[chunk], chunk * size, gather(self._rows, cache, self._model, chunk * size))
-            for chunk in wanted
+            (key, token, gather(self._rows, cache, self._model, row, prompt.num_padding + token))
+            for key, (row, prompt, token) in wanted.items()
         )
         num_stored = self._records.write(images)
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
-        self._store.touch(keys)
-        return num_stored * size
+        for keys in chains:
+            self._store.touch(keys)
+        return num_stored * self._config.chunk_tokens
+
+    def _answered(self, cache: LoadedCache, rows: list[list[int]]) -> list[Prompt]:
+        """The prompts that a cache was loaded for, with their answers; in a batch, the first."""
+        prompts = read_prompts(rows, cache.attention_mask, self._model)
+        if len(rows) == 1:
+            return prompts
+        return [
+            Prompt(padding, ids[: self._model.num_answered(ids, cache.num_prompt_tokens - padding)])
+            for padding, ids in prompts
+        ]
+
+    def _not_stored(
+        self, cache: Any, num_rows: int, prompts: list[Prompt], chains: list[list[ChunkKey]]
+    ) -> dict[ChunkKey, _Chunk]:
+        """The chunks of a cache that are not stored yet."""
+        size, kept = self._config.chunk_tokens, first_kept(cache)
+        if kept:
+            self._observer.count("save_windowed")
+        wanted: dict[ChunkKey, _Chunk] = {}
+        for number, (prompt, keys) in enumerate(zip(prompts, chains, strict=True)):
+            # The first token behind padding shows its positions; without it, there is no knowing.
+            if 0 < prompt.num_padding < kept:
+                continue
+            row = number * num_rows // len(prompts)
+            for chunk in range(_num_chunks(kept - prompt.num_padding, size), len(keys)):
+                if keys[chunk] not in wanted and not self._store.contains(keys[chunk]):
+                    wanted[keys[chunk]] = _Chunk(row, prompt, chunk * size)
+        return wanted
+
+    def _are_in_place(self, cache: Any, wanted: dict[ChunkKey, _Chunk]) -> bool:
+        """Whether padding was hidden, and positions counted from 0 behind it: the first token of a
+        row then has the KV that it has alone. False if that cannot be computed.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        from transformers import DynamicCache
+
+        padded = {row: prompt for row, prompt, _ in wanted.values() if prompt.num_padding}
+        if not padded:
+            return True
+        alone = DynamicCache()
+        if not self._computes([[prompt.token_ids[0]] for prompt in padded.values()], alone):
+            return False
+        for number, (row, prompt) in enumerate(padded.items()):
+            found = largest_difference(
+                token_of(alone, self._model, number, 0),
+                token_of(cache, self._model, row, prompt.num_padding),
+                self._model.tolerances,
+            )
+            if found.excess > 1:
+                raise ConfigError(
+                    f"row {row} of the cache was not computed with {prompt.num_padding} hidden "
+                    "tokens in front and positions from 0 behind them, as generate() computes it; "
+                    "save it with the attention_mask that was used"
+                )
+        return True
 
     # ---- checks
 
@@ -222,18 +336,14 @@ class StoredKV:
 
         size = self._config.chunk_tokens
         first = (len(images) - 1) * size
-        cache = LoadedCache(len(token_ids))
+        cache = LoadedCache([], len(token_ids))
         if first:
-            fill(cache, images[:-1], self._rows, self._model, first)
-        try:
-            self._model.compute(token_ids[first : first + size], cache)
-        except RuntimeError:  # no memory, for example
-            logger.exception("a stored chunk could not be computed again: nothing is loaded")
-            self._observer.count("audit_failed")
+            fill(cache, [StoredRow(0, images[:-1])], self._rows, self._model, first)
+        if not self._computes([token_ids[first : first + size]], cache):
             return False
         computed, stored = (
             tensors_of(image, self._rows, self._model)
-            for image in (gather(self._rows, cache, self._model, first), images[-1])
+            for image in (gather(self._rows, cache, self._model, 0, first), images[-1])
         )
         found = largest_difference(computed, stored, self._model.tolerances)
         self._is_audited = True
@@ -249,13 +359,24 @@ class StoredKV:
         )
         return False
 
-    def _keys(self, token_ids: list[int]) -> list[ChunkKey]:
-        """The keys of the chunks before any padding: behind it, KV depends on more than tokens."""
-        num_visible = self._model.num_visible(token_ids)
-        if num_visible < len(token_ids):
+    def _computes(self, rows: list[list[int]], cache: Any) -> bool:
+        """Append the KV of these tokens to a cache; False if the model fails."""
+        try:
+            self._model.compute(rows, cache)
+        except RuntimeError:  # no memory, for example
+            logger.exception("KV could not be computed again: nothing is loaded or saved")
+            self._observer.count("audit_failed")
+            return False
+        return True
+
+    def _keys(self, prompt: Prompt, num_tokens: int) -> list[ChunkKey]:
+        """The keys of the chunks in the first tokens of a row, between its padding and any that is
+        hidden after it: behind that, KV depends on more than tokens."""
+        visible = prompt.token_ids[: max(0, num_tokens - prompt.num_padding)]
+        if prompt.num_padding + len(visible) < num_tokens:
             self._observer.count("requests_padded")
         chain = ChunkKeys(self._rows.schema.namespace, self._config.chunk_tokens)
-        chain.extend(token_ids[:num_visible])
+        chain.extend(visible)
         return chain.keys
 
     def _serves(self) -> bool:
@@ -268,8 +389,9 @@ class StoredKV:
         if not self._warned_of_change:
             self._warned_of_change = True
             logger.warning(
-                "the model was moved, trained or changed since StoredKV was made: nothing is "
-                "loaded or saved; make a new one, with a weights_version if its weights are new"
+                "the model was moved, trained, compiled or changed since StoredKV was made: "
+                "nothing is loaded or saved; make a new one, with a weights_version if its weights "
+                "are new"
             )
         return False
 
