@@ -236,7 +236,7 @@ def _code_directory(
     own_revisions = (None, getattr(model, "revision", None))
     if (
         repositories - {str(model.model)}
-        or getattr(model, "hf_config_path", None)
+        or getattr(model, "hf_config_path", None) not in (None, model.model)
         or getattr(model, "code_revision", None) not in own_revisions
     ):
         return None
