@@ -12,12 +12,12 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-.PHONY: help demo test test-slow test-vllm check fmt clean
+.PHONY: help demo test test-sweep test-vllm check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
-	@echo "make test        lint, types and tests, but for the slow ones"
-	@echo "make test-slow   the slow tests: crash loops, the real model, every architecture"
+	@echo "make test        lint, types and all tests"
+	@echo "make test-sweep  every architecture of Transformers, served or refused"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make check       lint and types only"
 
@@ -40,10 +40,10 @@ $(CONNECTORS): scripts/vllm-connectors
 
 test: $(STAMP) $(CONNECTORS)
 	scripts/check
-	scripts/test -m "not slow"
+	scripts/test -m "not sweep"
 
-test-slow: $(STAMP) $(CONNECTORS)
-	scripts/test -m slow
+test-sweep: $(STAMP)
+	scripts/test -m sweep
 
 $(VLLM_STAMP): pyproject.toml scripts/vllm-venv
 	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)

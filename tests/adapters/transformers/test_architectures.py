@@ -20,6 +20,7 @@ def one_thread():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # they are of Transformers' models
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

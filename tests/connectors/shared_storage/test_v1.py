@@ -170,6 +170,22 @@ def test_kv_of_a_prompt_survives_the_host(model_dir, tmp_path):
     second.close()
 
 
+def test_the_first_hit_is_audited(model_dir, tmp_path, caplog):
+    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"), audit="first")
+    prompt, blocks = list(range(5, 26)), [3, 4, 5, 6, 7, 8]
+    hits = {}
+    # What a host "computes" is what its blocks hold at first.
+    for seed in (1, 1, 2):
+        host = OldHost(config, seed=seed)
+        hits[seed] = [host.prefill("a", prompt, blocks)]
+        host.settle()
+        hits[seed].append(host.prefill("b", prompt, [9, 20, 10, 11, 13, 12]))
+        host.settle()
+        host.close()
+    assert hits == {1: [8, 16], 2: [8, 0]}
+    assert caplog.text.count("computes other KV than is stored") == 1
+
+
 def test_names_and_arithmetic_of_the_original():
     assert [align_to_block_size(n, 16) for n in (0, 1, 16, 17, 33)] == [-16, 0, 0, 16, 32]
     metadata = SharedStorageConnectorMetadata()
