@@ -159,7 +159,7 @@ class StoredKV:
         self._check_open()
         rows = read_rows(input_ids, self._model.vocab_size)
         prompts = read_prompts(rows, attention_mask, self._model)
-        cache = LoadedCache(prompts, len(rows[0]), attention_mask)
+        cache = LoadedCache(rows, prompts, attention_mask)
         if not self._serves():
             return cache
         started = time.perf_counter()
@@ -245,7 +245,7 @@ class StoredKV:
         if shape.num_tokens == 0 or not self._serves():
             return 0
         limit = num_savable(cache, shape, rows, num_tokens)
-        refuse_other_prompts(cache, prompts, shape)
+        refuse_other_prompts(cache, shape, rows, prompts)
         chains = [self._keys(prompt, limit) for prompt in prompts]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
         if not self._are_in_place(cache, wanted):
@@ -333,7 +333,7 @@ class StoredKV:
 
         size = self._config.chunk_tokens
         first = (len(images) - 1) * size
-        cache = LoadedCache([], len(token_ids))
+        cache = LoadedCache([token_ids], [Prompt(0, token_ids)])
         if first:
             fill(cache, [StoredRow(0, images[:-1])], self._rows, self._model, first)
         if not self._computes([token_ids[first : first + size]], cache):
