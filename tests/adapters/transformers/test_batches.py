@@ -313,10 +313,22 @@ def test_what_is_no_mask_of_the_tokens_is_refused(load_model, store_url, given, 
             assert "\n" not in str(refusal.value)
 
 
-def test_other_rows_than_were_loaded_are_refused(load_model, store_url):
+def test_a_mask_may_come_only_with_save(load_model, store_url):
+    model = load_model()
+    rows = batch(33, 50)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        cache = kv.load(rows.input_ids)
+        sequences, _ = generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask)
+        assert kv.save(sequences, cache, attention_mask=rows.attention_mask) == 48
+    assert_same_as_cold(model, prompt(50), reuse(model, store_url, prompt(50)))
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_other_rows_than_were_loaded_are_refused(load_model, store_url, is_stored):
     model = load_model()
     rows = batch(50, 33)
-    run(model, store_url, rows)
+    if is_stored:
+        run(model, store_url, rows)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
         sequences, _ = generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask)

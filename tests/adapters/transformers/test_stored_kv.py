@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.config import parse_store_url
@@ -427,8 +427,8 @@ def test_the_store_knows_what_the_model_is_called(model_dir, load_model, store_u
 
 def test_the_namespace_is_logged_and_known(load_model, store_url, caplog):
     model = load_model()
+    reuse(model, store_url, prompt(40))
     with caplog.at_level("INFO"), StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        kv.save(prompt(40), DynamicCache())
         assert caplog.text.count(kv.namespace) == 1
         with open_store(store_url) as store:
             assert [each.hex() for each in store.namespaces()] == [kv.namespace]

@@ -26,7 +26,8 @@ class LoadedCache(DynamicCache):
     cache, as if it were empty: the cache drops the loaded tokens when that begins.
 
     Attributes:
-        prompts: of each row.
+        rows: token ids of the prompts, padding included.
+        prompts: what can be stored of them.
         num_prompt_tokens: of each row, padding included.
         attention_mask: that of the prompts, if one was given.
         num_loaded: tokens of each row that come from the store, padding included.
@@ -35,11 +36,12 @@ class LoadedCache(DynamicCache):
     """
 
     def __init__(
-        self, prompts: list[Prompt], num_prompt_tokens: int, attention_mask: Any = None
+        self, rows: list[list[int]], prompts: list[Prompt], attention_mask: Any = None
     ) -> None:
         super().__init__()
+        self.rows = rows
         self.prompts = prompts
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = len(rows[0])
         # A copy: the caller's may change before the cache is saved.
         self.attention_mask = (
             None if attention_mask is None else torch.as_tensor(attention_mask).clone()
@@ -165,20 +167,22 @@ def num_savable(
     return max(0, min(limit for limit in limits if limit is not None))
 
 
-def refuse_other_prompts(cache: Any, prompts: list[Prompt], shape: CacheShape) -> None:
-    """Raises ConfigError if a cache was loaded for other tokens or another padding."""
+def refuse_other_prompts(
+    cache: Any, shape: CacheShape, rows: list[list[int]], prompts: list[Prompt]
+) -> None:
+    """Raises ConfigError if a cache was loaded for other rows, or for another padding of them."""
     if not isinstance(cache, LoadedCache):
         return
-    # Of rows in another order than the cache's, only those of the same prompts are in place.
-    is_in_order = cache.num_certain is None and shape.num_rows == len(prompts)
-    for number, prompt in enumerate(prompts):
-        of_cache = cache.prompts[number * len(cache.prompts) // len(prompts)]
-        end = cache.num_loaded if is_in_order else cache.num_prompt_tokens
-        same = max(0, end - of_cache.num_padding)
-        if end and (
-            prompt.num_padding != of_cache.num_padding
-            or prompt.token_ids[:same] != of_cache.token_ids[:same]
-        ):
+    # A conversation may leave the prompt where nothing was loaded. Several rows may have changed
+    # places, which only whole prompts show.
+    is_alone = shape.num_rows == len(rows) == 1
+    end = cache.num_loaded if is_alone else cache.num_prompt_tokens
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        at = number * len(cache.rows) // len(rows)
+        is_same = row[:end] == cache.rows[at][:end]
+        is_hidden_alike = prompt.num_padding == cache.prompts[at].num_padding
+        is_mask_known = cache.attention_mask is not None or cache.num_loaded > 0
+        if not is_same or (is_mask_known and not is_hidden_alike):
             raise ConfigError(
                 "the cache was loaded for other tokens than are given, or for another "
                 "attention_mask; save it with the ids and the mask it was computed from"

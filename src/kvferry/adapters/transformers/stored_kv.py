@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvferry.adapters.transformers.arguments import (
     Prompt,
@@ -38,9 +38,6 @@ from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
 from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +159,7 @@ class StoredKV:
         self._check_open()
         rows = read_rows(input_ids, self._model.vocab_size)
         prompts = read_prompts(rows, attention_mask, self._model)
-        cache = LoadedCache(prompts, len(rows[0]), attention_mask)
+        cache = LoadedCache(rows, prompts, attention_mask)
         if not self._serves():
             return cache
         started = time.perf_counter()
@@ -239,19 +236,16 @@ class StoredKV:
         Raises:
             ConfigError: a cache of another kind, model, length, prompt or mask.
         """
-        from kvferry.adapters.transformers import loaded_cache
+        from kvferry.adapters.transformers.loaded_cache import num_savable, refuse_other_prompts
 
         self._check_open()
         rows = read_rows(token_ids, self._model.vocab_size)
-        if attention_mask is None and isinstance(cache, loaded_cache.LoadedCache):
-            prompts = self._answered(cache, rows)
-        else:
-            prompts = read_prompts(rows, attention_mask, self._model)
+        prompts = self._prompts_of(cache, rows, attention_mask)
         shape = shape_of(cache, self._model)
         if shape.num_tokens == 0 or not self._serves():
             return 0
-        limit = loaded_cache.num_savable(cache, shape, rows, num_tokens)
-        loaded_cache.refuse_other_prompts(cache, prompts, shape)
+        limit = num_savable(cache, shape, rows, num_tokens)
+        refuse_other_prompts(cache, shape, rows, prompts)
         chains = [self._keys(prompt, limit) for prompt in prompts]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
         if not self._are_in_place(cache, wanted):
@@ -266,8 +260,12 @@ class StoredKV:
             self._store.touch(keys)
         return num_stored * self._config.chunk_tokens
 
-    def _answered(self, cache: LoadedCache, rows: list[list[int]]) -> list[Prompt]:
-        """The prompts that a cache was loaded for, with their answers; in a batch, the first."""
+    def _prompts_of(self, cache: Any, rows: list[list[int]], attention_mask: Any) -> list[Prompt]:
+        """What can be stored of each row, by the mask or by the one that `load` was given."""
+        from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+        if attention_mask is not None or not isinstance(cache, LoadedCache):
+            return read_prompts(rows, attention_mask, self._model)
         prompts = read_prompts(rows, cache.attention_mask, self._model)
         if len(rows) == 1:
             return prompts
@@ -336,7 +334,7 @@ class StoredKV:
 
         size = self._config.chunk_tokens
         first = (len(images) - 1) * size
-        cache = LoadedCache([], len(token_ids))
+        cache = LoadedCache([token_ids], [Prompt(0, token_ids)])
         if first:
             fill(cache, [StoredRow(0, images[:-1])], self._rows, self._model, first)
         if not self._computes([token_ids[first : first + size]], cache):
