@@ -60,7 +60,7 @@ ONLY_FROM = {
         "demo",
     ],
     # One reading of a model's config makes one identity.
-    "engine": ["adapters/transformers", "testing", "cli", "demo"],
+    "engine": ["adapters/transformers", "testing", "bench/audit.py", "cli", "demo"],
     "keys": [
         # An engine says which model it runs.
         "contract/spec.py",

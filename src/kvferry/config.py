@@ -147,6 +147,20 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         raise ConfigError(f"{where}: {error}") from error
 
 
+def check_audit(option: object) -> None:
+    """Check the option `audit` of a config.
+
+    Raises:
+        ConfigError: neither "first" nor "off" nor a number from 0 to 1.
+    """
+    if isinstance(option, int | float) and not isinstance(option, bool):
+        is_known = 0 <= option <= 1
+    else:
+        is_known = option in ("first", "off")
+    if not is_known:
+        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {option!r}')
+
+
 def _convert(hint: object, value: object, *, is_size: bool) -> object:
     """`value` as the type `hint`; ValueError saying what is allowed."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

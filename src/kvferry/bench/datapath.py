@@ -143,6 +143,7 @@ def prompt_host(
     slot_bytes = CHUNK_BYTES + (1 << 16)
     options = {
         "store": f"file://{store}",
+        "audit": "off",
         "chunk_tokens": CHUNK_TOKENS,
         "io_threads": io_threads,
         "load_timeout_seconds": TIMEOUT_SECONDS,

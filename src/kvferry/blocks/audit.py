@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvferry.errors import ConfigError
+from kvferry.blocks.rows import RankRows
 
 _SAMPLE_TOKENS = 128
 """The limits of bias are of so many tokens: rounding averages out less over fewer."""
@@ -51,20 +51,6 @@ TOLERANCE_WITH_EXPERTS: Tolerances = {
 """Rounding sends some tokens to other experts, in deep layers most of them."""
 
 
-def check_audit(option: object) -> None:
-    """Check the option `audit` of a config.
-
-    Raises:
-        ConfigError: neither "first" nor "off" nor a number from 0 to 1.
-    """
-    if isinstance(option, int | float) and not isinstance(option, bool):
-        is_known = 0 <= option <= 1
-    else:
-        is_known = option in ("first", "off")
-    if not is_known:
-        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {option!r}')
-
-
 def tolerances_for(config: Mapping[str, object]) -> Tolerances:
     """The tolerances of a model, from its Hugging Face config."""
     for name, value in config.items():
@@ -73,6 +59,17 @@ def tolerances_for(config: Mapping[str, object]) -> Tolerances:
         if "experts" in name and isinstance(value, int) and value > 1:
             return TOLERANCE_WITH_EXPERTS
     return TOLERANCE
+
+
+def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
+    """What a rank holds of a chunk, by group `[layers, heads, tokens, content]`, over the memory of a
+    slot."""
+    return [
+        torch.frombuffer(
+            rows.group_rows(slot, group), dtype=getattr(torch, rows.dtype_of(group))
+        ).view(rows.group_shape(group))
+        for group in sorted(rows.all_groups)
+    ]
 
 
 class Difference(NamedTuple):
@@ -89,6 +86,15 @@ class Difference(NamedTuple):
     head: int
     is_value: bool
     """The second half of a token's content: values, or the end of a latent."""
+
+    def describe(self, rows: RankRows) -> str:
+        """For people: the layer of the group and the head as the whole model counts."""
+        layer, head = rows.origin_of(self.group)
+        half = "values" if self.is_value else "keys"
+        return (
+            f"{half} of layer {layer + self.layer}, head {head + self.head} of group {self.group} "
+            f"differ by {self.error:.2%}, {self.bias:.2%} in size"
+        )
 
 
 def largest_difference(

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
-
-from kvferry.blocks.audit import Difference
 from kvferry.errors import LayoutError
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import Source
@@ -98,24 +95,14 @@ class RankRows:
         start, stop = self._group_spans[group]
         return slot[start:stop]
 
-    def tensors_of(self, slot: memoryview) -> list[torch.Tensor]:
-        """All rows in a slot, by group, each of `group_shape`."""
-        return [
-            torch.frombuffer(self.group_rows(slot, index), dtype=getattr(torch, group.dtype)).view(
-                self.group_shape(index)
-            )
-            for index, group in enumerate(self._groups)
-        ]
+    def dtype_of(self, group: int) -> str:
+        """As `KVGroup` names it."""
+        return self._groups[group].dtype
 
-    def describe(self, found: Difference) -> str:
-        """What differs, for people: layers of the group and heads as the whole model counts."""
-        held = self._shard.groups[found.group]
-        layer, head = found.layer + held.layers[0], found.head + held.heads[0]
-        half = "values" if found.is_value else "keys"
-        return (
-            f"{half} of layer {layer}, head {head} of group {found.group} differ by "
-            f"{found.error:.2%}, {found.bias:.2%} in size"
-        )
+    def origin_of(self, group: int) -> tuple[int, int]:
+        """The first layer of the group and the first head that this rank holds."""
+        held = self._shard.groups[group]
+        return held.layers[0], held.heads[0]
 
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
         """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""

@@ -48,7 +48,8 @@ def model(tmp_path):
 
 
 def options(tmp_path: Path, **more: object) -> dict[str, object]:
-    return {"store": f"file://{tmp_path}/store", "chunk_tokens": CHUNK, **more}
+    store = f"file://{tmp_path}/store"
+    return {"store": store, "chunk_tokens": CHUNK, "audit": "off", **more}
 
 
 def prompt(start: int = 1, count: int = NUM_TOKENS) -> list[int]:

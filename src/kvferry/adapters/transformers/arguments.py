@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
-from kvferry.blocks.audit import check_audit
+from kvferry.config import check_audit
 from kvferry.errors import ConfigError
 
 

@@ -25,6 +25,7 @@ import torch
 
 from kvferry.adapters.transformers.arguments import StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
@@ -46,16 +47,6 @@ def _new_image(rows: RankRows) -> memoryview:
     """Memory for one record: `head | group 0 | ...`, as in the file. Page-aligned, so that a cold
     file can be read past the page cache."""
     return memoryview(mmap.mmap(-1, rows.slot_bytes))
-
-
-def tensors_of(image: memoryview, rows: RankRows, model: HostModel) -> list[torch.Tensor]:
-    """`[layers, heads, tokens, content]` of each group, over the memory of an image."""
-    return [
-        torch.frombuffer(rows.group_rows(image, index), dtype=getattr(torch, group.dtype)).view(
-            rows.group_shape(index)
-        )
-        for index, group in enumerate(model.groups)
-    ]
 
 
 def first_kept(cache: Any) -> int:
@@ -87,7 +78,7 @@ def copy_tokens(
 def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
     """A new image of one chunk of a row; see `copy_tokens`."""
     image = _new_image(rows)
-    copy_tokens(cache, model, row, first_token, tensors_of(image, rows, model))
+    copy_tokens(cache, model, row, first_token, tensors_of(rows, image))
     return image
 
 
@@ -118,7 +109,7 @@ def fill(
     num_tokens: int,
 ) -> None:
     """Put the first tokens of each row into a new cache: zeros for padding, then chunks."""
-    tensors = [[tensors_of(image, rows, model) for image in each.images] for each in stored]
+    tensors = [[tensors_of(rows, image) for image in each.images] for each in stored]
     size = rows.schema.chunk_tokens
     for number, place in enumerate(model.layers):
         shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)

@@ -24,10 +24,9 @@ from kvferry.adapters.transformers.records import (
     fill,
     first_kept,
     gather,
-    tensors_of,
     token_of,
 )
-from kvferry.blocks.audit import largest_difference
+from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
 from kvferry.errors import ConfigError, ContractError
@@ -340,7 +339,7 @@ class StoredKV:
         if not self._computes([token_ids[first : first + size]], cache):
             return False
         computed, stored = (
-            tensors_of(image, self._rows, self._model)
+            tensors_of(self._rows, image)
             for image in (gather(self._rows, cache, self._model, 0, first), images[-1])
         )
         found = largest_difference(computed, stored, self._model.tolerances)
@@ -353,7 +352,7 @@ class StoredKV:
         logger.warning(
             "the model computes other KV than is stored under its identity: %s. Nothing is loaded "
             "or saved; if it was changed in memory, give it a weights_version",
-            self._rows.describe(found),
+            found.describe(self._rows),
         )
         return False
 

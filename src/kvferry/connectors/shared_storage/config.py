@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.blocks.audit import check_audit
 from kvferry.blocks.tables import Tables
+from kvferry.config import check_audit
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.blocks.audit import Tolerances, largest_difference
+from kvferry.blocks.audit import Tolerances, largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.messages import (
@@ -271,11 +271,11 @@ class SlotIO:
             if not is_held or not gathered.mark.wait(DEVICE_SECONDS):
                 return Audited(chunk.slot)
             computed, stored = (
-                self._rows.tensors_of(self._memory.slot(slot))
+                tensors_of(self._rows, self._memory.slot(slot))
                 for slot in (chunk.slot, audit.record)
             )
             found = largest_difference(computed, stored, tolerances)
-            return Audited(chunk.slot, found.excess, self._rows.describe(found))
+            return Audited(chunk.slot, found.excess, found.describe(self._rows))
 
         self._audits.append((audit, self._write_pool.submit(run)))
 
