@@ -62,8 +62,8 @@ def tolerances_for(config: Mapping[str, object]) -> Tolerances:
 
 
 def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
-    """What a rank holds of a chunk, by group `[layers, heads, tokens, content]`, over the memory of a
-    slot."""
+    """What a rank holds of a chunk, by group `[layers, heads, tokens, content]`: over the memory of
+    a slot."""
     return [
         torch.frombuffer(
             rows.group_rows(slot, group), dtype=getattr(torch, rows.dtype_of(group))
