@@ -10,6 +10,7 @@ import pytest
 import kvferry.engine.connector as engine_connector
 import kvferry.engine.model as engine_model
 from kvferry.engine import LLM, SamplingParams
+from kvferry.engine.generation import Generation
 from kvferry.observe import Counters
 from tests.engine.test_llm import prompt
 from tests.model_changes import CHANGES
@@ -145,3 +146,59 @@ def test_an_honest_engine_is_never_suspected(model_dir, tmp_path, arch, dtype):
         assert counts["audit_mismatch"] == counts["audit_failed"] == 0
         num_audits += counts["audits"]
     assert num_audits >= 21
+
+
+@pytest.mark.usefixtures("one_identity")
+@pytest.mark.parametrize("then", ["same", "short"])
+def test_a_request_that_ends_before_its_audit_leaves_nothing_unchecked(
+    model_dir, stored, changed, then
+):
+    changed(CHANGES["values scaled"])
+    path = model_dir(max_position_embeddings=4096)
+    again = prompt(LENGTH) if then == "same" else prompt(LENGTH)[: 22 * CHUNK + 1]
+    cold = complete(path, [again, again], dtype="float32")
+    counts = Counters()
+    with LLM(
+        path,
+        store=stored,
+        connector_options={"chunk_tokens": CHUNK},
+        observer=counts,
+        dtype="float32",
+        max_batched_tokens=16,
+    ) as llm:
+        request = llm._request(prompt(LENGTH), GREEDY)
+        generation = Generation(request, GREEDY, llm.tokenizer)
+        llm._add(generation)
+        while not request.num_computed_tokens:
+            llm._step()
+        llm._drop(generation)  # the caller closed the stream
+        found = [llm.generate([again], GREEDY)[0] for _ in range(2)]
+    assert_same([(each.first_logits, 0) for each in found], cold, limit=1e-3)
+
+
+@pytest.mark.usefixtures("one_identity")
+def test_a_preempted_request_is_not_answered_from_an_unchecked_hit(model_dir, stored, changed):
+    changed(CHANGES["values scaled"])
+    path = model_dir(max_position_embeddings=4096)
+    cold = complete(path, [prompt(LENGTH)], dtype="float32")
+    options = {"chunk_tokens": CHUNK}
+    with LLM(
+        path, store=stored, connector_options=options, dtype="float32", max_batched_tokens=16
+    ) as llm:
+        request = llm._request(prompt(LENGTH), GREEDY)
+        generation = Generation(request, GREEDY, llm.tokenizer)
+        llm._add(generation)
+        while not request.num_computed_tokens:
+            llm._step()
+        scheduler = llm._scheduler
+        schedule = scheduler._schedule_running
+
+        def preempt_first(step):  # as if an earlier request needed its blocks
+            scheduler._schedule_running = schedule
+            scheduler._preempt(request, step)
+
+        scheduler._schedule_running = preempt_first
+        while request.outcome is None:
+            llm._step()
+        found = generation.completion()
+    assert_same([(found.first_logits, 0)], cold, limit=1e-3)

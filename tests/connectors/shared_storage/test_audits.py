@@ -19,6 +19,7 @@ from tests.connectors.shared_storage.keeping import (
     open_store,
     wait_for,
 )
+from tests.connectors.shared_storage.windowed import group
 
 CHUNK = 8
 WHOLE = NUM_CHUNKS * CHUNK
@@ -389,3 +390,46 @@ def test_what_was_fetched_before_any_request_is_audited(reader):
     wait_for(lambda: host.step([]) and len(host.pool._by_key) == NUM_CHUNKS)
     assert settled_run(host, "first").num_external_tokens == SHORT
     assert counts(host) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(
+    make_host, tmp_path, recomputes
+):
+    """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the
+    others is wrong, too."""
+    groups = make_groups(num_kv_heads=2)
+    settled_run(make_host(groups=groups, store=open_store(tmp_path / "store")), "writer")
+    ranks = [open_store(tmp_path / "store") for _ in range(2)]
+    host = make_host(
+        store=ranks[0],
+        rank_stores=ranks,
+        groups=groups,
+        world_size=2,
+        audit="first",
+        recomputes=recomputes,
+    )
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    lose_chunk(host, next(iter(host.pool._by_key)), rank=0)
+    good = host.ranks[1]._values
+    be_another_model(host, host.ranks[1:])  # in this step only
+    host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
+    host.ranks[1]._values = good
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert host.observer["audit_mismatch"] == 0
+
+
+def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, caplog):
+    groups = (group(2, None), group(3, 6))
+    writer = make_host(groups=groups, store=open_store(tmp_path / "store"), chunk_tokens=16)
+    settled_run(writer, "writer")
+    options = {"chunk_tokens": 16, "audit": "first"}
+    host = make_host(groups=groups, store=open_store(tmp_path / "store"), **options)
+    assert "hits are not audited: an attention window" in caplog.text
+    for number in range(3):
+        request = settled_run(host, f"{number}", budget=4)
+        assert request.num_external_tokens == 32
+    assert counts(host) == (0, 0, 0)

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 OTHER_MODEL = "the model computes other KV than is stored under its identity"
 
 REMEDY = (
-    "Nothing more is loaded or saved. If the weights or the code were changed in memory, give them "
+    "Nothing more is loaded or saved; what was loaded may still be in the engine's own prefix "
+    "cache: reset that, or restart. If the weights or the code were changed in memory, give them "
     "a weights_version of their own"
 )
 
@@ -61,17 +62,17 @@ class Audits:
         self._context = context
         self._pool = pool
         option = context.config.audit
-        dtypes = {getattr(torch, group.dtype) for group in context.spec.groups}
-        self._is_off = option == "off" or not dtypes <= TOLERANCE.keys()
-        if option != "off" and self._is_off:
-            logger.info(
-                "hits are not audited: how far honest KV of this dtype differs is not known"
-            )
+        self._is_off = option == "off"
+        why_not = _why_not(context)
+        if not self._is_off and why_not:
+            self._is_off = True
+            logger.warning("hits are not audited: %s", why_not)
         self._rate = option if isinstance(option, float | int) else 0.0
         self._has_passed = False
         self.has_failed = False
         self._expected: dict[str, tuple[AuditSlots, Load | None]] = {}
         self._running: dict[int, _Running] = {}
+        self._unchecked: list[Load] = []
         self._await_until = 0.0
 
     # -- hits -----------------------------------------------------------------------------------
@@ -108,10 +109,12 @@ class Audits:
             state.audited = None
 
     def forget(self, request_id: str) -> None:
-        """A request lost its blocks."""
+        """A request lost its blocks. What they hold may still be in the host's own cache."""
         if request_id in self._expected:
-            slots, _load = self._expected.pop(request_id)
+            slots, load = self._expected.pop(request_id)
             self._unpin(slots)
+            if load is not None and self._context.spec.recomputes:
+                self._unchecked.append(load)
 
     def forget_all(self) -> None:
         """Some load failed: the requests may compute on blocks that were not filled."""
@@ -174,9 +177,15 @@ class Audits:
             load if self._context.spec.recomputes else None,
         )
 
+    def take_unchecked(self) -> tuple[Load, ...]:
+        """Loads of hits whose audit will not come: what they filled is to be reported as failed."""
+        unchecked = tuple(self._unchecked)
+        self._unchecked.clear()
+        return unchecked
+
     @property
     def is_idle(self) -> bool:
-        return not (self._expected or self._running)
+        return not (self._expected or self._running or self._unchecked)
 
     @property
     def keeps_host_awake(self) -> bool:
@@ -202,15 +211,27 @@ class Audits:
     def _conclude(self, results: list[Audited]) -> None:
         """All ranks have compared their parts of a chunk."""
         observer = self._context.observer
+        if any(each.excess is None for each in results):
+            # A rank whose load failed spoils what the others compute in that step.
+            observer.count("audit_failed")
+            return
         worst = max(results, key=lambda each: each.excess or 0.0)
-        if worst.is_other:
-            observer.count("audit_mismatch")
-            if not self.has_failed:
-                self.has_failed = True
-                logger.warning("%s: %s. %s", OTHER_MODEL, worst.what, REMEDY)
-        elif all(each.has_passed for each in results):
+        if worst.has_passed:
             self._has_passed = True
             observer.count("audits")
             logger.info("a chunk was computed again; at most, %s", worst.what)
-        else:
-            observer.count("audit_failed")
+            return
+        observer.count("audit_mismatch")
+        if not self.has_failed:
+            self.has_failed = True
+            logger.warning("%s: %s. %s", OTHER_MODEL, worst.what, REMEDY)
+
+
+def _why_not(context: Context) -> str | None:
+    """Why hits cannot be audited."""
+    chunk = context.config.chunk_tokens
+    if not {getattr(torch, group.dtype) for group in context.spec.groups} <= TOLERANCE.keys():
+        return "how far honest KV of this dtype differs is not known"
+    if any(table.window is not None and table.window < chunk for table in context.tables.tables):
+        return f"an attention window is shorter than chunk_tokens={chunk}"
+    return None

@@ -77,6 +77,8 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     audits: tuple[Audit, ...] = ()
+    unchecked: tuple[Load, ...] = ()
+    """Loads of earlier steps whose blocks are reported as failed."""
     writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
     """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
@@ -136,11 +138,6 @@ class Audited(msgspec.Struct, frozen=True, array_like=True):
     @property
     def has_passed(self) -> bool:
         return self.excess is not None and self.excess <= 1
-
-    @property
-    def is_other(self) -> bool:
-        """Whether the record is of another model."""
-        return self.excess is not None and not self.excess <= 1
 
 
 class RankReport(msgspec.Struct, kw_only=True):

@@ -200,12 +200,14 @@ class SharedStorageScheduler(SchedulerRole):
             if saves and self._announcer is not None:
                 self._announcer.planned(saves, step, self._requests.by_id)
         audits = self._audits.plan(step)
+        unchecked = self._audits.take_unchecked()
         writes = self._saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self._policy.begin_step(num_tokens, loads=bool(self._loads))
-        if not (self._loads or saves or audits or writes or timed or self.pool.has_orders):
+        checks = audits or unchecked
+        if not (self._loads or saves or checks or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.take_orders()
         return SharedStoragePlan(
@@ -215,6 +217,7 @@ class SharedStorageScheduler(SchedulerRole):
             loads=tuple(load for load, _slots in self._loads.values()),
             saves=saves,
             audits=audits,
+            unchecked=unchecked,
             writes=writes,
             failures_known=self._saves.failures_known,
             timed=timed,

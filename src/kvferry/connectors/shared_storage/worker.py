@@ -117,6 +117,8 @@ class SharedStorageWorker(WorkerRole):
             self._rows.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
         self._to_begin.extend(plan.writes)
+        for load in plan.unchecked:
+            self._take_back(load)
         for slot in plan.cancels:
             self._io.cancel(slot)
         while self._to_begin:
@@ -159,7 +161,7 @@ class SharedStorageWorker(WorkerRole):
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         report = self._report
         for audit in self._io.collect(report):
-            self._take_back(audit)
+            self._take_back(audit.load)
         if report.is_empty and not self._invalid:
             return EMPTY_OUTPUT
         self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
@@ -295,12 +297,12 @@ class SharedStorageWorker(WorkerRole):
         """A chunk was not copied into its slot."""
         if isinstance(order, Audit):
             self._report.audited.append(Audited(order.chunk.slot))
-            self._take_back(order)
+            self._take_back(order.load)
         else:
             self._report.filled.append(Filled(order.chunk.slot, why))
 
-    def _take_back(self, audit: Audit) -> None:
+    def _take_back(self, load: Load | None) -> None:
         """What a hit loaded is not known to be of this model."""
-        if audit.load is not None:
-            ids = {block for part in audit.load.blocks for block in part.ids}
+        if load is not None:
+            ids = {block for part in load.blocks for block in part.ids}
             self._invalid |= ids - {NULL_BLOCK}
