@@ -22,8 +22,16 @@ LENGTHS = (300, 385, 777)
 INDEX_SECONDS = 30.0
 
 
-def embedded(model: Path, store: Path, prompts: list[list[int]], **config: Any) -> list[Completion]:
-    with LLM(model, store=f"file://{store}", dtype="float32", num_threads=2, **config) as llm:
+def embedded(
+    model: Path,
+    store: Path,
+    prompts: list[list[int]],
+    connector_options: dict[str, Any] | None = None,
+    **config: Any,
+) -> list[Completion]:
+    options = {"audit": "off", **(connector_options or {})}
+    config |= {"dtype": "float32", "num_threads": 2, "connector_options": options}
+    with LLM(model, store=f"file://{store}", **config) as llm:
         # By itself it waits for its store's index so long only that it still starts quickly.
         assert llm._roles.wait_ready(INDEX_SECONDS)
         params = SamplingParams(max_tokens=4, logprobs=20, ignore_eos=True)
