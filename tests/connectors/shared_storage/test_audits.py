@@ -333,7 +333,7 @@ def test_a_comparison_that_fails_is_no_verdict(reader, monkeypatch, recomputes):
     host = reader(recomputes=recomputes)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "kvferry.connectors.shared_storage.slot_io.largest_difference",
+            "kvferry.connectors.shared_storage.comparisons.largest_difference",
             lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")),
         )
         settled_run(host, "first")
@@ -346,7 +346,7 @@ def test_a_comparison_that_fails_is_no_verdict(reader, monkeypatch, recomputes):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkeypatch, recomputes):
-    name = "kvferry.connectors.shared_storage.slot_io"
+    name = "kvferry.connectors.shared_storage.comparisons"
     monkeypatch.setattr(f"{name}.AUDIT_SECONDS", 0.2)
     gate = threading.Event()
     compare = __import__(name, fromlist=["x"]).largest_difference

@@ -16,23 +16,11 @@ import logging
 import mmap
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from kvferry.blocks.audit import Tolerances, largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.connectors.shared_storage.messages import (
-    Audit,
-    Audited,
-    Fetch,
-    Filled,
-    RankReport,
-    Saved,
-    SlotChunk,
-)
+from kvferry.connectors.shared_storage.messages import Fetch, Filled, RankReport, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.observe import Observer
@@ -47,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SECONDS = 60.0
 """How long a thread of ours waits for the device, which works on the engine's steps first."""
-
-AUDIT_SECONDS = 10.0
-"""How long a step waits for a comparison that decides whether its tokens are right."""
 
 WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
@@ -141,7 +126,6 @@ class SlotIO:
         self._copying: list[Copied] = []
         self._copied: dict[int, Copied] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
-        self._audits: list[tuple[Audit, Job[Audited]]] = []
         self.read_pool = IOPool(io_threads, "kvferry-load")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
 
@@ -151,6 +135,10 @@ class SlotIO:
         """The groups of a chunk that its slot holds; none if the slot holds another chunk."""
         key, groups = self._contents.get(chunk.slot, (b"", frozenset[int]()))
         return groups if key == chunk.key else frozenset()
+
+    def overwrite(self, slot: int) -> None:
+        """A slot holds no record any more."""
+        self._contents.pop(slot, None)
 
     def busy_until(self, slot: int, mark: Mark) -> None:
         """A device reads a slot until a mark."""
@@ -258,59 +246,17 @@ class SlotIO:
             for offset, part in self._rows.file_ranges(image)
         )
 
-    # -- audits ---------------------------------------------------------------------------------
-
-    def compare(self, audit: Audit, gathered: Gathered, tolerances: Tolerances) -> None:
-        """A chunk was copied out of the blocks: compare it with its record. Never blocks."""
-        chunk = audit.chunk
-        self._contents.pop(chunk.slot, None)
-        record = SlotChunk(audit.record, chunk.key, chunk.first_token)
-        is_held = self.groups_held(record) == self._rows.all_groups
-
-        def run(_job: Job[Audited]) -> Audited:
-            if not is_held or not gathered.mark.wait(DEVICE_SECONDS):
-                return Audited(chunk.slot)
-            computed, stored = (
-                tensors_of(self._rows, self._memory.slot(slot))
-                for slot in (chunk.slot, audit.record)
-            )
-            found = largest_difference(computed, stored, tolerances)
-            return Audited(chunk.slot, found.excess, found.describe(self._rows))
-
-        self._audits.append((audit, self._write_pool.submit(run)))
-
-    def _collect_audits(self, report: RankReport) -> Iterator[Audit]:
-        deadline = time.monotonic() + AUDIT_SECONDS
-        pending = []
-        for audit, job in self._audits:
-            timeout = 0.0 if audit.load is None else deadline - time.monotonic()
-            if not job.wait(max(0.0, timeout)):
-                if audit.load is not None:
-                    yield audit
-                # The next steps do not depend on it.
-                pending.append((msgspec.structs.replace(audit, load=None), job))
-                continue
-            if job.error is not None:
-                logger.error("a comparison with a record failed", exc_info=job.error)
-            result = job.result or Audited(audit.chunk.slot)
-            if not result.has_passed:
-                yield audit
-            report.audited.append(result)
-        self._audits = pending
-
     # -- reports --------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that will be reported."""
-        return bool(self._reads or self._copying or self._writes or self._audits)
+        return bool(self._reads or self._copying or self._writes)
 
-    def collect(self, report: RankReport) -> Sequence[Audit]:
-        """Add to the report what ended since the last call. Returns the audits that have not
-        passed, or not in time."""
+    def collect(self, report: RankReport) -> None:
+        """Add to the report what ended since the last call."""
         if not self.is_busy:
-            return ()
-        suspect = tuple(self._collect_audits(report)) if self._audits else ()
+            return
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]
@@ -319,17 +265,16 @@ class SlotIO:
             self._copying.remove(copied)
             self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
             report.filled.append(Filled(copied.chunk.slot))
-        writing = []
+        pending = []
         for slot, write in self._writes:
             if not write.poll():
-                writing.append((slot, write))
+                pending.append((slot, write))
                 continue
             if write.result is None:
                 self._observer.count("save_failed")
                 logger.error("saving a chunk failed", exc_info=write.error)
             report.saved.append(write.result or Saved(slot, PutResult.FAILED))
-        self._writes = writing
-        return suspect
+        self._writes = pending
 
     def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:
         ended = read.result

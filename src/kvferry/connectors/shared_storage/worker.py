@@ -19,6 +19,7 @@ import torch
 from kvferry.blocks.audit import tolerances_for
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.comparisons import Comparisons
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
     EMPTY_PLAN,
@@ -76,12 +77,13 @@ class SharedStorageWorker(WorkerRole):
     ) -> None:
         self._rows = rows
         self._observer = context.observer
-        self._tolerances = tolerances_for(context.spec.identity.config)
         self._writes_alone = context.spec.shard.world_size == 1
         self._memory = SlotMemory(num_slots, rows.slot_bytes)
         self._io = SlotIO(
             rows, self._memory, context.store, context.config.io_threads, context.observer
         )
+        tolerances = tolerances_for(context.spec.identity.config)
+        self._comparisons = Comparisons(rows, self._memory, tolerances)
         self._copies = BlockCopies(context.spec, rows, setup)
         self._report = RankReport(rank=rows.rank)
         self._invalid: set[int] = set()  # blocks whose load failed, to be reported
@@ -160,7 +162,8 @@ class SharedStorageWorker(WorkerRole):
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         report = self._report
-        for audit in self._io.collect(report):
+        self._io.collect(report)
+        for audit in self._comparisons.collect(report):
             self._take_back(audit.load)
         if report.is_empty and not self._invalid:
             return EMPTY_OUTPUT
@@ -170,7 +173,8 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def is_idle(self) -> bool:
-        return self._report.is_empty and not self._io.is_busy
+        has_reports = self._invalid or not self._report.is_empty
+        return not (has_reports or self._io.is_busy) and self._comparisons.are_over
 
     def end_step(self) -> None:
         if not self._saved:
@@ -186,6 +190,7 @@ class SharedStorageWorker(WorkerRole):
         self._plan = EMPTY_PLAN
 
     def close(self) -> None:
+        self._comparisons.close()
         self._io.close()
         if not self._copies.close(DEVICE_CLOSE_SECONDS):
             logger.warning(
@@ -269,10 +274,16 @@ class SharedStorageWorker(WorkerRole):
             # Only now: hashing and writing take memory bandwidth from the copies.
             for order, gathered in copied:
                 if isinstance(order, Audit):
-                    self._io.compare(order, gathered, self._tolerances)
+                    self._compare(order, gathered)
                 else:
                     one = Copied(order.chunk, gathered, self._rows.schema)
                     self._io.copied(one, write=self._writes_alone)
+
+    def _compare(self, audit: Audit, gathered: Gathered) -> None:
+        self._io.overwrite(audit.chunk.slot)
+        record = SlotChunk(audit.record, audit.chunk.key, audit.chunk.first_token)
+        is_held = self._io.groups_held(record) == self._rows.all_groups
+        self._comparisons.begin(audit, gathered, is_held=is_held)
 
     def _copies_out(
         self, left: Iterator[Save | Audit], waiting: deque[Save | Audit]
