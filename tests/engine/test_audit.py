@@ -157,6 +157,16 @@ def test_an_honest_engine_is_never_suspected(model_dir, tmp_path, arch, dtype):
     assert num_audits >= 21
 
 
+def begun(llm):
+    """A generation whose hit is loaded and whose audit is still to come."""
+    request = llm._request(prompt(LENGTH), GREEDY)
+    generation = Generation(request, GREEDY, llm.tokenizer)
+    llm._add(generation)
+    while not request.num_computed_tokens:
+        llm._step()
+    return generation
+
+
 @pytest.mark.usefixtures("one_identity")
 @pytest.mark.parametrize("then", ["same", "short"])
 def test_a_request_that_ends_before_its_audit_leaves_nothing_unchecked(
@@ -175,11 +185,7 @@ def test_a_request_that_ends_before_its_audit_leaves_nothing_unchecked(
         dtype="float32",
         max_batched_tokens=16,
     ) as llm:
-        request = llm._request(prompt(LENGTH), GREEDY)
-        generation = Generation(request, GREEDY, llm.tokenizer)
-        llm._add(generation)
-        while not request.num_computed_tokens:
-            llm._step()
+        generation = begun(llm)
         llm._drop(generation)  # the caller closed the stream
         found = [llm.generate([again], GREEDY)[0] for _ in range(2)]
     assert_same([(each.first_logits, 0) for each in found], cold, limit=1e-3)
@@ -194,12 +200,8 @@ def test_a_preempted_request_is_not_answered_from_an_unchecked_hit(model_dir, st
     with LLM(
         path, store=stored, connector_options=options, dtype="float32", max_batched_tokens=16
     ) as llm:
-        request = llm._request(prompt(LENGTH), GREEDY)
-        generation = Generation(request, GREEDY, llm.tokenizer)
-        llm._add(generation)
-        while not request.num_computed_tokens:
-            llm._step()
-        scheduler = llm._scheduler
+        generation = begun(llm)
+        request, scheduler = generation.request, llm._scheduler
         schedule = scheduler._schedule_running
 
         def preempt_first(step):  # as if an earlier request needed its blocks

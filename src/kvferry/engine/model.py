@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from kvferry.engine.tensor_parallel import RankGroup, split_layers
 from kvferry.errors import ConfigError
 from kvferry.topology.shards import heads_of_rank
 
-HARMLESS_ARGUMENTS = frozenset(
+_HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
 )
 """Arguments of attention without effect in inference without a Transformers cache."""
@@ -62,6 +62,15 @@ _SPLIT_TOLERANCE = 0.05
 wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
 
 
+def unknown_arguments(rest: Mapping[str, Any]) -> set[str]:
+    """Names of further arguments of attention that may change what it computes."""
+    return {
+        name
+        for name, argument in rest.items()
+        if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS
+    }
+
+
 class Probe:
     """An attention context that records what a model asks of attention, so that models which the
     engine would serve wrongly are refused at load. Attends causally among the tokens it gets."""
@@ -84,11 +93,7 @@ class Probe:
         self._shapes.add((rows.shape[1], rows.shape[3], same))
         if rest["is_causal"] is False:
             self._unknown.add("keys behind the query (is_causal=False)")
-        self._unknown |= {
-            name
-            for name, argument in rest.items()
-            if argument is not None and argument is not False and name not in HARMLESS_ARGUMENTS
-        }
+        self._unknown |= unknown_arguments(rest)
         return causal_attention(query, key, value, scores).transpose(1, 2)
 
     def check(self, geometry: ModelGeometry, model_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 
 import pytest
 
@@ -42,6 +43,26 @@ def reader(make_host, directory):
         if other:
             be_another_model(host)
         return host
+
+    return make
+
+
+@pytest.fixture
+def two_ranks(make_host, tmp_path):
+    """Makes hosts of two ranks; the prompt is stored."""
+    groups = make_groups(num_kv_heads=2)
+    settled_run(make_host(groups=groups, store=open_store(tmp_path / "store")), "writer")
+
+    def make(**options):
+        ranks = [open_store(tmp_path / "store") for _ in range(2)]
+        return make_host(
+            store=ranks[0],
+            rank_stores=ranks,
+            groups=groups,
+            world_size=2,
+            audit="first",
+            **options,
+        )
 
     return make
 
@@ -244,20 +265,8 @@ def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader)
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_one_rank_is_enough(make_host, tmp_path, wrong):
-    groups = make_groups(num_kv_heads=2)
-    stores = [open_store(tmp_path / "store") for _ in range(2)]
-    writer = make_host(groups=groups, store=stores[0])
-    settled_run(writer, "writer")
-    ranks = [open_store(tmp_path / "store") for _ in range(2)]
-    host = make_host(
-        store=ranks[0],
-        rank_stores=ranks,
-        groups=groups,
-        world_size=2,
-        audit="first",
-        recomputes=True,
-    )
+def test_one_rank_is_enough(two_ranks, wrong):
+    host = two_ranks(recomputes=True)
     be_another_model(host, [host.ranks[wrong]])
     settled_run(host, "first")
     assert host.invalid_block_ids
@@ -393,22 +402,10 @@ def test_what_was_fetched_before_any_request_is_audited(reader):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(
-    make_host, tmp_path, recomputes
-):
+def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, recomputes):
     """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the
     others is wrong, too."""
-    groups = make_groups(num_kv_heads=2)
-    settled_run(make_host(groups=groups, store=open_store(tmp_path / "store")), "writer")
-    ranks = [open_store(tmp_path / "store") for _ in range(2)]
-    host = make_host(
-        store=ranks[0],
-        rank_stores=ranks,
-        groups=groups,
-        world_size=2,
-        audit="first",
-        recomputes=recomputes,
-    )
+    host = two_ranks(recomputes=recomputes)
     request = host.add("first", PROMPT)
     host.admit(request)
     lose_chunk(host, next(iter(host.pool._by_key)), rank=0)
@@ -433,3 +430,17 @@ def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, c
         request = settled_run(host, f"{number}", budget=4)
         assert request.num_external_tokens == 32
     assert counts(host) == (0, 0, 0)
+
+
+def test_a_comparison_does_not_wait_for_writes(reader):
+    host = reader(recomputes=True)
+    gate = threading.Event()
+    pool = host.ranks[0].worker._io._write_pool
+    for _ in range(2 * pool.num_threads):
+        pool.submit(lambda _job: gate.wait(20))
+    started = time.monotonic()
+    host.run("first", PROMPT)
+    assert time.monotonic() - started < 5
+    assert not host.invalid_block_ids
+    assert counts(host) == (1, 0, 0)
+    gate.set()

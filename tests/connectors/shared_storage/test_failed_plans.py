@@ -154,7 +154,7 @@ def test_a_load_that_fails_in_any_way_names_its_chunks(make_host, stored, monkey
         patch.setattr(copies, "scatter", scatter)
         host.step([request], tokens=0)
     assert host.invalid_block_ids == set(request.block_ids[0][:10])
-    assert all(key in host.scheduler._unreadable for key in keys_of(host))
+    assert all(key in host.scheduler._requests.unreadable for key in keys_of(host))
 
 
 def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_host, monkeypatch):

@@ -298,7 +298,7 @@ def _refuse_changed(model: Any) -> None:
         )
     if any(map(_is_compiled, modules)):
         raise ConfigError(
-            "the model is compiled by torch.compile, which rounds otherwise and starts anew for "
+            "the model is compiled by torch.compile, which rounds otherwise and compiles again for "
             "every length of a cache; give the model as from_pretrained() returns it, to StoredKV "
             "and for generate()"
         )

@@ -24,7 +24,7 @@ import torch
 from blake3 import blake3
 from torch.overrides import TorchFunctionMode
 
-from kvferry.engine.model import HARMLESS_ARGUMENTS, LOADING, quiet_transformers
+from kvferry.engine.model import LOADING, quiet_transformers, unknown_arguments
 from kvferry.engine.model_config import is_library_class, is_library_code
 from kvferry.engine.paged_attention import (
     ATTENTION_NAME,
@@ -246,10 +246,7 @@ class _Asked:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionContext.attend`. Attends causally among the tokens of the call."""
-        self.is_plain &= call.scores.is_plain and not any(
-            argument is not None and argument is not False and name not in HARMLESS_ARGUMENTS
-            for name, argument in call.rest.items()
-        )
+        self.is_plain &= call.scores.is_plain and not unknown_arguments(call.rest)
         return causal_attention(call.query, call.key, call.value, call.scores).transpose(1, 2)
 
 

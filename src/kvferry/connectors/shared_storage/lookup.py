@@ -29,7 +29,7 @@ from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.types import ChunkKey
 
 
-class _Hit(NamedTuple):
+class _Candidate(NamedTuple):
     """A candidate."""
 
     start: int
@@ -160,15 +160,15 @@ class Lookup:
         first = self._tables.first_needed(start, stop) // self._chunk
         return range(first, max(first, -(-stop // self._chunk)))
 
-    def _candidate(self, state: RequestState, start: int, stop: int) -> _Hit:
+    def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
         """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
         audited = self._to_audit(state, start, stop) if self._audits.is_due(state) else None
         if audited is None:
-            return _Hit(start, stop, self._numbers(start, stop), None)
+            return _Candidate(start, stop, self._numbers(start, stop), None)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
-        return _Hit(start, stop, range(first, audited + 1), audited)
+        return _Candidate(start, stop, range(first, audited + 1), audited)
 
     def _to_audit(self, state: RequestState, start: int, stop: int) -> int | None:
         """The last chunk of a hit that is sampled, or else that this engine has not computed."""
@@ -178,13 +178,13 @@ class Lookup:
                 return number
         return None
 
-    def _groups(self, number: int, hit: _Hit) -> frozenset[int]:
+    def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
         """The groups of one chunk that a hit needs."""
         if number == hit.audited:
             return self._tables.all_groups
         return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
 
-    def _lacking(self, state: RequestState, hit: _Hit) -> int | None:
+    def _lacking(self, state: RequestState, hit: _Candidate) -> int | None:
         """The first chunk of the last contiguous run of those that are needed and not held; None if
         all are held.
 
@@ -222,7 +222,7 @@ class Lookup:
             state.gave_up = reason
         return reason
 
-    def _fetch(self, state: RequestState, hit: _Hit) -> bool:
+    def _fetch(self, state: RequestState, hit: _Candidate) -> bool:
         """Fetch the chunks that are not held. True if the host is to ask again.
 
         The chunks that are held are pinned first, so that none of them loses its slot to another
@@ -266,7 +266,7 @@ class Lookup:
                 state.pinned.append(slot)
         self._pool.unpin_all(before)
 
-    def _hold_and_promise(self, state: RequestState, hit: _Hit) -> bool:
+    def _hold_and_promise(self, state: RequestState, hit: _Candidate) -> bool:
         """Pin exactly what a hit needs, all of which is held. False if an audit needs one slot more
         than there is."""
         keys = state.keys.keys

@@ -66,41 +66,6 @@ class RequestState:
     is_sampled: bool | None = None
 
 
-class Requests:
-    """All live requests of an engine. Runs in: scheduler thread; not thread-safe.
-
-    Args:
-        namespace: digest that roots the chunk keys.
-        new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
-
-    Attributes:
-        namespace: digest that roots the keys of new requests.
-        by_id: the state of each request.
-    """
-
-    def __init__(
-        self, namespace: bytes, new_namespace: Callable[[], bytes], chunk_tokens: int
-    ) -> None:
-        self.namespace = namespace
-        self._new_namespace = new_namespace
-        self._chunk_tokens = chunk_tokens
-        self.by_id: dict[str, RequestState] = {}
-
-    def track(self, request: RequestView) -> RequestState:
-        """The state of a request, with the keys of all chunks that are whole by now."""
-        state = self.by_id.get(request.request_id)
-        if state is None:
-            keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = self.by_id[request.request_id] = RequestState(keys)
-        state.keys.extend(request.all_token_ids)
-        return state
-
-    def begin_epoch(self) -> None:
-        """Forget all requests. New ones get keys of another namespace."""
-        self.namespace = self._new_namespace()
-        self.by_id.clear()
-
-
 class UnreadableKeys:
     """Chunks whose read failed less than `UNREADABLE_SECONDS` ago. Not thread-safe."""
 
@@ -122,3 +87,46 @@ class UnreadableKeys:
 
     def clear(self) -> None:
         self._until.clear()
+
+
+class Requests:
+    """All live requests of an engine. Runs in: scheduler thread; not thread-safe.
+
+    Args:
+        namespace: digest that roots the chunk keys.
+        new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
+        clock: monotonic seconds.
+
+    Attributes:
+        namespace: digest that roots the keys of new requests.
+        by_id: the state of each request.
+        unreadable: chunks that are not offered although the store may seem to have them.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        new_namespace: Callable[[], bytes],
+        chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.namespace = namespace
+        self._new_namespace = new_namespace
+        self._chunk_tokens = chunk_tokens
+        self.by_id: dict[str, RequestState] = {}
+        self.unreadable = UnreadableKeys(clock)
+
+    def track(self, request: RequestView) -> RequestState:
+        """The state of a request, with the keys of all chunks that are whole by now."""
+        state = self.by_id.get(request.request_id)
+        if state is None:
+            keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
+            state = self.by_id[request.request_id] = RequestState(keys)
+        state.keys.extend(request.all_token_ids)
+        return state
+
+    def begin_epoch(self) -> None:
+        """Forget all requests. New ones get keys of another namespace."""
+        self.namespace = self._new_namespace()
+        self.by_id.clear()
+        self.unreadable.clear()

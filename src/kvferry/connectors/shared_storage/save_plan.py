@@ -16,7 +16,7 @@ from kvferry.connectors.shared_storage.messages import (
     SlotChunk,
     Write,
 )
-from kvferry.connectors.shared_storage.requests import Requests, RequestState, UnreadableKeys
+from kvferry.connectors.shared_storage.requests import Requests, RequestState
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult, SupportsProbe
@@ -34,7 +34,6 @@ class SavePlan:
 
     Args:
         pool: assigns the slots.
-        unreadable: chunks to store again although the store may seem to have them.
         shared_writes: where several ranks write one record, else None.
 
     Attributes:
@@ -46,13 +45,11 @@ class SavePlan:
         context: Context,
         pool: HostPool,
         requests: Requests,
-        unreadable: UnreadableKeys,
         shared_writes: SharedWrites | None,
     ) -> None:
         self._context = context
         self._pool = pool
         self._requests = requests
-        self._unreadable = unreadable
         self._shared_writes = shared_writes
         self._unsaved: dict[str, RequestState] = {}
         self._await_until = 0.0
@@ -151,7 +148,7 @@ class SavePlan:
         everything = self._context.tables.all_groups
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
-        return self._context.store.contains(key) and key not in self._unreadable
+        return self._context.store.contains(key) and key not in self._requests.unreadable
 
     def writes(self) -> tuple[Write, ...]:
         """The parts of saved chunks that the ranks can write now."""
@@ -171,12 +168,12 @@ class SavePlan:
         is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
         if self._shared_writes is not None:
             if self._shared_writes.report(rank, slot, saved):
-                self._unreadable.discard(slot.key)
+                self._requests.unreadable.discard(slot.key)
         elif is_stored:
             if isinstance(self._context.store, SupportsProbe):
                 self._context.store.note_stored(slot.key)
             if saved.result == PutResult.STORED:
-                self._unreadable.discard(slot.key)
+                self._requests.unreadable.discard(slot.key)
         return is_stored
 
     def learn_failures(self, report: RankReport) -> None:

@@ -33,7 +33,7 @@ from kvferry.connectors.shared_storage.messages import (
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
 from kvferry.connectors.shared_storage.recent import RecentRecords
-from kvferry.connectors.shared_storage.requests import Requests, RequestState, UnreadableKeys
+from kvferry.connectors.shared_storage.requests import Requests, RequestState
 from kvferry.connectors.shared_storage.save_plan import SavePlan
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.contract.messages import (
@@ -81,11 +81,11 @@ class SharedStorageScheduler(SchedulerRole):
         self._context = context
         self.pool = pool
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
-        self._requests = Requests(namespace, new_namespace, config.chunk_tokens)
-        self._unreadable = UnreadableKeys(context.clock)
+        self._requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
         self._audits = Audits(context, pool)
-        self._lookup = Lookup(context, pool, self._unreadable, self._policy, self._audits)
-        self._saves = SavePlan(context, pool, self._requests, self._unreadable, shared_writes)
+        unreadable = self._requests.unreadable
+        self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
+        self._saves = SavePlan(context, pool, self._requests, shared_writes)
         self._accounts = Accounts(context)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
@@ -230,7 +230,7 @@ class SharedStorageScheduler(SchedulerRole):
             return
         records = recent.take() if self.pool.has_free else []
         for record in records:
-            if self.pool.find(record.key) is None and record.key not in self._unreadable:
+            if self.pool.find(record.key) is None and record.key not in self._requests.unreadable:
                 groups = self._context.tables.all_groups
                 self.pool.fetch(record.key, record.first_token, groups)
         if not records and (recent.is_done or not self.pool.has_free):
@@ -274,7 +274,7 @@ class SharedStorageScheduler(SchedulerRole):
         for audited in report.audited:
             self._audits.learn(audited)
         if report.failed_keys:
-            self._unreadable.add(report.failed_keys)
+            self._requests.unreadable.add(report.failed_keys)
             for key in report.failed_keys:
                 self.pool.drop(ChunkKey(key))
         if report.failures:
@@ -293,7 +293,7 @@ class SharedStorageScheduler(SchedulerRole):
         elif is_missed:
             self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
             if filled.missed != MissReason.CANCELLED:
-                self._unreadable.add((slot.key,))
+                self._requests.unreadable.add((slot.key,))
         elif not slot.filling and not slot.failed:
             self._accounts.ended("fetch", slot, None, slot.seconds)
 
@@ -325,7 +325,6 @@ class SharedStorageScheduler(SchedulerRole):
         self._saves.switch_namespace(self._requests.namespace)
         if self._announcer is not None:
             self._announcer.forget_all()
-        self._unreadable.clear()
         return True
 
     def close(self) -> None:
