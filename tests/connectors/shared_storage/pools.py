@@ -22,7 +22,8 @@ def check_pool(pool: HostPool) -> None:
         assert slot.index == index
         assert bool(slot.filling) == (slot.num_filling > 0), slot
         is_idle = not (slot.pins or slot.is_busy)
-        assert (pool._idle.get(slot.key) is slot) == is_idle, f"{slot} should be idle: {is_idle}"
+        found = slot.key in pool._idle and pool._by_key.get(slot.key) is slot
+        assert found == is_idle, f"{slot} should be idle: {is_idle}"
         if pool._by_key.get(slot.key) is slot:
             assert slot.held or slot.filling, slot
     found = [slot for slot in pool._by_key.values() if assigned.get(slot.index) is not slot]
