@@ -24,7 +24,7 @@ LAYERS = [
     {"blocks"},
     {"connectors", "runner", "aggregation", "v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo"},
+    {"bench", "cli", "demo", "simulate"},
 ]
 
 # Rooms of one layer do not know each other, but for these.
@@ -38,12 +38,14 @@ SIDEWAYS = {
     ("adapters", "engine"),
     ("cli", "bench"),
     ("cli", "demo"),
+    ("cli", "simulate"),
 }
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
 ONLY_FROM = {
-    # A connector is reached by its name. `bench` measures its roles.
-    "connectors.shared_storage": ["bench"],
+    # A connector is reached by its name. `bench` measures its roles; `simulate` replays the
+    # order in which its pool evicts.
+    "connectors.shared_storage": ["bench", "simulate"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -129,13 +131,14 @@ THIRD_PARTIES = {
         "adapters",
         "bench",
         "demo",
+        "simulate",
     ],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters.py"],
     "typer": ["cli"],
     "rich": ["cli", "bench", "demo"],
-    "matplotlib": ["demo"],
+    "matplotlib": ["demo", "simulate"],
     "gguf": ["demo"],
 }
 
@@ -153,6 +156,7 @@ LAZY = {
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"vllm"},
+    "simulate": {"matplotlib"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
 }

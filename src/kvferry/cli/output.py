@@ -32,11 +32,22 @@ def _check_target(context: typer.Context, target: str | None) -> str | None:
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
     # The demonstration makes directories, and its result may go into one of them.
-    will_be_made = context.info_name == "demo" and not path.parent.exists()
-    if not os.access(path.parent, os.W_OK) and not will_be_made:
+    if context.info_name != "demo" or path.parent.exists():
+        require_writable(path)
+    return target
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before the work, a file that could not be written after it.
+
+    Raises:
+        ConfigError: a directory, or in a place that cannot be written.
+    """
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: Is a directory; name a file")
+    if not os.access(path.parent, os.W_OK):
         why = "Permission denied" if path.parent.is_dir() else "No such directory"
         raise ConfigError(f"cannot write {path}: {why}")
-    return target
 
 
 JsonOption = Annotated[

@@ -1,0 +1,141 @@
+"""Replay of eviction orders as the host pool uses them.
+
+`pool` is the class that runs. The others have the same interface, so that a trace can show whether
+one of them earns its place (docs/simulate.md says what they gained).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Generic
+
+import numpy as np
+
+from kvferry.config import unknown
+from kvferry.connectors.shared_storage.eviction import EvictionOrder, K, Lru
+from kvferry.errors import ConfigError
+from kvferry.simulate.reuse import Outcome
+from kvferry.simulate.trace import Trace
+
+MAX_CHANCES = 2
+"""More keep blocks that were popular once; the traces gain nothing from three."""
+
+
+class Chances(Generic[K]):
+    """LRU with second chances: a chunk that was used again goes through the order once more for
+    each use, `MAX_CHANCES` at most, before it is evicted. One that returns soon after its eviction
+    counts as used again. See `EvictionOrder`.
+
+    Most chunks of a trace are never used again. They leave first, and those of conversations that
+    go on stay longer than under LRU.
+
+    Args:
+        num_remembered: chunks that are not idle whose use is remembered; the pool's size.
+    """
+
+    __slots__ = ("_left", "_num_remembered", "_order")
+
+    def __init__(self, num_remembered: int) -> None:
+        self._num_remembered = num_remembered
+        self._order: OrderedDict[K, int] = OrderedDict()  # to the chances that are left
+        self._left: OrderedDict[K, int] = OrderedDict()  # to those on return
+
+    def add(self, key: K) -> None:
+        # The touch at the end of the request that brings a new chunk is not yet a use.
+        chances = self._order.pop(key, None)
+        self._order[key] = self._left.pop(key, -1) if chances is None else chances
+
+    def remove(self, key: K) -> None:
+        chances = self._order.pop(key, None)
+        if chances is not None:
+            self._remember(key, chances)
+
+    def touch(self, keys: Sequence[K]) -> None:
+        order = self._order
+        for key in reversed(keys):
+            if key in order:
+                order[key] = min(order[key] + 1, MAX_CHANCES)
+                order.move_to_end(key)
+
+    def evict(self) -> K:
+        order = self._order
+        key, chances = order.popitem(last=False)
+        while chances > 0:
+            order[key] = chances - 1
+            key, chances = order.popitem(last=False)
+        self._remember(key, 0)
+        return key
+
+    def _remember(self, key: K, chances: int) -> None:
+        self._left[key] = chances
+        if len(self._left) > self._num_remembered:
+            self._left.popitem(last=False)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+ORDERS: Final[Mapping[str, Callable[[int], EvictionOrder[int]]]] = MappingProxyType(
+    {"pool": lambda _capacity: Lru(), "chances": Chances}
+)
+"""By name: makes the order of a pool of so many blocks."""
+
+LRU = "lru"
+"""LRU in the order of the prompt, which `reuse` computes without a replay."""
+
+POLICIES: Final = (LRU, *ORDERS)
+
+
+def check_policy(name: str) -> None:
+    """Raise ConfigError, with the nearest name, for an unknown policy."""
+    if name not in POLICIES:
+        raise ConfigError(unknown("policy", name, POLICIES))
+
+
+def replay(trace: Trace, capacity: int, order: EvictionOrder[int]) -> Outcome:
+    """One request after another through a pool of `capacity` blocks, as the host pool works.
+
+    A request pins the leading blocks that are held; these are its hits. The others take a place
+    each, while there is one: blocks of its own are not evicted for it. At its end all become idle,
+    and the whole prefix counts as used.
+    """
+    hits = bytearray(trace.num_references)
+    starts = trace.starts.tolist()
+    blocks = trace.blocks
+    held = bytearray(trace.num_unique)
+    num_free = capacity
+    num_written = 0
+    add, remove, evict = order.add, order.remove, order.evict
+    for start, stop in itertools.pairwise(starts):
+        keys = blocks[start:stop].tolist()
+        num_hit = 0
+        for key in keys:
+            if not held[key]:
+                break
+            remove(key)
+            num_hit += 1
+        hits[start : start + num_hit] = b"\1" * num_hit
+        used = keys[:num_hit]
+        for key in keys[num_hit:]:
+            if held[key]:  # behind a gap, or twice in this request
+                remove(key)
+            else:
+                if num_free:
+                    num_free -= 1
+                elif len(order):
+                    held[evict()] = 0
+                else:  # all are this request's
+                    continue
+                held[key] = 1
+                num_written += 1
+            used.append(key)
+        for key in reversed(used):
+            add(key)
+        order.touch(used)
+    return Outcome(np.frombuffer(hits, np.bool_), num_written)

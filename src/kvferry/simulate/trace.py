@@ -1,0 +1,208 @@
+"""Traces: which blocks each request asked for, in order of arrival. No tokens, no text.
+
+Two formats of JSON lines are read, told apart by their fields:
+
+- Mooncake's: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (of blocks
+  of 512 tokens; the last one may be partial);
+- recordings of the shared-storage connector (option `record`): `time` (s), `chunk_tokens`,
+  `num_tokens`, `keys` (of whole chunks, hexadecimal).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import ConfigError
+
+Ints = NDArray[np.int64]
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+BlockId = TypeVar("BlockId", int, str)
+
+
+class MooncakeLine(msgspec.Struct, frozen=True):
+    """A request of a Mooncake trace."""
+
+    timestamp: float
+    input_length: int
+    hash_ids: list[int]
+
+
+class RecordedLine(msgspec.Struct, frozen=True):
+    """A request of a recording of ours."""
+
+    time: float
+    chunk_tokens: int
+    num_tokens: int
+    keys: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The requests of a trace. A reference is one block of one request.
+
+    Attributes:
+        block_tokens: tokens of a whole block.
+        blocks: block of each reference, numbered from 0: [num_references].
+        starts: the first reference of each request, and the number of all: [num_requests + 1].
+        num_tokens: length of each prompt: [num_requests].
+        seconds: from the first request to the last.
+    """
+
+    block_tokens: int
+    blocks: Ints
+    starts: Ints
+    num_tokens: Ints
+    seconds: float
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def num_references(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_unique(self) -> int:
+        """Blocks that a cache without limit holds in the end."""
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    def tokens(self) -> Ints:
+        """Tokens of each reference, less than `block_tokens` at the end of a prompt:
+        [num_references]."""
+        tokens = np.full(self.num_references, self.block_tokens)
+        counts = np.diff(self.starts)
+        has_blocks = counts > 0
+        beyond = counts * self.block_tokens - self.num_tokens
+        tokens[self.starts[1:][has_blocks] - 1] -= np.maximum(beyond, 0)[has_blocks]
+        return tokens
+
+
+def make_trace(
+    prompts: Sequence[Sequence[int]], block_tokens: int, num_tokens: Sequence[int] | None = None
+) -> Trace:
+    """A trace of these blocks by request.
+
+    Args:
+        prompts: any number for each block, one sequence for each request.
+        block_tokens: tokens of a block.
+        num_tokens: of each prompt; None: all blocks are whole.
+    """
+    counts = [len(blocks) for blocks in prompts]
+    flat = np.fromiter((block for blocks in prompts for block in blocks), np.int64, sum(counts))
+    whole = [count * block_tokens for count in counts]
+    return _trace(flat, counts, num_tokens or whole, block_tokens, 0.0)
+
+
+def _trace(
+    flat: Ints, counts: Sequence[int], num_tokens: Sequence[int], block_tokens: int, seconds: float
+) -> Trace:
+    return Trace(
+        block_tokens=block_tokens,
+        blocks=np.unique(flat, return_inverse=True)[1].astype(np.int64),
+        starts=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
+        num_tokens=np.asarray(num_tokens, np.int64),
+        seconds=seconds,
+    )
+
+
+class _Reader(Generic[BlockId]):
+    """Adds up the requests of one file."""
+
+    def __init__(self) -> None:
+        self.blocks = array("q")
+        self.counts = array("q")
+        self.num_tokens = array("q")
+        self.block_tokens = 0
+        self.first_time = self.last_time = 0.0
+        self._numbers: dict[str, int] = {}
+
+    def add(self, line: MooncakeLine | RecordedLine) -> None:
+        """Add one request.
+
+        Raises:
+            ValueError: its fields contradict each other or the lines before.
+        """
+        if isinstance(line, MooncakeLine):
+            time, num_tokens, ids = line.timestamp / 1000, line.input_length, line.hash_ids
+            block_tokens = MOONCAKE_BLOCK_TOKENS
+            is_too_long = (len(ids) - 1) * block_tokens >= num_tokens
+        else:
+            numbers = self._numbers
+            ids = [numbers.setdefault(key, len(numbers)) for key in line.keys]
+            time, num_tokens, block_tokens = line.time, line.num_tokens, line.chunk_tokens
+            is_too_long = len(ids) * block_tokens > num_tokens
+        if block_tokens < 1 or num_tokens < 0:
+            raise ValueError(f"{num_tokens} tokens in blocks of {block_tokens}")
+        if ids and is_too_long:
+            raise ValueError(f"{len(ids)} blocks of {block_tokens} tokens for {num_tokens} tokens")
+        if self.counts and block_tokens != self.block_tokens:
+            raise ValueError(
+                f"blocks of {block_tokens} tokens after blocks of {self.block_tokens}; simulate "
+                "one chunk size at a time"
+            )
+        if not self.counts:
+            self.first_time = time
+        self.block_tokens, self.last_time = block_tokens, time
+        self.blocks.extend(ids)
+        self.counts.append(len(ids))
+        self.num_tokens.append(num_tokens)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace of either format.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not of the format of the first one; the
+            message names the line.
+    """
+    reader: Any = _Reader()
+    number = 0
+    try:
+        with path.open("rb") as file:
+            decoder: msgspec.json.Decoder[Any] | None = None
+            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
+                if not line.strip():
+                    continue
+                decoder = decoder or msgspec.json.Decoder(_format_of(line))
+                reader.add(decoder.decode(line))
+    except OSError as error:
+        raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"trace {path}, line {number}: {error}") from error
+    if not reader.blocks:
+        raise ConfigError(f"trace {path} has no blocks: {len(reader.counts)} requests")
+    return _trace(
+        np.frombuffer(reader.blocks, np.int64),
+        reader.counts,
+        reader.num_tokens,
+        reader.block_tokens,
+        max(0.0, reader.last_time - reader.first_time),
+    )
+
+
+def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedLine]:
+    """The format of a file by its first line.
+
+    Raises:
+        ValueError: neither.
+    """
+    found = msgspec.json.decode(line)
+    if isinstance(found, dict) and "hash_ids" in found:
+        return MooncakeLine
+    if isinstance(found, dict) and "keys" in found:
+        return RecordedLine
+    raise ValueError(
+        "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a recording "
+        "(time, chunk_tokens, num_tokens, keys)"
+    )
