@@ -47,6 +47,19 @@ def test_a_prompt_from_stdin_or_a_file_is_the_same_prompt(run, model_dir, tmp_pa
     assert len(texts) == 1
 
 
+def test_prompts_are_recorded_for_simulate(run, model_dir, tmp_path):
+    recording = tmp_path / "requests.jsonl"
+    options = ["--store", (tmp_path / "store").as_uri(), "--max-tokens", 1, "--chunk-tokens", 16]
+    for _ in range(2):
+        assert run("generate", model_dir, PROMPT, *options, "--record", recording).code == 0
+    ran = run("simulate", recording, "--tiers", 1000, "--json", "-")
+    value = json.loads(ran.out)
+    assert value["trace"]["requests"] == 2
+    assert value["tiers"][0]["hit_rate"] == 0.5
+    refused = run("generate", model_dir, PROMPT, "--record", recording)
+    assert (refused.code, "needs --store" in refused.error_line) == (2, True)
+
+
 def test_a_seed_repeats_a_sample(run, model_dir):
     def sample(seed):
         out = run(

@@ -43,6 +43,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append the prompt's keys for `simulate`.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Generate text; KV of the prompt that the store holds is read instead of computed.
@@ -52,6 +55,8 @@ def generate(
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
+    if record is not None and store is None:
+        raise ConfigError(f"--record {record} needs --store: without one there are no keys")
     text = _read_prompt(prompt, prompt_file)
     if find_spec("transformers") is None:
         raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
@@ -60,7 +65,11 @@ def generate(
     from kvferry.engine.model import encode_message
 
     counters = Counters()
-    options = {"chunk_tokens": chunk_tokens} if store is not None else None
+    options: dict[str, int | str] | None = None
+    if store is not None:
+        options = {"chunk_tokens": chunk_tokens}
+        if record is not None:
+            options["record"] = str(record)
     with LLM(
         model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
     ) as llm:

@@ -4,8 +4,7 @@ Two formats of JSON lines are read, told apart by their fields:
 
 - Mooncake's: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (of blocks
   of 512 tokens; the last one may be partial);
-- recordings of the shared-storage connector (option `record`): `time` (s), `chunk_tokens`,
-  `num_tokens`, `keys` (of whole chunks, hexadecimal).
+- recordings of the shared-storage connector (option `record`, see `RecordedRequest`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.connectors.shared_storage.recording import RecordedRequest
 from kvferry.errors import ConfigError
 
 Ints = NDArray[np.int64]
@@ -35,15 +35,6 @@ class MooncakeLine(msgspec.Struct, frozen=True):
     timestamp: float
     input_length: int
     hash_ids: list[int]
-
-
-class RecordedLine(msgspec.Struct, frozen=True):
-    """A request of a recording of ours."""
-
-    time: float
-    chunk_tokens: int
-    num_tokens: int
-    keys: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +118,7 @@ class _Reader(Generic[BlockId]):
         self.first_time = self.last_time = 0.0
         self._numbers: dict[str, int] = {}
 
-    def add(self, line: MooncakeLine | RecordedLine) -> None:
+    def add(self, line: MooncakeLine | RecordedRequest) -> None:
         """Add one request.
 
         Raises:
@@ -175,7 +166,14 @@ def read_trace(path: Path) -> Trace:
                 if not line.strip():
                     continue
                 decoder = decoder or msgspec.json.Decoder(_format_of(line))
-                reader.add(decoder.decode(line))
+                try:
+                    request = decoder.decode(line)
+                except msgspec.DecodeError:
+                    # The last line of a recording under way, or of one that the disk cut short.
+                    if decoder.type is RecordedRequest and not line.endswith(b"\n"):
+                        break
+                    raise
+                reader.add(request)
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
@@ -191,7 +189,7 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedLine]:
+def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedRequest]:
     """The format of a file by its first line.
 
     Raises:
@@ -201,7 +199,7 @@ def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedLine]:
     if isinstance(found, dict) and "hash_ids" in found:
         return MooncakeLine
     if isinstance(found, dict) and "keys" in found:
-        return RecordedLine
+        return RecordedRequest
     raise ValueError(
         "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a recording "
         "(time, chunk_tokens, num_tokens, keys)"

@@ -152,7 +152,8 @@ class Parts:
             fills: whether the records that were used last are fetched at start.
 
         Raises:
-            ConfigError: a store that several ranks cannot write together.
+            ConfigError: a store that several ranks cannot write together, or a recording that
+                cannot be written.
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size

@@ -43,6 +43,7 @@ class SharedStorageConfig:
             computation of one chunk.
         tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
+        record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
     """
 
     store: str
@@ -57,6 +58,7 @@ class SharedStorageConfig:
     audit: Literal["first", "off"] | float = "first"
     tenant: str = ""
     weights_version: str | None = None
+    record: str | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

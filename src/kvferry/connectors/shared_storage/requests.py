@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.connectors.shared_storage.host_pool import Slot
+from kvferry.connectors.shared_storage.recording import Recording
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
 from kvferry.types import ChunkKey, RequestView
@@ -96,6 +97,7 @@ class Requests:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
         clock: monotonic seconds.
+        recording: receives every new request; closed with this.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
@@ -109,21 +111,31 @@ class Requests:
         new_namespace: Callable[[], bytes],
         chunk_tokens: int,
         clock: Callable[[], float],
+        recording: Recording | None = None,
     ) -> None:
         self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
+        self._recording = recording
 
     def track(self, request: RequestView) -> RequestState:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
+        is_new = state is None
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
             state = self.by_id[request.request_id] = RequestState(keys)
         state.keys.extend(request.all_token_ids)
+        if is_new and self._recording is not None:
+            self._recording.add(len(request.all_token_ids), state.keys.keys)
         return state
+
+    def close(self) -> None:
+        """End the recording. Idempotent."""
+        if self._recording is not None:
+            self._recording.close()
 
     def begin_epoch(self) -> None:
         """Forget all requests. New ones get keys of another namespace."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from kvferry.connectors.shared_storage.accounts import Accounts
@@ -33,6 +34,7 @@ from kvferry.connectors.shared_storage.messages import (
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
 from kvferry.connectors.shared_storage.recent import RecentRecords
+from kvferry.connectors.shared_storage.recording import Recording
 from kvferry.connectors.shared_storage.requests import Requests, RequestState
 from kvferry.connectors.shared_storage.save_plan import SavePlan
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
@@ -65,6 +67,9 @@ class SharedStorageScheduler(SchedulerRole):
         new_namespace: makes the digest of a new epoch.
         recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
+
+    Raises:
+        ConfigError: the file of the option `record` cannot be written.
     """
 
     def __init__(
@@ -81,7 +86,12 @@ class SharedStorageScheduler(SchedulerRole):
         self._context = context
         self.pool = pool
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
-        self._requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
+        recording = None
+        if config.record is not None:
+            recording = Recording(Path(config.record), config.chunk_tokens)
+        self._requests = Requests(
+            namespace, new_namespace, config.chunk_tokens, context.clock, recording
+        )
         self._audits = Audits(context, pool)
         unreadable = self._requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
@@ -330,6 +340,7 @@ class SharedStorageScheduler(SchedulerRole):
     def close(self) -> None:
         self._end_recent(RECENT_CLOSE_SECONDS)
         self._saves.close()
+        self._requests.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:
         if self._recent is not None:

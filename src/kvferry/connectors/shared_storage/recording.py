@@ -1,0 +1,125 @@
+"""The option `record`: which chunks each request asked for, as JSON lines for `kvferry simulate`.
+
+A line holds no tokens and no text; the keys are cut digests of them. The scheduler's thread only
+appends to a queue in memory. A thread of its own writes once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 8
+"""Of a chunk key. Among ten million chunks, two are taken for one with a chance of 1 in 370,000."""
+
+WRITE_SECONDS = 1.0
+
+MAX_WAITING = 4096
+"""Requests in memory. While the file takes none, later requests are left out."""
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for the last write; a medium that hangs does not hold up the engine."""
+
+
+class RecordedRequest(msgspec.Struct, frozen=True):
+    """One line of a recording.
+
+    Attributes:
+        time: of the first look-up, seconds since the epoch.
+        chunk_tokens: tokens of a chunk.
+        num_tokens: length of the prompt.
+        keys: of its whole chunks, hexadecimal.
+    """
+
+    time: float
+    chunk_tokens: int
+    num_tokens: int
+    keys: list[str]
+
+
+class Recording:
+    """Appends the requests of one engine to a file. `add` runs in the scheduler's thread.
+
+    A file that can no longer be written ends the recording with one line in the log, and nothing
+    else: the engine does not notice.
+
+    Args:
+        path: created if missing; its directory must exist.
+        chunk_tokens: tokens of a chunk.
+        clock: seconds since the epoch.
+
+    Attributes:
+        num_left_out: requests that are not in the file.
+
+    Raises:
+        ConfigError: the file cannot be opened for appending.
+    """
+
+    def __init__(
+        self, path: Path, chunk_tokens: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = path
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self.num_left_out = 0
+        self._waiting: deque[tuple[float, int, tuple[ChunkKey, ...]]] = deque()
+        self._has_failed = False
+        self._ends = threading.Event()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot record requests in {path}: {error.strerror}; name a file in a directory "
+                "that exists and may be written"
+            ) from error
+        self._thread = IOPool(1, "kvferry-recording")
+        self._thread.submit(self._run)
+
+    def add(self, num_tokens: int, keys: Sequence[ChunkKey]) -> None:
+        """Record a request of `num_tokens` with these chunks. Never blocks, and does no I/O."""
+        if self._has_failed or len(self._waiting) >= MAX_WAITING:
+            self.num_left_out += 1
+        else:
+            self._waiting.append((self._clock(), num_tokens, tuple(keys)))
+
+    def close(self) -> None:
+        """Write what is left, for `CLOSE_SECONDS` at most. Idempotent."""
+        self._ends.set()
+        self._thread.close(CLOSE_SECONDS)
+
+    def _run(self, _job: Job[None]) -> None:
+        """Runs in: the thread of this recording."""
+        try:
+            # Unbuffered, so that lines of several engines that share the file do not mix.
+            with self._path.open("ab", buffering=0) as file:
+                is_last = False
+                while not is_last:
+                    is_last = self._ends.wait(WRITE_SECONDS)
+                    while self._waiting:
+                        line = self._line(*self._waiting.popleft())
+                        if file.write(line) != len(line):
+                            raise OSError("only a part of a line was written")
+        except OSError as error:
+            self._has_failed = True
+            self._waiting.clear()
+            logger.warning("requests are no longer recorded in %s: %s", self._path, error)
+        else:
+            if self.num_left_out:
+                logger.warning("%s lacks %d requests: slow file", self._path, self.num_left_out)
+
+    def _line(self, at: float, num_tokens: int, keys: tuple[ChunkKey, ...]) -> bytes:
+        short = [key[:KEY_BYTES].hex() for key in keys]
+        request = RecordedRequest(round(at, 3), self._chunk_tokens, num_tokens, short)
+        return msgspec.json.encode(request) + b"\n"
