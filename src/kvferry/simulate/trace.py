@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,8 +25,6 @@ from kvferry.errors import ConfigError
 Ints = NDArray[np.int64]
 
 MOONCAKE_BLOCK_TOKENS = 512
-
-BlockId = TypeVar("BlockId", int, str)
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -107,7 +105,7 @@ def _trace(
     )
 
 
-class _Reader(Generic[BlockId]):
+class _Reader:
     """Adds up the requests of one file."""
 
     def __init__(self) -> None:
@@ -157,7 +155,7 @@ def read_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or a line is not of the format of the first one; the
             message names the line.
     """
-    reader: Any = _Reader()
+    reader = _Reader()
     number = 0
     try:
         with path.open("rb") as file:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -80,6 +82,27 @@ def test_a_full_disk_costs_the_recording_and_one_line(make_host, caplog):
     ]
     assert host.run("second", PROMPT).num_external_tokens == 40
     host.scheduler.close()
+
+
+def test_a_disk_that_takes_half_a_line_leaves_whole_lines(tmp_path):
+    # In another process: the limit holds for every file that a process writes.
+    code = (
+        "import resource, sys; from pathlib import Path;"
+        "from kvferry.connectors.shared_storage.recording import Recording;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "recording = Recording(Path(sys.argv[1]), 8, clock=lambda: 1.0);"
+        "recording.add(8, [b'a' * 32]); recording.add(8, [b'b' * 32]); recording.close()"
+    )
+    path = tmp_path / "r.jsonl"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "requests are no longer recorded in" in done.stderr
+    assert [line.keys for line in lines_of(path)] == [[b"a".hex() * KEY_BYTES]]
+    recording = Recording(path, 8)
+    recording.add(8, [B])
+    recording.close()
+    assert read_trace(path).num_requests == 2
 
 
 def test_requests_that_find_the_queue_full_are_left_out(tmp_path, caplog):

@@ -6,11 +6,14 @@ appends to a queue in memory. A thread of its own writes once a second.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -108,9 +111,7 @@ class Recording:
                 while not is_last:
                     is_last = self._ends.wait(WRITE_SECONDS)
                     while self._waiting:
-                        line = self._line(*self._waiting.popleft())
-                        if file.write(line) != len(line):
-                            raise OSError("only a part of a line was written")
+                        _write_whole(file, self._line(*self._waiting.popleft()))
         except OSError as error:
             self._has_failed = True
             self._waiting.clear()
@@ -123,3 +124,18 @@ class Recording:
         short = [key[:KEY_BYTES].hex() for key in keys]
         request = RecordedRequest(round(at, 3), self._chunk_tokens, num_tokens, short)
         return msgspec.json.encode(request) + b"\n"
+
+
+def _write_whole(file: FileIO, line: bytes) -> None:
+    """Append a line, or nothing.
+
+    Raises:
+        OSError: the medium took none or a part of it. The part is removed, unless another engine
+            has appended a line meanwhile.
+    """
+    num_written = file.write(line) or 0
+    if num_written < len(line):
+        end = file.tell()
+        if end == os.fstat(file.fileno()).st_size:
+            file.truncate(end - num_written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
