@@ -55,8 +55,7 @@ def generate(
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
-    if record is not None and store is None:
-        raise ConfigError(f"--record {record} needs --store: without one there are no keys")
+    options = _connector_options(store, chunk_tokens, record)
     text = _read_prompt(prompt, prompt_file)
     if find_spec("transformers") is None:
         raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
@@ -65,11 +64,6 @@ def generate(
     from kvferry.engine.model import encode_message
 
     counters = Counters()
-    options: dict[str, int | str] | None = None
-    if store is not None:
-        options = {"chunk_tokens": chunk_tokens}
-        if record is not None:
-            options["record"] = str(record)
     with LLM(
         model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
     ) as llm:
@@ -80,13 +74,18 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    num_prompt, num_hit = len(prompt_token_ids), counters["hit_tokens"]
-    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
-    print(
-        f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
-        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
-        file=sys.stderr,
-    )
+    _show(answer, len(prompt_token_ids), counters["hit_tokens"], json)
+
+
+def _connector_options(
+    store: str | None, chunk_tokens: int, record: Path | None
+) -> dict[str, int | str] | None:
+    if store is None:
+        if record is not None:
+            raise ConfigError(f"--record {record} needs --store: without one there are no keys")
+        return None
+    recorded: dict[str, int | str] = {} if record is None else {"record": str(record)}
+    return {"chunk_tokens": chunk_tokens, **recorded}
 
 
 class _Answer(NamedTuple):
@@ -96,6 +95,15 @@ class _Answer(NamedTuple):
     ttft_s: float
     total_s: float
     text: str
+
+
+def _show(answer: _Answer, num_prompt: int, num_hit: int, json: str | None) -> None:
+    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
+    print(
+        f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
+        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
+        file=sys.stderr,
+    )
 
 
 def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
