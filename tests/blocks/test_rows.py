@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvferry.blocks.rows import RankRows
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import Source
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import GroupShard, KVGroup, RankShard
 
@@ -41,31 +40,6 @@ def ranks_of(groups: tuple[KVGroup, ...], world_size: int, schema: RecordSchema)
     ]
 
 
-def pieces_of(rows: RankRows, *groups: int) -> list[RowRange]:
-    """What is read of a record in memory; from a medium, the same rows in fewer pieces."""
-    small, large = (
-        list(rows.parts_of(frozenset(groups))(Opened(is_in_memory)))
-        for is_in_memory in (True, False)
-    )
-    assert [(one.component, row) for one in small for row in range(one.start, one.stop)] == [
-        (one.component, row) for one in large for row in range(one.start, one.stop)
-    ]
-    return small
-
-
-class Opened(Source):
-    def __init__(self, is_in_memory: bool) -> None:
-        self._is_in_memory = is_in_memory
-
-    def is_cached(self) -> bool:
-        return self._is_in_memory
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        return 0
-
-    def close(self) -> None: ...
-
-
 def record_of(schema: RecordSchema, seed: int = 1) -> bytearray:
     """Some bytes, as long as a record."""
     values = np.random.default_rng(seed).integers(0, 256, schema.record_bytes, dtype=np.uint8)
@@ -73,13 +47,13 @@ def record_of(schema: RecordSchema, seed: int = 1) -> bytearray:
 
 
 def slot_of(rows: RankRows, schema: RecordSchema, record: bytearray) -> bytearray:
-    """What a rank's slot holds after it has read all its pieces of a record."""
+    """What a rank's slot holds after it has read all its rows of a record."""
     slot = bytearray(rows.slot_bytes)
     view = memoryview(slot)
     rows.head_of(view)[:] = record[: schema.head_bytes]
-    for piece in pieces_of(rows, *range(len(schema.components))):
-        start = schema.offset_of(piece)
-        rows.piece_of(view, piece)[:] = record[start : start + schema.num_bytes_of(piece)]
+    for each, part in rows.rows_of(view, rows.all_groups):
+        start = schema.offset_of(each)
+        part[:] = record[start : start + schema.num_bytes_of(each)]
     return slot
 
 
@@ -108,7 +82,7 @@ def test_ranks_write_what_they_read_no_byte_lost_or_doubled(case, chunk: int):
 
 
 @CASES
-def test_pieces_fill_a_slot_without_gap_or_overlap(case, chunk: int):
+def test_rows_fill_a_slot_without_gap_or_overlap(case, chunk: int):
     groups, world_size = case
     schema = schema_of(groups, chunk)
     for rows in ranks_of(groups, world_size, schema):
@@ -116,9 +90,10 @@ def test_pieces_fill_a_slot_without_gap_or_overlap(case, chunk: int):
         view = memoryview(filled)
         np.frombuffer(rows.head_of(view), np.uint8)[:] += 1
         for group in range(len(groups)):
-            for piece in pieces_of(rows, group):
-                assert piece.component == group
-                np.frombuffer(rows.piece_of(view, piece), np.uint8)[:] += 1
+            for each, part in rows.rows_of(view, {group}):
+                assert each.component == group
+                assert len(part) == schema.num_bytes_of(each)
+                np.frombuffer(part, np.uint8)[:] += 1
         assert (filled == 1).all()
         assert len(rows.image_of(memoryview(bytearray(rows.slot_bytes + 9)))) == rows.slot_bytes
 
@@ -209,7 +184,7 @@ def test_a_rank_without_a_layer_of_a_group_has_no_bytes_of_it():
         ),
     )
     rows = RankRows(groups, shard, schema)
-    assert pieces_of(rows, 1) == []
+    assert rows.rows_of(memoryview(bytearray(rows.slot_bytes)), {1}) == []
     assert rows.group_shape(1) == (0, 2, 8, 4)
     assert len(rows.group_rows(memoryview(bytearray(rows.slot_bytes)), 1)) == 0
     assert rows.slot_bytes == schema.head_bytes + schema.components[0].num_bytes

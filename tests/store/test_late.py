@@ -66,7 +66,7 @@ def test_until_it_is_open_everything_is_a_miss(caplog):
     assert not late.wait_indexed(0.0)
     assert late.stat().num_records == 0
     with pytest.raises(StoreError, match="not open yet"):
-        late.open_read(KEY)
+        late.read(KEY, ())
     for call in (
         lambda: late.touch([KEY]),
         lambda: late.probe([KEY]),

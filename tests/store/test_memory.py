@@ -14,7 +14,7 @@ def test_every_store_is_its_own_also_under_one_name():
     with MemoryStore("same") as first, MemoryStore("same") as second:
         assert first.url == second.url == "memory://same"
         first.put(make_key(), [b"value"])
-        assert second.open_read(make_key()) is None
+        assert second.read(make_key(), ()) is None
 
 
 def test_it_can_scan_and_no_more():

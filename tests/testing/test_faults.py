@@ -31,7 +31,7 @@ def filled(*, values=(b"value",)):
 
 def test_a_stalled_read_goes_on_when_released():
     gate = Gate()
-    store = StallingStore(filled(), gate=gate, operations={"read_into"})
+    store = StallingStore(filled(), gate=gate, operations={"read"})
     found = []
     reader = threading.Thread(target=lambda: found.append(read_value(store, make_key())))
     reader.start()
@@ -55,12 +55,8 @@ def test_no_arrival_is_no_arrival():
 
 
 def test_failing_reads_raise_store_error():
-    with pytest.raises(StoreError, match="open_read"):
-        FailingStore(filled(), operations={"open_read"}).open_read(make_key())
-    source = FailingStore(filled(), operations={"read_into"}).open_read(make_key())
-    with pytest.raises(StoreError, match="read_into"):
-        source.read_into(memoryview(bytearray(5)), 0)
-    source.close()
+    with pytest.raises(StoreError, match="injected"):
+        FailingStore(filled(), operations={"read"}).read(make_key(), ())
 
 
 def test_failing_changes_answer_as_the_contract_says():
@@ -86,7 +82,7 @@ def test_damage_on_read_leaves_the_stored_value_alone():
     assert read_value(store, make_key(0)) == b"\0\1" + bytes(7)
     assert read_value(store, make_key(1)) == bytes(9)
     assert read_value(inner, make_key(0)) == bytes(9)
-    assert store.open_read(make_key(2)) is None
+    assert store.read(make_key(2), ()) is None
 
 
 @given(st.binary(min_size=1, max_size=50), st.integers(0, 1000))

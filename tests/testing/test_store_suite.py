@@ -11,25 +11,25 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.errors import StoreError
 from kvferry.store.base import Entry, PutResult
-from kvferry.store.memory import BytesSource, MemoryStore, _Value
+from kvferry.store.memory import MemoryStore, _Value, copy_ranges
 from kvferry.testing.stores import ScanTests, StoreTests, make_key, store_machine
 
 
 class Overwriting(MemoryStore):
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         self.delete(key)
-        return super().put(key, buffers)
+        return super().put(key, buffers, *deadline)
 
 
 class Lossy(MemoryStore):
     """Keeps what one write call takes."""
 
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         return super().put(key, buffers[:1024])
 
 
 class ShortOfPages(MemoryStore):
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         content = b"".join(buffers)
         return super().put(key, [content[: max(1, len(content) // 4096 * 4096)]])
 
@@ -37,12 +37,12 @@ class ShortOfPages(MemoryStore):
 class Borrowing(MemoryStore):
     """Keeps the caller's buffer."""
 
-    def open_read(self, key):
+    def read(self, key, *args):
         value = self._values.get(key)
-        return None if value is None else BytesSource(value.content)
+        return None if value is None else copy_ranges(value.content, args[0])
 
-    def put(self, key, buffers):
-        result = super().put(key, buffers)
+    def put(self, key, buffers, *deadline):
+        result = super().put(key, buffers, *deadline)
         if result is PutResult.STORED and len(buffers) == 1:
             self._values[key] = _Value(buffers[0], 0.0)
         return result
@@ -51,7 +51,7 @@ class Borrowing(MemoryStore):
 class Piecewise(MemoryStore):
     """Shows a value while it is being written."""
 
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         for end in range(1, len(buffers) + 1):
             self.delete(key)
             result = super().put(key, buffers[:end])
@@ -75,16 +75,16 @@ class TouchingFromTheRoot(MemoryStore):
 
 
 class RecentByReading(MemoryStore):
-    def open_read(self, key):
+    def read(self, key, *args):
         self.touch([key])
-        return super().open_read(key)
+        return super().read(key, *args)
 
 
 class EvictingForNothing(MemoryStore):
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         with self._lock:
             self._make_room(min(sum(map(len, buffers)), self._max_bytes or 0))
-        return super().put(key, buffers)
+        return super().put(key, buffers, *deadline)
 
 
 class Leaking(MemoryStore):
@@ -116,10 +116,10 @@ class RemovedByEverybody(MemoryStore):
 
 
 class StoredByEverybody(MemoryStore):
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         is_free = key not in self._values
         threading.Event().wait(0.01)
-        super().put(key, buffers)
+        super().put(key, buffers, *deadline)
         return PutResult.STORED if is_free else PutResult.EXISTS
 
 
@@ -129,10 +129,10 @@ class Immortal(MemoryStore):
 
 
 class Raising(MemoryStore):
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         if self._closed:
             raise StoreError("closed")
-        return super().put(key, buffers)
+        return super().put(key, buffers, *deadline)
 
 
 class LeavingThreads(MemoryStore):
@@ -155,22 +155,22 @@ class Stubborn(MemoryStore):
     def contains(self, key):
         return key in self.seen
 
-    def put(self, key, buffers):
+    def put(self, key, buffers, *deadline):
         self.seen.add(key)
-        return super().put(key, buffers)
+        return super().put(key, buffers, *deadline)
 
 
 class MissingIsAnError(MemoryStore):
-    def open_read(self, key):
-        source = super().open_read(key)
-        if source is None:
+    def read(self, key, *args):
+        size = super().read(key, *args)
+        if size is None:
             raise StoreError("absent")
-        return source
+        return size
 
 
 class OverlappingKeys(MemoryStore):
-    def open_read(self, key):
-        return super().open_read(next((k for k in self._values if k[:31] == key[:31]), key))
+    def read(self, key, *args):
+        return super().read(next((k for k in self._values if k[:31] == key[:31]), key), *args)
 
 
 class ScanningDiscarded(MemoryStore):

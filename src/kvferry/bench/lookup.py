@@ -146,7 +146,7 @@ def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
     """Median microseconds to ask the store for one key, all of which it has."""
 
     def find() -> None:
-        if (found := sum(map(store.contains, keys))) != len(keys):
+        if (found := sum(map(bool, map(store.contains, keys)))) != len(keys):
             raise AssertionError(f"the store knows {found} of {len(keys)} records")
 
     return median_us(lambda: timed(find).wall, len(keys))

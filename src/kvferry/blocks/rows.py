@@ -10,12 +10,9 @@ the order of the record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-from kvferry.errors import LayoutError
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import Source
-from kvferry.store.recordio import parts_of
 from kvferry.types import KVGroup, RankShard
 
 GroupDigests = Mapping[int, Callable[[], bytes]]
@@ -50,7 +47,6 @@ class RankRows:
             self._group_spans.append((start, offset))
         self.slot_bytes = offset
         self._ranges = tuple(ranges)
-        self._parts: dict[frozenset[int], Callable[[Source], Sequence[RowRange]]] = {}
 
     @property
     def rank(self) -> int:
@@ -64,27 +60,22 @@ class RankRows:
     def all_groups(self) -> frozenset[int]:
         return frozenset(range(len(self._shard.groups)))
 
-    def parts_of(self, groups: frozenset[int]) -> Callable[[Source], Sequence[RowRange]]:
-        """What this rank reads of some groups, for `RecordRead.parts`."""
-        found = self._parts.get(groups)
-        if found is None:
-            wanted = [rows for rows in self._ranges if rows.component in groups]
-            found = self._parts[groups] = parts_of(self.schema, wanted)
-        return found
-
     def head_of(self, slot: memoryview) -> memoryview:
         """The head part of a slot."""
         return slot[: self.schema.head_bytes]
 
-    def piece_of(self, slot: memoryview, piece: RowRange) -> memoryview:
-        """Where rows of one of this rank's ranges lie in a slot."""
+    def rows_of(
+        self, slot: memoryview, groups: Container[int]
+    ) -> list[tuple[RowRange, memoryview]]:
+        """The rows of some groups that this rank holds, and where they lie in a slot."""
+        found = []
         start = self.schema.head_bytes
         for rows in self._ranges:
-            if rows.component == piece.component and rows.start <= piece.start < rows.stop:
-                start += self.schema.num_bytes_of(rows._replace(stop=piece.start))
-                return slot[start : start + self.schema.num_bytes_of(piece)]
-            start += self.schema.num_bytes_of(rows)
-        raise LayoutError(f"{piece} is not held by rank {self.rank}")
+            stop = start + self.schema.num_bytes_of(rows)
+            if rows.component in groups and start < stop:
+                found.append((rows, slot[start:stop]))
+            start = stop
+        return found
 
     def image_of(self, slot: memoryview) -> memoryview:
         """The head and rows of a slot, without the padding at its end."""
@@ -123,12 +114,9 @@ class RankRows:
 
     def file_ranges(self, slot: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Offset in the record file and bytes of each of the `written` ranges."""
-        start = self.schema.head_bytes
-        for rows in self._ranges:
-            stop = start + self.schema.num_bytes_of(rows)
-            if self.writes_group(rows.component):
-                yield self.schema.offset_of(rows), slot[start:stop]
-            start = stop
+        written = [group for group in self.all_groups if self.writes_group(group)]
+        for rows, part in self.rows_of(slot, written):
+            yield self.schema.offset_of(rows), part
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
         """Leaf digests of the `written` ranges of the chunk in a slot, in their order. Rows are

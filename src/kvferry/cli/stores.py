@@ -113,12 +113,11 @@ def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, st
 def inspect(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
-        source = store.open_read(key)
-        if source is None:
+        head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+        size = store.read(key, [(0, head)])
+        if size is None:
             return MissReason.ABSENT
-        with source:
-            head = memoryview(bytearray(min(source.size, 8 + MAX_HEADER_BYTES)))
-            info = parse_head(head[: source.read_into(head, 0)], source.size)
+        info = parse_head(head[:size], size)
     except StoreError:
         return MissReason.IO_ERROR
     if isinstance(info, RecordInfo) and info.key != key:

@@ -3,11 +3,13 @@
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `contains`, `touch`, `stat`, `probe` and
 `note_stored` use memory only. All others may block on I/O, and run on I/O threads, never on a
-scheduler's.
+scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly after;
+without one, a medium that can hang sets its own.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -16,6 +18,11 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
+
+ReadRange = tuple[int, memoryview]
+"""Where to read in a value, in bytes, and the buffer to fill."""
+
+NO_DEADLINE = math.inf
 
 
 class PutResult(StrEnum):
@@ -68,46 +75,12 @@ class Removal(NamedTuple):
     """The process that took it out, or found it gone."""
 
 
-class Source(ABC):
-    """One stored value opened for reading. Use as a context manager.
-
-    Attributes:
-        size: in bytes.
-    """
-
-    size: int
-
-    def is_cached(self) -> bool:
-        """Whether reading is likely a copy in memory, not a trip to the medium. A guess, at the
-        price of one small read at most; a reader asks for more at a time if it is not."""
-        return True
-
-    @abstractmethod
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on; returns the bytes read, fewer only at the end.
-
-        Raises:
-            StoreError: the medium failed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
 class Store(ABC):
     """Whole values under content keys: a value never changes, it appears, and it goes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
-    call: `put` is FAILED, `open_read` None, `contains` and `delete` False, `discard` and `touch` do
-    nothing, `scan` is empty, `stat` works; the optional abilities find and do nothing. A `Source`
-    opened before stays readable until it is closed itself.
+    call: `put` is FAILED, `read` None, `contains` and `delete` False, `discard` and `touch` do
+    nothing, `scan` is empty, `stat` works; the optional abilities find and do nothing.
 
     Recency is what `put` and `touch` say; reading does not change it, so that a scan of everything
     does not make everything recent. The least recent value is evicted first.
@@ -118,25 +91,33 @@ class Store(ABC):
     """True if several processes may open the same URL at once."""
 
     @abstractmethod
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale.
+    def contains(self, key: ChunkKey) -> bool | None:
+        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale. None
+        while a `probe` asks the medium.
 
         True at once after a `put` of this store returned STORED, False after its own `delete`.
-        What other processes did shows later; an `open_read` that finds nothing corrects it.
+        What other processes did shows later; a `read` that finds nothing corrects it.
         """
 
     @abstractmethod
-    def open_read(self, key: ChunkKey) -> Source | None:
-        """Open a value; None if absent (the index then forgets it). Asks the medium, so it also
-        finds what the index does not know yet. The value stays readable until the source is closed,
-        whether or not it is deleted or evicted meanwhile.
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        """Fill the buffers of all ranges; one that reaches past the end is filled up to the end.
+        Asks the medium, so it also finds what the index does not know yet. Buffers are written to
+        until this returns or raises, not later.
+
+        Returns:
+            The size of the whole value in bytes; None if it is absent (the index then forgets it).
 
         Raises:
-            StoreError: it is there but cannot be opened.
+            StoreError: the medium failed, or the deadline passed.
         """
 
     @abstractmethod
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
         """Store the concatenation of `buffers`. Atomic: whole or absent, whatever happens.
 
         Never raises for a full, read-only or failing medium. Makes room by evicting if a quota
@@ -224,14 +205,22 @@ class SupportsShardedWrite(Protocol):
     that this store did not give out (ended, or made up: `../x`) reaches no value and no file.
     """
 
-    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
+    def begin(
+        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
+    ) -> str | PutResult:
         """Create the hidden value; returns its session name, or why not."""
 
-    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
+    def write_at(
+        self,
+        session: str,
+        offset: int,
+        buffers: Sequence[Buffer],
+        deadline: float = NO_DEADLINE,
+    ) -> bool:
         """Write a range of a session begun by any process. False if it does not exist (yet, or any
         more), if the range leaves `[0, num_bytes)`, or if the medium failed."""
 
-    def commit(self, session: str, head: Buffer) -> PutResult:
+    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
         """Write `head` at offset 0, make room, and give the value its key, atomically.
 
         EXISTS if another value was first, FAILED for a session that is over or never began here.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, check_head, parse_head
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, digest, leaf_spans
-from kvferry.store.base import Source, Store
+from kvferry.record.schema import DIGEST_BYTES, digest, leaf_spans
+from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
 Progress = Callable[[int, int], None]
@@ -44,16 +44,15 @@ def verify(
     num_records = num_bytes = num_unreadable = 0
     for key in keys:
         try:
-            source = store.open_read(key)
-            if source is None:
-                continue
-            with source:
-                reason = check_source(source, key, window)
+            checked = check_record(store, key, window)
         except StoreError:
             num_unreadable += 1
             continue
+        if checked is None:
+            continue
+        size, reason = checked
         num_records += 1
-        num_bytes += source.size
+        num_bytes += size
         if reason is not None:
             bad.append((key, reason))
             store.discard(key, reason)
@@ -62,46 +61,51 @@ def verify(
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
-def check_source(source: Source, key: ChunkKey, window: memoryview) -> MissReason | None:
-    """Check every checksum of an untrusted record; None if it is right.
+def check_record(
+    store: Store, key: ChunkKey, window: memoryview
+) -> tuple[int, MissReason | None] | None:
+    """Check every checksum of an untrusted record.
 
     Args:
-        source: the record, opened.
         key: the key that it must have.
         window: scratch that holds at least one leaf and the longest header.
+
+    Returns:
+        The size in bytes, and why the record is wrong, None if it is right; None if it is absent.
+
+    Raises:
+        StoreError: the medium failed.
     """
-    head = window[: source.read_into(window, 0)]
-    info = parse_head(head, source.size)
+    size = store.read(key, [(0, window)])
+    return None if size is None else (size, _check(store, key, size, window))
+
+
+def _check(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
+    """Check a record whose first bytes are in `window`."""
+    info = parse_head(window[:size], size)
     if isinstance(info, MissReason):
         return info
     schema = info.schema
     if schema.head_bytes > _MAX_HEAD_BYTES:
         return MissReason.BAD_HEADER
     trusted = memoryview(bytearray(schema.head_bytes))
-    if source.read_into(trusted, 0) < schema.head_bytes:
+    if store.read(key, [(0, trusted)]) != size:
         return MissReason.TRUNCATED
-    reason = check_head(schema, key, info.first_token, source.size, trusted)
+    reason = check_head(schema, key, info.first_token, size, trusted)
     if reason is not None:
         return reason
-    return _check_payload(source, schema, trusted[schema.header_bytes + DIGEST_BYTES :], window)
-
-
-def _check_payload(
-    source: Source, schema: RecordSchema, table: memoryview, window: memoryview
-) -> MissReason | None:
-    """Every leaf against the table, reading through `window`."""
-    at = 0
+    at = schema.header_bytes + DIGEST_BYTES
     for component, offset in zip(schema.components, schema.component_offsets, strict=True):
         start_of_window = end_of_window = 0
         for start, stop in leaf_spans(component, component.num_rows):
             if stop > end_of_window:
                 start_of_window = start
                 end_of_window = min(start + window.nbytes, component.num_bytes)
-                length = end_of_window - start
-                if source.read_into(window[:length], offset + start) < length:
+                wanted = window[: end_of_window - start]
+                if store.read(key, [(offset + start, wanted)]) != size:
                     return MissReason.TRUNCATED
             leaf = window[start - start_of_window : stop - start_of_window]
-            if digest(leaf) != table[at : at + DIGEST_BYTES]:
+            if digest(leaf) != trusted[at : at + DIGEST_BYTES]:
                 return MissReason.BAD_LEAF
             at += DIGEST_BYTES
     return None

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.errors import StoreError
 from kvferry.store.base import (
+    NO_DEADLINE,
     Buffer,
     PutResult,
-    Source,
+    ReadRange,
     Store,
     StoreStat,
     SupportsProbe,
@@ -77,16 +78,20 @@ class LateStore(Store):
             self.close()
         self._ended.set()
 
-    def contains(self, key: ChunkKey) -> bool:
+    def contains(self, key: ChunkKey) -> bool | None:
         return self.opened is not None and self.opened.contains(key)
 
-    def open_read(self, key: ChunkKey) -> Source | None:
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
         if self.opened is None:
             raise StoreError(f"store {self.url} is not open yet")
-        return self.opened.open_read(key)
+        return self.opened.read(key, ranges, deadline)
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
-        return PutResult.FAILED if self.opened is None else self.opened.put(key, buffers)
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
+        return PutResult.FAILED if self.opened is None else self.opened.put(key, buffers, deadline)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         if self.opened is not None:
@@ -123,17 +128,25 @@ class LateStore(Store):
         store: object = self.opened
         return isinstance(store, SupportsProbe) and store.wait_indexed(timeout)
 
-    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
+    def begin(
+        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
+    ) -> str | PutResult:
         store = self._sharded
-        return PutResult.FAILED if store is None else store.begin(key, num_bytes)
+        return PutResult.FAILED if store is None else store.begin(key, num_bytes, deadline)
 
-    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
+    def write_at(
+        self,
+        session: str,
+        offset: int,
+        buffers: Sequence[Buffer],
+        deadline: float = NO_DEADLINE,
+    ) -> bool:
         store = self._sharded
-        return store is not None and store.write_at(session, offset, buffers)
+        return store is not None and store.write_at(session, offset, buffers, deadline)
 
-    def commit(self, session: str, head: Buffer) -> PutResult:
+    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
         store = self._sharded
-        return PutResult.FAILED if store is None else store.commit(session, head)
+        return PutResult.FAILED if store is None else store.commit(session, head, deadline)
 
     def abort(self, session: str) -> None:
         store = self._sharded

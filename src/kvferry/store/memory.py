@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Entry, PutResult, Source, Store, StoreStat
+from kvferry.store.base import (
+    NO_DEADLINE,
+    Buffer,
+    Entry,
+    PutResult,
+    ReadRange,
+    Store,
+    StoreStat,
+)
 from kvferry.types import ChunkKey
 
 
@@ -22,21 +30,13 @@ class _Value(NamedTuple):
     last_used: float
 
 
-class BytesSource(Source):
-    """A value that is already in memory, opened for reading."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = memoryview(content)
-        self.size = len(content)
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        part = self._content[offset : offset + len(buffer)]
+def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
+    """Do what `Store.read` does with a value that is in memory."""
+    value = memoryview(content)
+    for offset, buffer in ranges:
+        part = value[offset : offset + len(buffer)]
         buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        # Nothing to release: an evicted value lives as long as its last source, then goes.
-        pass
+    return len(value)
 
 
 class MemoryStore(Store):
@@ -76,11 +76,15 @@ class MemoryStore(Store):
     def contains(self, key: ChunkKey) -> bool:
         return key in self._values
 
-    def open_read(self, key: ChunkKey) -> Source | None:
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
         value = self._values.get(key)
-        return None if value is None else BytesSource(value.content)
+        return None if value is None else copy_ranges(value.content, ranges)
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
         content = b"".join(buffers)
         with self._lock:
             if self._closed:

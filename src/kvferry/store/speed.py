@@ -52,13 +52,12 @@ def _measure_read(store: Store, num_bytes: int) -> float | None:
         return None
     try:
         entry = next(iter(known.scan()), None)
-        source = None if entry is None else store.open_read(entry.key)
-        if source is None:
+        if entry is None:
             return None
-        with source:
-            buffer = memoryview(bytearray(min(source.size, num_bytes)))
-            started = time.perf_counter()
-            count = source.read_into(buffer, 0)
-            return count / (time.perf_counter() - started)
+        buffer = memoryview(bytearray(min(entry.num_bytes, num_bytes)))
+        started = time.perf_counter()
+        size = store.read(entry.key, [(0, buffer)])
+        seconds = time.perf_counter() - started
+        return None if size is None else min(size, len(buffer)) / seconds
     except StoreError:
         return None

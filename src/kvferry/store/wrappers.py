@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from kvferry.store.base import (
+    NO_DEADLINE,
     Buffer,
     PutResult,
-    Source,
+    ReadRange,
     Store,
     StoreStat,
     SupportsNamespaces,
@@ -64,14 +65,18 @@ class WrapperStore(Store):
         self.url = inner.url
         self.multi_process = inner.multi_process
 
-    def contains(self, key: ChunkKey) -> bool:
+    def contains(self, key: ChunkKey) -> bool | None:
         return self.inner.contains(key)
 
-    def open_read(self, key: ChunkKey) -> Source | None:
-        return self.inner.open_read(key)
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        return self.inner.read(key, ranges, deadline)
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
-        return self.inner.put(key, buffers)
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
+        return self.inner.put(key, buffers, deadline)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         self.inner.discard(key, reason)

@@ -16,19 +16,18 @@ from typing import Literal
 
 from kvferry.errors import StoreError
 from kvferry.store.base import (
+    NO_DEADLINE,
     Buffer,
     PutResult,
-    Source,
+    ReadRange,
     Store,
     SupportsShardedWrite,
 )
-from kvferry.store.memory import BytesSource
+from kvferry.store.memory import copy_ranges
 from kvferry.store.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 
-Operation = Literal[
-    "open_read", "read_into", "put", "delete", "discard", "begin", "write_at", "commit"
-]
+Operation = Literal["read", "put", "delete", "discard", "begin", "write_at", "commit"]
 Damage = Callable[[bytes], bytes]
 
 
@@ -80,38 +79,31 @@ class Gate:
         self._open.set()
 
 
-class _FaultySource(Source):
-    """A source of a `FaultyStore`: asks it before each read."""
-
-    def __init__(self, inner: Source, enter: Callable[[str], bool]) -> None:
-        self._inner = inner
-        self._enter = enter
-        self.size = inner.size
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        if not self._enter("read_into"):
-            raise StoreError("injected: read_into failed")
-        return self._inner.read_into(buffer, offset)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 class _FaultyShardedWrite:
     """The sharded write of a `FaultyStore`: asks it before each step."""
 
     inner: SupportsShardedWrite
     enter: Callable[[str], bool]
 
-    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
-        return self.inner.begin(key, num_bytes) if self.enter("begin") else PutResult.FAILED
+    def begin(
+        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
+    ) -> str | PutResult:
+        if self.enter("begin"):
+            return self.inner.begin(key, num_bytes, deadline)
+        return PutResult.FAILED
 
-    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
-        return self.enter("write_at") and self.inner.write_at(session, offset, buffers)
+    def write_at(
+        self,
+        session: str,
+        offset: int,
+        buffers: Sequence[Buffer],
+        deadline: float = NO_DEADLINE,
+    ) -> bool:
+        return self.enter("write_at") and self.inner.write_at(session, offset, buffers, deadline)
 
-    def commit(self, session: str, head: Buffer) -> PutResult:
+    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
         if self.enter("commit"):
-            return self.inner.commit(session, head)
+            return self.inner.commit(session, head, deadline)
         self.inner.abort(session)  # by the contract, commit ends the session whatever it answers
         return PutResult.FAILED
 
@@ -122,8 +114,8 @@ class _FaultyShardedWrite:
 class FaultyStore(WrapperStore):
     """Asks `enter` before each of `operations`; what enters goes on to the inner store.
 
-    An operation that may not enter fails as the contract says: `open_read` and `read_into` raise
-    StoreError, writes answer FAILED, `delete` and `discard` do nothing.
+    An operation that may not enter fails as the contract says: `read` raises StoreError, writes
+    answer FAILED, `delete` and `discard` do nothing.
     """
 
     abilities = MappingProxyType({SupportsShardedWrite: _FaultyShardedWrite})
@@ -140,14 +132,17 @@ class FaultyStore(WrapperStore):
         """Called for each of the chosen operations; True lets it go on afterwards."""
         raise NotImplementedError
 
-    def open_read(self, key: ChunkKey) -> Source | None:
-        if not self.enter("open_read"):
-            raise StoreError(f"injected: open_read of {key.hex()[:16]} failed")
-        source = self.inner.open_read(key)
-        return None if source is None else _FaultySource(source, self.enter)
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        if not self.enter("read"):
+            raise StoreError(f"injected: read of {key.hex()[:16]} failed")
+        return self.inner.read(key, ranges, deadline)
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
-        return self.inner.put(key, buffers) if self.enter("put") else PutResult.FAILED
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
+        return self.inner.put(key, buffers, deadline) if self.enter("put") else PutResult.FAILED
 
     def delete(self, key: ChunkKey) -> bool:
         return self.enter("delete") and self.inner.delete(key)
@@ -165,7 +160,7 @@ class StallingStore(FaultyStore):
         inner: Store,
         *,
         gate: Gate,
-        operations: Collection[Operation] = ("open_read", "read_into", "put"),
+        operations: Collection[Operation] = ("read", "put"),
     ) -> None:
         super().__init__(inner, operations)
         self._gate = gate
@@ -218,11 +213,14 @@ class CorruptingStore(WrapperStore):
         self._damage = damage
         self._keys = keys
 
-    def open_read(self, key: ChunkKey) -> Source | None:
-        source = self.inner.open_read(key)
-        if source is None or (self._keys is not None and key not in self._keys):
-            return source
-        with source:
-            content = bytearray(source.size)
-            size = source.read_into(memoryview(content), 0)
-        return BytesSource(self._damage(bytes(content[:size])))
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        if self._keys is not None and key not in self._keys:
+            return self.inner.read(key, ranges, deadline)
+        size = self.inner.read(key, (), deadline)
+        if size is None:
+            return None
+        content = bytearray(size)
+        self.inner.read(key, [(0, memoryview(content))], deadline)
+        return copy_ranges(self._damage(bytes(content)), ranges)

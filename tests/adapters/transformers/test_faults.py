@@ -104,12 +104,11 @@ def test_a_medium_that_returns_other_bytes_is_never_believed(load_model, damage)
     assert 1 <= counts["records_corrupt"] <= 4
 
 
-@pytest.mark.parametrize("operation", ["open_read", "read_into"])
-def test_a_store_that_cannot_be_read_is_a_miss(load_model, store_url, operation):
+def test_a_store_that_cannot_be_read_is_a_miss(load_model, store_url):
     model = load_model()
     reuse(model, store_url, prompt(64))
     counts = Counters()
-    store = FailingStore(open_store(store_url), operations={operation})
+    store = FailingStore(open_store(store_url), operations={"read"})
     with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
         assert kv.load(prompt(64)).get_seq_length() == 0
     assert 1 <= counts["miss_io_error"] <= 4
@@ -164,10 +163,10 @@ def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, sto
 
 
 class _StallsLater(StallingStore):
-    """Opens `num_free` records at once and has the next ones wait."""
+    """Reads `num_free` records at once and has the next ones wait."""
 
     def __init__(self, inner, *, gate, num_free):
-        super().__init__(inner, gate=gate, operations={"open_read"})
+        super().__init__(inner, gate=gate, operations={"read"})
         self._num_free = num_free
 
     def fault(self, operation):
@@ -180,7 +179,7 @@ def test_a_stalled_store_is_not_asked_again_at_once(load_model, store_url):
     reuse(model, store_url, prompt(64))
     gate = Gate()
     counts = Counters()
-    store = StallingStore(open_store(store_url), gate=gate, operations={"open_read"})
+    store = StallingStore(open_store(store_url), gate=gate, operations={"read"})
     with StoredKV(
         model, store, chunk_tokens=CHUNK, observer=counts, load_timeout_seconds=0.2
     ) as kv:
@@ -219,7 +218,7 @@ def test_closing_does_not_wait_for_a_stalled_store(load_model, store_url, monkey
     reuse(model, store_url, prompt(64))
     monkeypatch.setattr("kvferry.adapters.transformers.stored_kv.CLOSE_SECONDS", 0.2)
     gate = Gate()
-    store = StallingStore(open_store(store_url), gate=gate, operations={"read_into"})
+    store = StallingStore(open_store(store_url), gate=gate, operations={"read"})
     kv = StoredKV(model, store, chunk_tokens=CHUNK, load_timeout_seconds=0.2)
     kv.load(prompt(64))
     started = time.monotonic()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.keys import ChunkKeys
-from kvferry.store.base import Source
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FaultyStore, Gate
@@ -34,9 +33,9 @@ class CountingStore(WrapperStore):
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Leave the files alone."""
 
-    def open_read(self, key: ChunkKey) -> Source | None:
+    def read(self, key: ChunkKey, *args: Any) -> Any:
         self.opened[key] += 1
-        return self.inner.open_read(key)
+        return self.inner.read(key, *args)
 
 
 class HangsLater(FaultyStore):

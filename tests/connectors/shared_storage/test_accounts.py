@@ -113,7 +113,7 @@ def test_absent_beyond_a_hit(make_host, observer, store):
 
 
 def test_unreadable(make_host, observer, store):
-    failing = FailingStore(store, operations={"read_into"})
+    failing = FailingStore(store, operations={"read"})
     host = make_host(store=failing, observer=observer)
     request = host.add("r", PROMPT)
     assert host.admit(request) == 0
@@ -137,7 +137,7 @@ def test_unreadable_from_a_damaged_chunk_on(make_host, observer, store):
 
 def test_deadline(make_host, observer, store):
     gate, clock = Gate(), FakeClock()
-    stalled = StallingStore(store, gate=gate, operations={"read_into"})
+    stalled = StallingStore(store, gate=gate, operations={"read"})
     host = make_host(store=stalled, observer=observer, clock=clock)
     request = host.add("r", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
@@ -278,7 +278,7 @@ class Unreliable(FaultyStore):
     """One read in some fails, by a seed."""
 
     def __init__(self, inner: Any, seed: int) -> None:
-        super().__init__(inner, {"read_into", "open_read", "put"})
+        super().__init__(inner, {"read", "put"})
         self._random = random.Random(seed)
 
     def fault(self, operation: str) -> bool:

@@ -47,9 +47,9 @@ class NotesReads(WrapperStore):
         super().__init__(inner)
         self.opened = []
 
-    def open_read(self, key):
+    def read(self, key, *args):
         self.opened.append(key)
-        return super().open_read(key)
+        return super().read(key, *args)
 
 
 def is_stored(host) -> bool:

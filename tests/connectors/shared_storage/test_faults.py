@@ -31,6 +31,7 @@ from kvferry.testing.faults import (
     zero,
 )
 from kvferry.testing.host import HostStep, prefix_seeds
+from kvferry.testing.stores import read_value
 from kvferry.types import ExtraKeys
 
 from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
@@ -82,9 +83,7 @@ def test_records_under_each_others_names_are_misses(make_host):
     store, keys = store_prompt(make_host)
     contents = []
     for key in keys[:2]:
-        with store.open_read(key) as source:
-            contents.append(bytearray(source.size))
-            source.read_into(memoryview(contents[-1]), 0)
+        contents.append(read_value(store, key))
     for key, content in zip(keys[:2], reversed(contents), strict=True):
         store.delete(key)
         store.put(key, [content])
@@ -97,7 +96,7 @@ def test_records_under_each_others_names_are_misses(make_host):
 def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(make_host):
     store, _keys = store_prompt(make_host)
     clock = FakeClock()
-    failing = FailingStore(store, operations={"read_into"})
+    failing = FailingStore(store, operations={"read"})
     host = make_host(store=failing, clock=clock)
     assert host.run("first", PROMPT).num_external_tokens == 0
     host.settle()
@@ -117,7 +116,7 @@ def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(ma
 class Gone(WrapperStore):
     """Seems to have records that are not there."""
 
-    def open_read(self, key):
+    def read(self, key, *args):
         return None
 
 
@@ -126,7 +125,7 @@ class Gone(WrapperStore):
     [
         pytest.param(Gone, "miss_absent", id="not there"),
         pytest.param(
-            lambda store: FailingStore(store, operations={"open_read"}),
+            lambda store: FailingStore(store, operations={"read"}),
             "miss_io_error",
             id="cannot be opened",
         ),
@@ -156,7 +155,7 @@ def test_a_store_that_cannot_write_stops_nothing(make_host):
 def test_a_stalled_read_is_given_up_at_the_deadline_and_lands_only_in_its_slot(make_host):
     store, _keys = store_prompt(make_host)
     gate = Gate()
-    stalled = StallingStore(store, gate=gate, operations={"read_into"})
+    stalled = StallingStore(store, gate=gate, operations={"read"})
     host = make_host(store=stalled, load_timeout_seconds=0.2)
     started = time.monotonic()
     request = host.add("reader", PROMPT)
@@ -180,7 +179,7 @@ def test_a_stalled_read_is_given_up_at_the_deadline_and_lands_only_in_its_slot(m
 def test_a_worker_waits_for_its_reads_and_not_for_ever(make_host):
     store, _keys = store_prompt(make_host)
     gate = Gate()
-    host = make_host(store=StallingStore(store, gate=gate, operations={"read_into"}))
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
     worker = host.ranks[0].worker
     host.scheduler.lookup(host.add("reader", PROMPT), 0)
     host.step([])  # starts the reads
@@ -201,7 +200,7 @@ def test_close_does_not_wait_for_a_stalled_read(make_host):
     store, _keys = store_prompt(make_host)
     gate = Gate()
     host = make_host(
-        store=StallingStore(store, gate=gate, operations={"read_into"}), load_timeout_seconds=0.05
+        store=StallingStore(store, gate=gate, operations={"read"}), load_timeout_seconds=0.05
     )
     host.run("reader", PROMPT)
     started = time.monotonic()
@@ -214,7 +213,7 @@ def test_close_does_not_wait_for_a_stalled_read(make_host):
 def test_an_abort_while_a_hit_is_fetched_gives_its_slots_back(make_host, when: str):
     store, _keys = store_prompt(make_host)
     gate = Gate()
-    host = make_host(store=StallingStore(store, gate=gate, operations={"read_into"}))
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
     request = host.add("aborted", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     if when == "after the plan":
@@ -319,7 +318,7 @@ def test_a_slow_store_is_cut_short_and_then_left_alone(make_host):
     store, _keys = store_prompt(make_host, prompt=prompt)
     gate = Gate()
     host = make_host(
-        store=StallingStore(store, gate=gate, operations={"read_into"}), load_timeout_seconds=0.3
+        store=StallingStore(store, gate=gate, operations={"read"}), load_timeout_seconds=0.3
     )
     host.run("teaches the speed of prefill", list(range(5000, 5400)), budget=200)
     host.run("stalls", prompt)
@@ -503,7 +502,7 @@ def test_a_hit_does_not_wait_for_slots_for_ever(make_host):
 def test_a_stalled_store_holds_up_no_step(make_host):
     store, _keys = store_prompt(make_host)
     gate = Gate()
-    host = make_host(store=StallingStore(store, gate=gate, operations={"read_into"}))
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
     waits = host.add("waits", PROMPT)
     assert host.scheduler.lookup(waits, 0).num_tokens is None
     started = time.monotonic()

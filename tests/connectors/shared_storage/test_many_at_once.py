@@ -143,7 +143,7 @@ def test_requests_that_come_while_a_prefix_is_being_saved_wait_for_no_store(
         make_host,
         tmp_path,
         1,
-        lambda store: StallingStore(store, gate=gate, operations={"put", "open_read"}),
+        lambda store: StallingStore(store, gate=gate, operations={"put", "read"}),
     )
     writer = host.add("writer", PREFIX)
     host.admit(writer)
@@ -167,7 +167,7 @@ def test_requests_that_are_aborted_leave_the_reads_to_the_others(
         make_host,
         tmp_path,
         world_size,
-        lambda store: StallingStore(store, gate=gate, operations={"read_into"}),
+        lambda store: StallingStore(store, gate=gate, operations={"read"}),
     )
     requests = arrive(host)
     host.step([])
@@ -195,7 +195,7 @@ def test_when_all_are_aborted_the_reads_are_cancelled_and_the_slots_come_back(
         make_host,
         tmp_path,
         world_size,
-        lambda store: StallingStore(store, gate=gate, operations={"read_into"}),
+        lambda store: StallingStore(store, gate=gate, operations={"read"}),
     )
     for request in arrive(host):
         if request.request_id == "r0":
@@ -217,7 +217,7 @@ def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_s
         make_host,
         tmp_path,
         world_size,
-        lambda store: FailingStore(store, operations={"read_into"}, num_failures=1),
+        lambda store: FailingStore(store, operations={"read"}, num_failures=1),
     )
     requests = arrive(host)
     hits = [host.admit(request) for request in requests]

@@ -343,7 +343,7 @@ def test_what_was_deleted_from_the_store_is_held_on(host):
 
 
 def test_a_store_that_hangs_holds_up_no_hit_in_memory(directory: Path, make_host):
-    store = HangsLater(open_store(directory), operations=("open_read", "put"))
+    store = HangsLater(open_store(directory), operations=("read", "put"))
     host = make_host(store=store)
     host.run("reads", PROMPT)
     store.gate = gate = Gate()

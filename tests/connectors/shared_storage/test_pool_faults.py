@@ -46,10 +46,10 @@ class StallsFor(WrapperStore):
         self._gate = gate
         self._keys = frozenset(keys)
 
-    def open_read(self, key: ChunkKey) -> Any:
+    def read(self, key: ChunkKey, *args: Any) -> Any:
         if key in self._keys:
             self._gate.pass_through()
-        return self.inner.open_read(key)
+        return self.inner.read(key, *args)
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_two_prompts_take_turns_in_a_pool_of_one_slot(make_host, two_prompts: Pa
 def test_a_prompt_that_is_asked_for_again_while_its_cancelled_reads_end(make_host, directory: Path):
     gate = Gate()
     counting = open_store(directory)
-    stalling = StallingStore(counting, gate=gate, operations={"read_into"})
+    stalling = StallingStore(counting, gate=gate, operations={"read"})
     host = make_host(store=stalling, num_slots=2 * NUM_CHUNKS)
     first = host.add("first", PROMPT)
     assert host.scheduler.lookup(first, 0).num_tokens is None
@@ -302,7 +302,7 @@ def test_a_fetch_that_is_taken_back_before_its_plan_is_never_begun(make_host, di
 @pytest.mark.parametrize("planned", [True, False])
 def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: bool):
     gate = Gate()
-    stalling = StallingStore(open_store(directory), gate=gate, operations={"read_into"})
+    stalling = StallingStore(open_store(directory), gate=gate, operations={"read"})
     host = make_host(store=stalling, num_slots=NUM_CHUNKS + 1)
     request = host.add("waits", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
@@ -495,7 +495,7 @@ def test_writes_of_a_step_that_fails_at_its_beginning_are_failed_saves(
 class Broken(WrapperStore):
     """Raises what no store may."""
 
-    def open_read(self, key: ChunkKey) -> Any:
+    def read(self, key: ChunkKey, *args: Any) -> Any:
         raise ValueError(f"{key.hex()} is too much")
 
     def put(self, key: ChunkKey, buffers: Any) -> Any:

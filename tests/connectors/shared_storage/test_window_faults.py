@@ -89,10 +89,10 @@ class Stalled(WrapperStore):
     def release(self) -> None:
         self._event.set()
 
-    def open_read(self, key: Any) -> Any:
+    def read(self, key: Any, *args: Any) -> Any:
         if key == self._key:
             self._event.wait(10)
-        return super().open_read(key)
+        return super().read(key, *args)
 
 
 # -- what a host could not recover from -----------------------------------------------------------

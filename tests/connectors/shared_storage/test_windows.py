@@ -23,6 +23,7 @@ from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import SimulatedHost
 from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
+from kvferry.testing.stores import read_value
 from kvferry.types import GroupShard, KVGroup, RankShard
 from tests.connectors.shared_storage.windowed import group, opened, split, stored, wait_stored
 
@@ -176,10 +177,9 @@ def test_tables_leave_no_mark_on_records():
 
 
 def content(store: MemoryStore, key: bytes) -> bytes:
-    with store.open_read(key) as source:
-        data = bytearray(source.size)
-        source.read_into(memoryview(data), 0)
-    return bytes(data)
+    found = read_value(store, key)
+    assert found is not None
+    return found
 
 
 # -- only what is needed --------------------------------------------------------------------------
@@ -193,32 +193,12 @@ class ReadCounter(WrapperStore):
         self.opened: list[bytes] = []
         self.num_bytes = 0
 
-    def open_read(self, key: Any) -> Any:
+    def read(self, key: Any, *args: Any) -> Any:
         self.opened.append(key)
-        source = super().open_read(key)
-        if source is None:
-            return None
-        read_into = source.read_into
-
-        def counted(buffer: memoryview, offset: int) -> int:
-            self.num_bytes += len(buffer)
-            return read_into(buffer, offset)
-
-        return _Counted(source, counted)
-
-
-class _Counted:
-    def __init__(self, source: Any, read_into: Any) -> None:
-        self._source, self.read_into = source, read_into
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._source.close()
+        size = super().read(key, *args)
+        if size is not None:
+            self.num_bytes += sum(len(buffer) for _, buffer in args[0])
+        return size
 
 
 def test_a_model_of_windows_reads_the_last_chunks_only():
@@ -321,8 +301,8 @@ class LosesRecords(WrapperStore):
 
     keys: Collection[bytes] = ()
 
-    def open_read(self, key: Any) -> Any:
-        return None if key in self.keys else super().open_read(key)
+    def read(self, key: Any, *args: Any) -> Any:
+        return None if key in self.keys else super().read(key, *args)
 
 
 # -- saves ----------------------------------------------------------------------------------------

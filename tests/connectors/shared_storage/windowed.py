@@ -93,8 +93,8 @@ class Vanishing(WrapperStore):
         super().__init__(store)
         self._key = key
 
-    def open_read(self, key: Any) -> Any:
-        return None if key == self._key else super().open_read(key)
+    def read(self, key: Any, *args: Any) -> Any:
+        return None if key == self._key else super().read(key, *args)
 
 
 def wait_stored(host: SimulatedHost, num_records: int) -> None:

@@ -19,6 +19,7 @@ from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore, database, directory, fileio, index, store
 from kvferry.store.file.index import Index
+from kvferry.testing.stores import read_value
 from kvferry.types import ChunkKey
 
 NUM_KEYS = 64
@@ -38,13 +39,10 @@ def value_of(number: int, max_bytes: int) -> bytes:
 
 def read_back(opened: FileStore, number: int, max_value: int) -> bool:
     """Whether the key is there; raises if its bytes are not its own."""
-    source = opened.open_read(key_of(number))
-    if source is None:
+    found = read_value(opened, key_of(number))
+    if found is None:
         return False
-    with source:
-        buffer = bytearray(source.size)
-        num_bytes = source.read_into(memoryview(buffer), 0)
-    if bytes(buffer[:num_bytes]) != value_of(number, max_value):
+    if found != value_of(number, max_value):
         raise AssertionError(f"wrong bytes under key {number}")
     return True
 

@@ -87,13 +87,12 @@ def test_a_record_that_cannot_be_opened_is_an_error_and_an_absent_one_is_not(ben
     store.put(make_key(), [b"value"])
     bench.io.fail["open"] = errno.EIO
     with pytest.raises(StoreError) as caught:
-        store.open_read(make_key())
+        store.read(make_key(), ())
     assert isinstance(caught.value.__cause__, OSError)
     bench.io.fail.clear()
-    source = store.open_read(make_key())
     bench.io.fail["preadv"] = errno.EIO
-    with source, pytest.raises(StoreError):
-        source.read_into(memoryview(bytearray(5)), 0)
+    with pytest.raises(StoreError):
+        store.read(make_key(), [(0, memoryview(bytearray(5)))])
 
 
 def test_a_discard_that_fails_still_takes_the_record_out_of_the_index(bench):
@@ -127,7 +126,7 @@ def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
     shutil.rmtree(bench.root)
     if recreated:
         bench.open()
-    assert store.open_read(make_key(0)) is None
+    assert store.read(make_key(0), ()) is None
     store.touch([make_key(0)])
     store.discard(make_key(0), "test")
     assert store.delete(make_key(0)) is False

@@ -82,7 +82,7 @@ def test_bad_records_are_named_and_quarantined(bench, content, reason):
     report = store.verify()
     assert report.bad == ((make_key(0), reason),)
     assert not store.contains(make_key(0))
-    assert store.open_read(make_key(0)) is None
+    assert store.read(make_key(0), ()) is None
     assert len(os.listdir(bench.root / "quarantine")) == 1
     assert store.verify().bad == ()
 

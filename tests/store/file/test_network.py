@@ -103,7 +103,7 @@ def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way)
             bench.wall.advance(10)
             assert other.put(make_key(number), [make_value(4000)]) is PutResult.STORED
     assert one.contains(make_key())  # nobody told it
-    assert one.open_read(make_key()) is None
+    assert one.read(make_key(), ()) is None
     assert not one.contains(make_key())
     look(one, bench)
     assert not one.contains(make_key())

@@ -60,8 +60,7 @@ def test_every_way_to_read_gives_the_same_bytes(bench, num_bytes, is_cold, shift
     if is_cold:
         make_cold(bench.path(make_key()))
     buffer = aligned_buffer(num_bytes + 8192)
-    with store.open_read(make_key()) as source:
-        assert source.read_into(buffer[shift:], 0) == num_bytes
+    assert store.read(make_key(), [(0, buffer[shift:])]) == num_bytes
     assert buffer[shift : shift + num_bytes] == value
 
 
@@ -74,9 +73,7 @@ def test_a_partly_cached_record_is_read_right(bench):
         file.seek(400_000)
         file.read(5000)
     buffer = aligned_buffer(1 << 20)
-    with store.open_read(make_key()) as source:
-        assert source.read_into(buffer[4096:], 4096) == len(value) - 4096
-        assert source.read_into(buffer[:4096], 0) == 4096
+    assert store.read(make_key(), [(4096, buffer[4096:]), (0, buffer[:4096])]) == len(value)
     assert buffer == value
 
 
@@ -99,9 +96,7 @@ def test_a_file_system_without_these_abilities_is_asked_once_per_record(
     for number in range(3):
         store.put(make_key(number), [value])
         buffer = aligned_buffer(len(value))
-        with store.open_read(make_key(number)) as source:
-            for offset in (0, 4096):
-                assert source.read_into(buffer[offset:], offset) == len(value) - offset
+        store.read(make_key(number), [(offset, buffer[offset:]) for offset in (0, 4096)])
         assert buffer == value
     assert len(refused) == 3
 
@@ -117,11 +112,9 @@ def test_one_look_tells_for_all_reads_of_a_record(bench, monkeypatch):
     monkeypatch.setattr(os, "preadv", looking)
     store = bench.open()
     store.put(make_key(), [make_value(1 << 20)])
-    with store.open_read(make_key()) as source:
-        source.is_cached()
-        for offset in range(0, 1 << 20, 1 << 17):
-            source.read_into(aligned_buffer(1 << 17), offset)
-        source.is_cached()
+    store.read(
+        make_key(), [(offset, aligned_buffer(1 << 17)) for offset in range(0, 1 << 20, 1 << 17)]
+    )
     assert len(looks) == 1
 
 
@@ -130,10 +123,8 @@ def test_a_look_at_a_failing_medium_raises_nothing(bench):
     store = bench.open()
     store.put(make_key(), [make_value(300_007)])
     bench.io.fail["preadv"] = errno.EIO
-    with store.open_read(make_key()) as source:
-        assert not source.is_cached()
-        with pytest.raises(StoreError):
-            source.read_into(aligned_buffer(300_007), 0)
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.read(make_key(), [(0, aligned_buffer(300_007))])
 
 
 def test_reading_does_not_leak_descriptors(bench):
@@ -142,11 +133,11 @@ def test_reading_does_not_leak_descriptors(bench):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         make_cold(bench.path(make_key()))
-        source = store.open_read(make_key())
-        source.read_into(aligned_buffer(12_288), 0)
-        source.close()
-        source.close()
-        store.open_read(make_key())  # dropped, not closed
+        store.read(make_key(), [(0, aligned_buffer(12_288))])
+        bench.io.fail["preadv"] = errno.EIO
+        with pytest.raises(StoreError):
+            store.read(make_key(), [(0, aligned_buffer(12_288))])
+        bench.io.fail.clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -156,14 +147,20 @@ def test_reading_does_not_leak_descriptors(bench):
     [({}, True, True), ({}, False, False), ({"direct_io": "off"}, True, False)],
 )
 def test_only_cold_records_are_read_past_the_page_cache(
-    bench, page_cache, options, is_cold, is_direct
+    bench, page_cache, monkeypatch, options, is_cold, is_direct
 ):
     store = bench.open(**options)
     store.put(make_key(), [make_value(1 << 20)])
     if is_cold:
         page_cache.set()
-    with store.open_read(make_key()) as source:
-        # Longer than the record: what is beyond its end is neither cold nor warm.
-        assert source.read_into(aligned_buffer(4 << 20), 0) == 1 << 20
-        has_direct = source._direct_fd >= 0
+    really, opened = os.open, []
+
+    def noting(path, flags, *rest, **named):
+        opened.append(flags)
+        return really(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", noting)
+    # Longer than the record: what is beyond its end is neither cold nor warm.
+    assert store.read(make_key(), [(0, aligned_buffer(4 << 20))]) == 1 << 20
+    has_direct = any(flags & os.O_DIRECT for flags in opened)
     assert has_direct is (is_direct and takes_direct(bench.path(make_key())))

@@ -408,7 +408,7 @@ def test_a_key_that_was_gone_and_is_stored_again_is_known(bench, monkeypatch):
         return found
 
     monkeypatch.setattr(store._directory, "open_record", early)
-    assert store.open_read(make_key()) is None
+    assert store.read(make_key(), ()) is None
     monkeypatch.undo()
     store.maintain()
     assert store.contains(make_key())

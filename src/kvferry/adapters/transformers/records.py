@@ -163,7 +163,7 @@ class RecordIO:
         under_way: deque[Job[memoryview | MissReason]] = deque()
         try:
             while len(images) < len(keys):
-                self._read_ahead(under_way, keys, len(images))
+                self._read_ahead(under_way, keys, len(images), deadline)
                 if not under_way[0].wait(max(0.0, deadline - time.monotonic())):
                     self._observer.count(f"miss_{MissReason.DEADLINE}")
                     if not images:
@@ -182,7 +182,11 @@ class RecordIO:
         return images
 
     def _read_ahead(
-        self, under_way: deque[Job[memoryview | MissReason]], keys: Sequence[ChunkKey], done: int
+        self,
+        under_way: deque[Job[memoryview | MissReason]],
+        keys: Sequence[ChunkKey],
+        done: int,
+        deadline: float,
     ) -> None:
         """Keep every thread busy with chunks that the index knows. The next chunk is always read:
         the index may not yet know a record of another process."""
@@ -190,10 +194,12 @@ class RecordIO:
             chunk = done + len(under_way)
             if chunk == len(keys) or (under_way and not self._store.contains(keys[chunk])):
                 return
-            under_way.append(self._readers.submit(partial(self._read, keys[chunk], chunk)))
+            under_way.append(
+                self._readers.submit(partial(self._read, keys[chunk], chunk, deadline))
+            )
 
     def _read(
-        self, key: ChunkKey, chunk: int, job: Job[memoryview | MissReason]
+        self, key: ChunkKey, chunk: int, deadline: float, job: Job[memoryview | MissReason]
     ) -> memoryview | MissReason:
         """Runs in: I/O thread."""
         if job.cancelled:
@@ -203,10 +209,9 @@ class RecordIO:
             key=key,
             first_token=chunk * schema.chunk_tokens,
             head=rows.head_of(image),
-            buffer_for=partial(rows.piece_of, image),
-            parts=rows.parts_of(rows.all_groups),
+            rows=rows.rows_of(image, rows.all_groups),
         )
-        reason = read_record(self._store, schema, read, self._observer, lambda: job.cancelled)
+        reason = read_record(self._store, schema, read, self._observer, deadline)
         return image if reason is None else reason
 
     def write(self, images: Iterable[tuple[ChunkKey, int, memoryview]]) -> int:

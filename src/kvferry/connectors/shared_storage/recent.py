@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -109,11 +110,10 @@ class RecentRecords:
         """Where the chunk of a record begins; None if it is not of this namespace."""
         head = memoryview(bytearray(self._schema.header_bytes))
         with suppress(StoreError):
-            source = self._store.open_read(key)
-            if source is None:
+            size = self._store.read(key, [(0, head)], time.monotonic() + FILL_SECONDS)
+            if size is None:
                 return None
-            with source:
-                info = parse_head(head[: source.read_into(head, 0)], source.size)
+            info = parse_head(head[:size], size)
             if not isinstance(info, MissReason) and info.schema.namespace == self._schema.namespace:
                 return info.first_token
         return None

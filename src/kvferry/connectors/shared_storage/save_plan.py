@@ -148,7 +148,7 @@ class SavePlan:
         everything = self._context.tables.all_groups
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
-        return self._context.store.contains(key) and key not in self._requests.unreadable
+        return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
 
     def writes(self) -> tuple[Write, ...]:
         """The parts of saved chunks that the ranks can write now."""

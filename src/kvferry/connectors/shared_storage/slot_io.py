@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
+from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import Fetch, Filled, RankReport, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
-from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import ALIGN, RecordSchema
-from kvferry.store.base import PutResult, Store, SupportsShardedWrite
+from kvferry.store.base import PutResult, SupportsShardedWrite
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SECONDS = 60.0
 """How long a thread of ours waits for the device, which works on the engine's steps first."""
+
+WRITE_SECONDS = 30.0
+"""Deadline of the write of one chunk; nothing waits for it but the slot."""
 
 WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
@@ -108,17 +111,15 @@ class SlotIO:
 
     Args:
         rows: which bytes of a record this rank holds.
-        store: from where and to where; not closed here.
-        io_threads: reads at once, and twice as many as writes at once.
+        context: store, observer and options.
     """
 
-    def __init__(
-        self, rows: RankRows, memory: SlotMemory, store: Store, io_threads: int, observer: Observer
-    ) -> None:
+    def __init__(self, rows: RankRows, memory: SlotMemory, context: Context) -> None:
         self._rows = rows
         self._memory = memory
-        self._store = store
-        self._observer = observer
+        self._store = context.store
+        self._observer = context.observer
+        self._read_seconds = context.config.load_timeout_seconds
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
@@ -126,6 +127,7 @@ class SlotIO:
         self._copying: list[Copied] = []
         self._copied: dict[int, Copied] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
+        io_threads = context.config.io_threads
         self.read_pool = IOPool(io_threads, "kvferry-load")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
 
@@ -159,14 +161,17 @@ class SlotIO:
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
             head=self._rows.head_of(memory),
-            buffer_for=lambda piece: self._rows.piece_of(memory, piece),
-            parts=self._rows.parts_of(frozenset(fetch.groups)),
+            rows=self._rows.rows_of(memory, fetch.groups),
         )
 
         def run(job: Job[Filled]) -> Filled:
             if mark is not None and not mark.wait(DEVICE_SECONDS):
                 raise TransferError(f"the device read a slot for more than {DEVICE_SECONDS} s")
-            missed = read_record(self._store, schema, record, self._observer, lambda: job.cancelled)
+            if job.cancelled:
+                self._observer.count(f"miss_{MissReason.CANCELLED}")
+                return Filled(chunk.slot, MissReason.CANCELLED)
+            deadline = started + self._read_seconds
+            missed = read_record(self._store, schema, record, self._observer, deadline)
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds)
 
@@ -215,34 +220,37 @@ class SlotIO:
 
     def _store_chunk(self, copied: Copied, session: str | None) -> Saved:
         """Hash and write one chunk. Runs in: I/O thread."""
-        started = time.perf_counter()
+        started = time.monotonic()
         chunk = copied.chunk
         if not copied.gathered.mark.wait(DEVICE_SECONDS):
             raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
+        deadline = time.monotonic() + WRITE_SECONDS
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, copied.gathered.digests)
         if session is not None:
-            is_written = self._write_part(session, image)
+            is_written = self._write_part(session, image, deadline)
             result = PutResult.STORED if is_written else PutResult.FAILED
         else:
             key = ChunkKey(chunk.key)
-            result = put_record(self._store, copied.schema, key, chunk.first_token, digests, image)
+            result = put_record(
+                self._store, copied.schema, key, chunk.first_token, digests, image, deadline
+            )
             self._observer.count(f"put_{result}")
             if result not in (PutResult.STORED, PutResult.EXISTS):
                 self._observer.count("save_failed")
         if result is PutResult.STORED:
             self._observer.count("saved_bytes", len(image))
-        seconds = time.perf_counter() - started
+        seconds = time.monotonic() - started
         self._observer.observe("save", seconds)
         if session is None:
             return Saved(chunk.slot, result, seconds=seconds)
         return Saved(chunk.slot, result, self._rows.written, digests, seconds)
 
-    def _write_part(self, session: str, image: memoryview) -> bool:
+    def _write_part(self, session: str, image: memoryview, deadline: float) -> bool:
         if not isinstance(self._store, SupportsShardedWrite):
             return False
         return all(
-            self._store.write_at(session, offset, [part])
+            self._store.write_at(session, offset, [part], deadline)
             for offset, part in self._rows.file_ranges(image)
         )
 

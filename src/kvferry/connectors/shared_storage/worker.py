@@ -79,9 +79,7 @@ class SharedStorageWorker(WorkerRole):
         self._observer = context.observer
         self._writes_alone = context.spec.shard.world_size == 1
         self._memory = SlotMemory(num_slots, rows.slot_bytes)
-        self._io = SlotIO(
-            rows, self._memory, context.store, context.config.io_threads, context.observer
-        )
+        self._io = SlotIO(rows, self._memory, context)
         tolerances = tolerances_for(context.spec.identity.config)
         self._comparisons = Comparisons(rows, self._memory, tolerances)
         self._copies = BlockCopies(context.spec, rows, setup)

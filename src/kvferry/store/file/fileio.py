@@ -10,11 +10,12 @@ import ctypes
 import errno
 import os
 import random
+import time
 from collections.abc import Sequence
 from typing import Literal
 
 from kvferry.errors import StoreError
-from kvferry.store.base import Buffer, Source
+from kvferry.store.base import Buffer, ReadRange
 
 DirectIO = Literal["auto", "off"]
 
@@ -23,6 +24,9 @@ BLOCK_BYTES = 4096
 
 _MIN_DIRECT_BYTES = 64 * 1024
 """Below, a look at the page cache costs more than it can save."""
+
+_MAX_READ_BYTES = 16 << 20
+"""Of one system call, after which the deadline is looked at."""
 
 _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -57,9 +61,9 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
             waiting[0] = waiting[0][written:]
 
 
-class FileSource(Source):
+class OpenRecord:
     """One open record, readable even after the record is removed. Not thread-safe. Closes `fd`;
-    goes past the page cache only if `direct`.
+    goes past the page cache only if `direct`. Use as a context manager.
 
     A read of one random page with RWF_NOWAIT fails if the record is not in the page cache. It is
     one page, because even a failing attempt makes the kernel read ahead what was asked for, and a
@@ -74,6 +78,7 @@ class FileSource(Source):
         self._looked = False
 
     def is_cached(self) -> bool:
+        """Whether reading is likely a copy in memory."""
         if self._direct and not self._looked:
             self._looked = True
             page = random.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
@@ -89,22 +94,29 @@ class FileSource(Source):
                 self._direct = error.errno not in _UNSUPPORTED
         return not self._direct
 
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        if self._fd < 0:
-            raise StoreError("this record is closed")
-        target = buffer.cast("B")
-        done = 0
-        try:
-            while done < target.nbytes:
-                count = self._read_some(target[done:], offset + done)
+    def read(self, ranges: Sequence[ReadRange], deadline: float) -> None:
+        """See `Store.read`."""
+        for start, buffer in ranges:
+            offset, target = start, buffer.cast("B")
+            while target:
+                if time.monotonic() > deadline:
+                    raise StoreError("a stored record was not read in time")
+                try:
+                    count = self._read_some(target[:_MAX_READ_BYTES], offset)
+                except OSError as error:
+                    raise StoreError(f"a stored record cannot be read: {error.strerror}") from error
                 if count == 0:
                     break
-                done += count
-        except OSError as error:
-            raise StoreError(f"a stored record cannot be read: {error.strerror}") from error
-        return done
+                target, offset = target[count:], offset + count
+
+    def __enter__(self) -> OpenRecord:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
+        """Idempotent."""
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)

@@ -17,12 +17,21 @@ from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Entry, PutResult, Removal, Source, Store, StoreStat
+from kvferry.store.base import (
+    NO_DEADLINE,
+    Buffer,
+    Entry,
+    PutResult,
+    ReadRange,
+    Removal,
+    Store,
+    StoreStat,
+)
 from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
-from kvferry.store.file.fileio import DirectIO, FileSource, as_views, write_all
+from kvferry.store.file.fileio import DirectIO, OpenRecord, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.known_keys import KnownKeys
@@ -64,7 +73,7 @@ class FileStore(Store):
       it writes, and each open session of a sharded write its own; what dead writers left is removed
       by others.
     - No operation raises for a full, read-only, failing or vanished directory, except
-      `Source.read_into` and `open_read` for a record that is there and cannot be read.
+      `read` of a record that is there and cannot be read.
 
     Has the store contract and all optional abilities of `kvferry.store.base`.
     """
@@ -169,7 +178,9 @@ class FileStore(Store):
     def contains(self, key: ChunkKey) -> bool:
         return self._known.contains(key)
 
-    def open_read(self, key: ChunkKey) -> Source | None:
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
         if self._closed:
             return None
         try:
@@ -185,9 +196,13 @@ class FileStore(Store):
         if opened is None:
             self._miss(key)
             return None
-        return FileSource(*opened, direct=self._direct_io != "off")
+        with OpenRecord(*opened, direct=self._direct_io != "off") as record:
+            record.read(ranges, deadline)
+            return record.size
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer]) -> PutResult:
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
         views = as_views(buffers)
         writing = self._begin(key, sum(view.nbytes for view in views))
         return writing if isinstance(writing, PutResult) else self._finish(writing, views)
@@ -286,7 +301,9 @@ class FileStore(Store):
     def wait_indexed(self, timeout: float) -> bool:
         return self._known.learns and self._index.all_known.wait(timeout)
 
-    def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
+    def begin(
+        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
+    ) -> str | PutResult:
         writing = self._begin(key, num_bytes)
         if isinstance(writing, PutResult):
             return writing
@@ -301,7 +318,13 @@ class FileStore(Store):
             return PutResult.FAILED
         return writing.file
 
-    def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
+    def write_at(
+        self,
+        session: str,
+        offset: int,
+        buffers: Sequence[Buffer],
+        deadline: float = NO_DEADLINE,
+    ) -> bool:
         views = as_views(buffers)
         try:
             fd = None if self._closed or offset < 0 else self._directory.open_writing(session)
@@ -318,7 +341,7 @@ class FileStore(Store):
             return False
         return True
 
-    def commit(self, session: str, head: Buffer) -> PutResult:
+    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
         writing = self._sessions.pop(session, None) if self._writes() else None
         return PutResult.FAILED if writing is None else self._finish(writing, as_views([head]))
 

@@ -166,7 +166,7 @@ class ShardedWriteTests(StoreHooks):
             assert _able(store).write_at(session, HEAD, [value[HEAD:]])
             for instance in (store, other):
                 assert not instance.contains(make_key())
-                assert instance.open_read(make_key()) is None
+                assert instance.read(make_key(), ()) is None
                 assert self.peek(instance, make_key()) is None
             _able(store).abort(session)
 
@@ -176,7 +176,7 @@ class ShardedWriteTests(StoreHooks):
                 session = _begin(store)
                 assert _able(store).write_at(session, HEAD, [make_value(100)])
                 _able(store).abort(session)
-                assert store.open_read(make_key()) is None
+                assert store.read(make_key(), ()) is None
             assert store.stat().used_bytes <= 2 * self.charge(SIZE)
             assert store.stat().num_records == 0
 
@@ -196,7 +196,7 @@ class ShardedWriteTests(StoreHooks):
         _able(store).abort(session)
         assert not _able(store).write_at(session, HEAD, [b"?"])
         assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
-        assert store.open_read(make_key()) is None
+        assert store.read(make_key(), ()) is None
 
     def test_ranges_outside_the_value_are_refused(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store, self.make_store(tmp_path) as other:

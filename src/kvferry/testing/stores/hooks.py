@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Source, Store
+from kvferry.store.base import Buffer, Store
 from kvferry.types import ChunkKey
 
 awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
@@ -33,23 +33,15 @@ def make_value(num_bytes: int = 4097, number: int = 0) -> bytes:
     return random.Random(f"value {number}").randbytes(num_bytes)
 
 
-def open_value(store: Store, number: int = 0) -> Source:
-    """Open a value that must be there."""
-    source = store.open_read(make_key(number))
-    assert source is not None
-    return source
-
-
 def read_value(store: Store, key: ChunkKey) -> bytes | None:
     """The whole value as the API gives it; None if absent."""
-    source = store.open_read(key)
-    if source is None:
-        return None
-    with source:
-        buffer = bytearray(source.size)
-        size = source.read_into(memoryview(buffer), 0)
-    assert size == len(buffer), f"read {size} of {len(buffer)} bytes"
-    return bytes(buffer)
+    while (size := store.read(key, ())) is not None:
+        buffer = bytearray(size)
+        found = store.read(key, [(0, memoryview(buffer))])
+        if found == size:
+            return bytes(buffer)
+        assert found is None, f"a value of {size} bytes became one of {found}"
+    return None
 
 
 def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:

@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.contains(key)
         if may_evict:
             for evicted in [k for k in self.model if self.hooks.peek(self.store, k) is None]:
-                assert self.store.open_read(evicted) is None
+                assert self.store.read(evicted, ()) is None
                 del self.model[evicted]
         self.model[key] = value
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import (
     Buffer,
@@ -26,7 +28,6 @@ from kvferry.testing.stores.hooks import (
     awkward_sizes,
     make_key,
     make_value,
-    open_value,
     read_value,
     run_together,
     same_bytes,
@@ -69,27 +70,33 @@ class ValueTests(StoreHooks):
     def test_ranges_are_read_at_any_offset_and_end_where_the_value_ends(self, store: Store) -> None:
         value = make_value(9001)
         store.put(make_key(), [value])
-        with open_value(store) as source:
-            assert source.size == len(value)
-            for offset, length in [(0, 9001), (1, 1), (4095, 2), (4096, 4096), (8999, 2)]:
-                buffer = bytearray(length)
-                assert source.read_into(memoryview(buffer), offset) == length
-                assert same_bytes(buffer, value[offset : offset + length])
+        places = [(0, 9001), (1, 1), (4095, 2), (4096, 4096), (8999, 2), (5, 0)]
+        buffers = [bytearray(length) for _, length in places]
+        ranges = [
+            (offset, memoryview(buffer))
+            for (offset, _), buffer in zip(places, buffers, strict=True)
+        ]
+        assert store.read(make_key(), ranges) == len(value)
+        for (offset, length), buffer in zip(places, buffers, strict=True):
+            assert same_bytes(buffer, value[offset : offset + length])
+        for each in ranges:
+            assert store.read(make_key(), [each]) == len(value)
+        assert store.read(make_key(), ()) == len(value)
 
     def test_reading_past_the_end_returns_what_is_there(self, store: Store) -> None:
         value = make_value(9001)
         store.put(make_key(), [value])
-        with open_value(store) as source:
-            buffer = bytearray(b"?" * 100)
-            assert source.read_into(memoryview(buffer), 9000) == 1
-            assert same_bytes(buffer, value[9000:] + b"?" * 99)
-            assert source.read_into(memoryview(buffer), 9001) == 0
-            assert source.read_into(memoryview(buffer), 2**40) == 0
-            assert source.read_into(memoryview(bytearray(0)), 0) == 0
+        buffers = [bytearray(b"?" * 100) for _ in range(3)]
+        places = zip((9000, 9001, 2**40), buffers, strict=True)
+        ranges = [(offset, memoryview(buffer)) for offset, buffer in places]
+        assert store.read(make_key(), ranges) == 9001
+        assert same_bytes(buffers[0], value[9000:] + b"?" * 99)
+        assert same_bytes(buffers[1], b"?" * 100)
+        assert same_bytes(buffers[2], b"?" * 100)
 
     def test_an_absent_key_is_none_and_false(self, store: Store) -> None:
         assert not store.contains(make_key())
-        assert store.open_read(make_key()) is None
+        assert store.read(make_key(), ()) is None
         assert store.delete(make_key()) is False
         store.discard(make_key(), "test")
         store.touch([make_key()])
@@ -106,7 +113,7 @@ class ValueTests(StoreHooks):
         assert store.delete(make_key()) is True
         assert store.delete(make_key()) is False
         assert not store.contains(make_key())
-        assert store.open_read(make_key()) is None
+        assert store.read(make_key(), ()) is None
         assert self.peek(store, make_key()) is None
         assert store.put(make_key(), [b"new"]) is PutResult.STORED
         assert read_value(store, make_key()) == b"new"
@@ -118,7 +125,7 @@ class ValueTests(StoreHooks):
             store.discard(make_key(), "bad_leaf")
             store.discard(make_key(), "bad_leaf")
             assert not store.contains(make_key())
-            assert store.open_read(make_key()) is None
+            assert store.read(make_key(), ()) is None
             assert counters["store_quarantined"] == 1
             assert store.put(make_key(), [b"sound"]) is PutResult.STORED
             assert read_value(store, make_key()) == b"sound"
@@ -130,18 +137,27 @@ class ValueTests(StoreHooks):
             for number, reason in enumerate(["../../escaped", "/escaped", "", "x" * 5000, "a\0b"]):
                 store.put(make_key(number), [b"rotten"])
                 store.discard(make_key(number), reason)
-                assert store.open_read(make_key(number)) is None
+                assert store.read(make_key(number), ()) is None
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_an_open_value_stays_readable_when_it_is_deleted(self, store: Store) -> None:
+    def test_a_deadline_that_has_passed_reads_and_writes_nothing_by_halves(
+        self, store: Store
+    ) -> None:
         value = make_value(8193)
         store.put(make_key(), [value])
-        with open_value(store) as source:
-            store.delete(make_key())
-            buffer = bytearray(8193)
-            assert source.read_into(memoryview(buffer), 0) == 8193
+        over = time.monotonic() - 1.0
+        buffer = bytearray(8193)
+        try:
+            size = store.read(make_key(), [(0, memoryview(buffer))], over)
+        except StoreError:
+            pass
+        else:  # memory needs no time
+            assert size == len(value)
             assert same_bytes(buffer, value)
-        source.close()
+        result = store.put(make_key(1), [value], over)
+        assert result in (PutResult.STORED, PutResult.FAILED)
+        expected = value if result is PutResult.STORED else None
+        assert same_bytes(read_value(store, make_key(1)), expected)
 
     def test_what_appears_behind_the_index_is_read(self, store: Store) -> None:
         value = make_value(5003)
@@ -152,7 +168,7 @@ class ValueTests(StoreHooks):
     def test_what_vanishes_behind_the_index_is_none_and_forgotten(self, store: Store) -> None:
         store.put(make_key(), [b"value"])
         self.poke(store, make_key(), None)
-        assert store.open_read(make_key()) is None
+        assert store.read(make_key(), ()) is None
         assert not store.contains(make_key())
 
     def test_a_store_verifies_nothing(self, store: Store) -> None:
@@ -197,7 +213,7 @@ class QuotaTests(StoreHooks):
     def test_the_least_recently_put_goes_first(self, tmp_path: Path) -> None:
         with self._full_store(tmp_path) as store:
             assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
-            assert store.open_read(make_key(0)) is None
+            assert store.read(make_key(0), ()) is None
             assert not store.contains(make_key(0))
             assert same_bytes(read_value(store, make_key(3)), make_value(SIZE))
 
@@ -229,7 +245,7 @@ class QuotaTests(StoreHooks):
         with self._full_store(tmp_path) as store:
             too_large = make_value(3 * self.charge(SIZE) + 1)
             assert store.put(make_key(9), [too_large]) is PutResult.NO_SPACE
-            assert store.open_read(make_key(9)) is None
+            assert store.read(make_key(9), ()) is None
             for number in range(3):
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
 
@@ -320,7 +336,7 @@ class RaceTests(StoreHooks):
                 store.put(make_key(number), [b"rotten"])
                 discard = functools.partial(store.discard, make_key(number), "bad_leaf")
                 run_together(discard, discard, discard)
-                assert store.open_read(make_key(number)) is None
+                assert store.read(make_key(number), ()) is None
             assert counters["store_quarantined"] == ROUNDS
             assert store.stat().num_records == 0
 
@@ -389,7 +405,7 @@ class LifecycleTests(StoreHooks):
         store.put(make_key(), [make_value()])
         store.close()
         assert store.put(make_key(1), [b"late"]) is PutResult.FAILED
-        assert store.open_read(make_key()) is None
+        assert store.read(make_key(), ()) is None
         assert store.contains(make_key()) is False
         assert store.delete(make_key()) is False
         store.discard(make_key(), "late")
@@ -413,15 +429,6 @@ class LifecycleTests(StoreHooks):
             assert store.write_at("gone", 0, [b"x"]) is False
             assert store.commit("gone", b"x") is PutResult.FAILED
             store.abort("gone")
-
-    def test_a_source_outlives_its_store(self, tmp_path: Path) -> None:
-        store = self.make_store(tmp_path)
-        store.put(make_key(), [make_value()])
-        with open_value(store) as source:
-            store.close()
-            buffer = bytearray(source.size)
-            assert source.read_into(memoryview(buffer), 0) == source.size
-            assert same_bytes(buffer, make_value())
 
     def test_a_store_opened_again_holds_what_its_kind_promises(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
