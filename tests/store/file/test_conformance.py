@@ -10,15 +10,19 @@ from hypothesis import settings
 from kvferry.observe import Observer
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import (
+    IndexTests,
     ProbeTests,
     ScanTests,
+    ShardedQuotaTests,
     ShardedWriteTests,
     StoreTests,
     store_machine,
 )
 
 
-class TestFileStore(ScanTests, ProbeTests, ShardedWriteTests, StoreTests):
+class TestFileStore(
+    ScanTests, ProbeTests, IndexTests, ShardedWriteTests, ShardedQuotaTests, StoreTests
+):
     persistent = True
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):

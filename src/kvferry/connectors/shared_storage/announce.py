@@ -70,7 +70,8 @@ class Announcer:
         self._announced.update(dict.fromkeys(stored))
         for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
             key, _nothing = self._announced.popitem(last=False)
-            if contains(ChunkKey(key)) and len(self._announced) < MAX_ANNOUNCED:
+            # None, while the store asks, says nothing.
+            if contains(ChunkKey(key)) is not False and len(self._announced) < MAX_ANNOUNCED:
                 self._announced[key] = None
             else:
                 gone.append(key)

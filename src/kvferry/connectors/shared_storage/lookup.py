@@ -78,7 +78,10 @@ class Lookup:
             state.awaited.pop()
         if state.awaited and self._clock() < state.deadline:
             return ASK_AGAIN
-        known, state.miss = self._known_until(state.keys.keys, num_local // self._chunk)
+        keys = state.keys.keys
+        known, state.miss = self._known_until(keys, num_local // self._chunk)
+        if state.miss is None and known < len(keys) and state.fetching_since is None:
+            return ASK_AGAIN
         stop = self._usable(known, num_tokens)
         may_fetch = self._may_fetch(state)
         while stop > num_local:
@@ -135,7 +138,8 @@ class Lookup:
 
     def _known_until(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
         """Index of the first chunk from `first` on that cannot be had, and why: its last read
-        failed, or it has no slot and the store does not know it."""
+        failed, or it has no slot and the store does not know it. No reason while the store asks its
+        medium, which takes it a bounded time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
         everything = self._tables.all_groups
         for index in range(first, len(keys)):
@@ -145,8 +149,8 @@ class Lookup:
                 continue  # it is in memory: what the store has does not matter
             if key in unreadable:
                 return index, LookupMiss.UNREADABLE
-            if slot is None and not contains(key):
-                return index, LookupMiss.ABSENT
+            if slot is None and not (is_stored := contains(key)):
+                return index, LookupMiss.ABSENT if is_stored is False else None
         return max(first, len(keys)), None
 
     def _usable(self, num_chunks: int, num_tokens: int) -> int:

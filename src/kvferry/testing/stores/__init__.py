@@ -13,17 +13,30 @@
     TestMyStoreMachine = store_machine(TestMyStore()).TestCase
 
 `ScanTests`, `ProbeTests` and `ShardedWriteTests` are for the optional abilities; a store that has
-an ability and does not run its tests fails `test_every_ability_is_tested`. Asserts read better
-after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a `conftest.py`."""
+an ability and does not run its tests fails `test_every_ability_is_tested`. `IndexTests` are for
+stores that know by themselves what there is, `ShardedQuotaTests` for those that bound what ranks
+write together; `RemoteStoreTests` replace `StoreTests` where a server has a quota of its own.
 
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests, ShardedWriteTests
+Asserts read better after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a
+`conftest.py`."""
+
+from kvferry.testing.stores.abilities import (
+    IndexTests,
+    ProbeTests,
+    ScanTests,
+    ShardedQuotaTests,
+    ShardedWriteTests,
+)
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
 from kvferry.testing.stores.machine import StoreMachine, store_machine
-from kvferry.testing.stores.required import StoreTests
+from kvferry.testing.stores.required import RemoteStoreTests, StoreTests
 
 __all__ = [
+    "IndexTests",
     "ProbeTests",
+    "RemoteStoreTests",
     "ScanTests",
+    "ShardedQuotaTests",
     "ShardedWriteTests",
     "StoreHooks",
     "StoreMachine",

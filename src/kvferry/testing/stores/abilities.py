@@ -90,17 +90,6 @@ class ScanTests(StoreHooks):
 class ProbeTests(StoreHooks):
     """For stores with `SupportsProbe`, which are those that several processes share."""
 
-    def test_the_first_fill_completes(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store:
-            for number in range(7):
-                store.put(make_key(number), [b"value"])
-        with self.make_store(tmp_path) as again:
-            assert isinstance(again, SupportsProbe)
-            assert again.wait_indexed(self.patience_seconds)
-            assert again.stat().index_complete
-            assert again.stat().num_records == 7
-            assert all(again.contains(make_key(number)) for number in range(7))
-
     def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
         assert isinstance(store, SupportsProbe)
         started = time.monotonic()
@@ -131,6 +120,21 @@ class ProbeTests(StoreHooks):
         assert time.monotonic() - started < 5
         store.put(make_key(0), [b"value"])
         assert store.contains(make_key(0))
+
+
+class IndexTests(StoreHooks):
+    """For stores with `SupportsProbe` that know by themselves what there is."""
+
+    def test_the_first_fill_completes(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as store:
+            for number in range(7):
+                store.put(make_key(number), [b"value"])
+        with self.make_store(tmp_path) as again:
+            assert isinstance(again, SupportsProbe)
+            assert again.wait_indexed(self.patience_seconds)
+            assert again.stat().index_complete
+            assert again.stat().num_records == 7
+            assert all(again.contains(make_key(number)) for number in range(7))
 
 
 def _able(store: Store) -> SupportsShardedWrite:
@@ -169,16 +173,6 @@ class ShardedWriteTests(StoreHooks):
                 assert instance.read(make_key(), ()) is None
                 assert self.peek(instance, make_key()) is None
             _able(store).abort(session)
-
-    def test_an_aborted_session_leaves_nothing(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=2 * self.charge(SIZE)) as store:
-            for _ in range(5):  # without the space given back, the third would be refused
-                session = _begin(store)
-                assert _able(store).write_at(session, HEAD, [make_value(100)])
-                _able(store).abort(session)
-                assert store.read(make_key(), ()) is None
-            assert store.stat().used_bytes <= 2 * self.charge(SIZE)
-            assert store.stat().num_records == 0
 
     def test_a_session_ends_once(self, store: Store) -> None:
         value = make_value(SIZE)
@@ -236,6 +230,20 @@ class ShardedWriteTests(StoreHooks):
         assert read_value(store, make_key()) == b"first"
         assert store.stat().num_records == 1
         assert store.stat().used_bytes == self.charge(5)
+
+
+class ShardedQuotaTests(StoreHooks):
+    """For stores with `SupportsShardedWrite` and a quota."""
+
+    def test_an_aborted_session_leaves_nothing(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, max_bytes=2 * self.charge(SIZE)) as store:
+            for _ in range(5):  # without the space given back, the third would be refused
+                session = _begin(store)
+                assert _able(store).write_at(session, HEAD, [make_value(100)])
+                _able(store).abort(session)
+                assert store.read(make_key(), ()) is None
+            assert store.stat().used_bytes <= 2 * self.charge(SIZE)
+            assert store.stat().num_records == 0
 
     def test_a_value_beyond_the_quota_is_refused_at_once(self, tmp_path: Path) -> None:
         quota = 2 * self.charge(SIZE)

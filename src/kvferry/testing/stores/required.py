@@ -273,6 +273,29 @@ class QuotaTests(StoreHooks):
         assert store.stat().num_records == 2
         assert store.stat().used_bytes == self.charge(1) + self.charge(SIZE)
 
+    def test_the_quota_holds_under_racing_writers(self, tmp_path: Path) -> None:
+        size = 20_011
+        quota = 5 * self.charge(size)
+        with self.make_store(tmp_path, max_bytes=quota) as store:
+
+            def write(writer: int) -> None:
+                for number in range(ROUNDS):
+                    result = store.put(make_key(writer * ROUNDS + number), [make_value(size)])
+                    assert result in (PutResult.STORED, PutResult.NO_SPACE)
+
+            run_together(*(functools.partial(write, writer) for writer in range(3)))
+            held = [self.peek(store, make_key(number)) for number in range(3 * ROUNDS)]
+            assert 0 < sum(value is not None for value in held) <= 5
+            assert {value for value in held if value is not None} == {make_value(size)}
+            assert store.stat().used_bytes <= quota
+            # The race must not have lost room: what fits the quota fits the empty store.
+            for number in range(3 * ROUNDS):
+                store.delete(make_key(number))
+            for number in range(5):
+                assert store.put(make_key(1000 + number), [make_value(size)]) is PutResult.STORED
+            for number in range(5):
+                assert same_bytes(read_value(store, make_key(1000 + number)), make_value(size))
+
 
 class RaceTests(StoreHooks):
     """Several threads: values appear whole, one writer wins, one remover removes."""
@@ -339,29 +362,6 @@ class RaceTests(StoreHooks):
                 assert store.read(make_key(number), ()) is None
             assert counters["store_quarantined"] == ROUNDS
             assert store.stat().num_records == 0
-
-    def test_the_quota_holds_under_racing_writers(self, tmp_path: Path) -> None:
-        size = 20_011
-        quota = 5 * self.charge(size)
-        with self.make_store(tmp_path, max_bytes=quota) as store:
-
-            def write(writer: int) -> None:
-                for number in range(ROUNDS):
-                    result = store.put(make_key(writer * ROUNDS + number), [make_value(size)])
-                    assert result in (PutResult.STORED, PutResult.NO_SPACE)
-
-            run_together(*(functools.partial(write, writer) for writer in range(3)))
-            held = [self.peek(store, make_key(number)) for number in range(3 * ROUNDS)]
-            assert 0 < sum(value is not None for value in held) <= 5
-            assert {value for value in held if value is not None} == {make_value(size)}
-            assert store.stat().used_bytes <= quota
-            # The race must not have lost room: what fits the quota fits the empty store.
-            for number in range(3 * ROUNDS):
-                store.delete(make_key(number))
-            for number in range(5):
-                assert store.put(make_key(1000 + number), [make_value(size)]) is PutResult.STORED
-            for number in range(5):
-                assert same_bytes(read_value(store, make_key(1000 + number)), make_value(size))
 
 
 class LifecycleTests(StoreHooks):
@@ -438,5 +438,9 @@ class LifecycleTests(StoreHooks):
             assert same_bytes(read_value(again, make_key()), expected)
 
 
-class StoreTests(ValueTests, QuotaTests, RaceTests, LifecycleTests):
-    """What every store must pass."""
+class RemoteStoreTests(ValueTests, RaceTests, LifecycleTests):
+    """What every store must pass whose server has a quota of its own; `max_bytes` is not given."""
+
+
+class StoreTests(RemoteStoreTests, QuotaTests):
+    """What every other store must pass."""

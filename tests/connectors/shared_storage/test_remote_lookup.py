@@ -1,0 +1,71 @@
+"""A first look-up against a server waits for the answer, hits, and never waits long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvferry.store.remote import ASK_SECONDS, RemoteStore
+from tests.store.remote_client import DictClient
+
+PROMPT = list(range(41))
+
+
+@pytest.fixture
+def server(make_host):
+    """The values of a server on which the prompt is stored."""
+    client = DictClient()
+    host = make_host(store=RemoteStore("memory://server", client))
+    host.run("writer", PROMPT)
+    host.settle()
+    assert len(client.values) == 5
+    return client.values
+
+
+def test_the_first_request_of_another_process_hits(make_host, server):
+    client = DictClient(server)
+    host = make_host(store=RemoteStore("memory://server", client))
+    assert host.run("reader", PROMPT).num_external_tokens == 40
+    assert len(client.asked) == 1
+
+
+def test_a_prompt_that_the_server_has_not_is_computed(make_host, server):
+    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+    assert host.run("reader", [7] * 41).num_external_tokens == 0
+    assert host.observer["miss_tokens_absent"] == 40
+
+
+def test_the_part_that_the_server_has_is_a_hit(make_host, server):
+    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+    assert host.run("reader", [*PROMPT[:24], *[7] * 30]).num_external_tokens == 24
+
+
+def test_a_server_that_does_not_answer_delays_a_request_by_the_limit_only(make_host, server):
+    client = DictClient(server)
+    host = make_host(store=RemoteStore("memory://server", client))
+    client.gate.clear()
+    started = time.monotonic()
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert time.monotonic() - started < ASK_SECONDS + 2.0
+    client.gate.set()
+
+
+def test_a_server_that_goes_between_the_answer_and_the_read_is_a_miss(make_host, server):
+    class Goes(DictClient):
+        def read(self, name, ranges, deadline):
+            self.down = True
+            return super().read(name, ranges, deadline)
+
+    host = make_host(store=RemoteStore("memory://server", Goes(server)))
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert host.observer["miss_io_error"] >= 1
+
+
+def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_host, server):
+    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+    assert host.run("reader", PROMPT).num_external_tokens == 40
+    host.forget_memory()
+    server.clear()
+    assert host.run("again", PROMPT).num_external_tokens == 0
+    assert host.observer["miss_absent"] >= 1

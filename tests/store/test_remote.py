@@ -1,0 +1,192 @@
+"""What all remote stores share: names, what is known of a server, and values that ranks write."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.observe import Counters
+from kvferry.store.base import PutResult
+from kvferry.store.remote import FIRST_BATCH, FRESH_SECONDS, MAX_PROBES, RemoteStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores import (
+    ProbeTests,
+    RemoteStoreTests,
+    ScanTests,
+    ShardedWriteTests,
+    make_key,
+    make_value,
+    read_value,
+)
+from kvferry.testing.stores.hooks import wait_until
+from tests.store.remote_client import DictClient
+
+SPACE = b"n" * 32
+
+
+class TestRemoteStore(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _servers(self):
+        self.servers: dict[Path, dict[str, bytes]] = {}
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        assert max_bytes is None
+        client = DictClient(self.servers.setdefault(tmp_path, {}))
+        return RemoteStore("dict://test", client, namespace=SPACE, observer=observer)
+
+    def poke(self, store, key, value):
+        name = f"{SPACE.hex()}/{key.hex()}"
+        if value is None:
+            store._client.values.pop(name, None)
+        else:
+            store._client.values[name] = value
+
+    def peek(self, store, key):
+        return store._client.values.get(f"{SPACE.hex()}/{key.hex()}")
+
+
+@pytest.fixture
+def client():
+    return DictClient()
+
+
+@pytest.fixture
+def make_store(client):
+    stores = []
+
+    def make(**options):
+        stores.append(RemoteStore("dict://test", client, namespace=SPACE, **options))
+        return stores[-1]
+
+    yield make
+    client.gate.set()
+    for store in stores:
+        store.close()
+
+
+def test_a_key_is_asked_for_once_and_again_when_it_is_old(make_store, client):
+    clock = FakeClock()
+    store = make_store(clock=clock)
+    key = make_key()
+    client.put(store._name(key), [b"value"], time.monotonic() + 1)
+    assert store.contains(key) is False
+    store.probe([key])
+    wait_until(lambda: store.contains(key) is True, "the key is known")
+    store.probe([key])
+    clock.advance(FRESH_SECONDS + 1)
+    assert store.contains(key) is False
+    store.probe([key])
+    wait_until(lambda: store.contains(key) is True, "the key is known again")
+    assert len(client.asked) == 2
+
+
+def test_while_a_probe_asks_a_key_is_neither_there_nor_not(make_store, client):
+    clock = FakeClock()
+    store = make_store(clock=clock)
+    client.gate.clear()
+    store.probe([make_key()])
+    assert store.contains(make_key()) is None
+    assert store.contains(make_key(1)) is False
+    clock.advance(1.0)  # longer than a look-up waits
+    assert store.contains(make_key()) is False
+    client.gate.set()
+
+
+def test_a_server_that_is_down_has_no_key(make_store, client):
+    counts = Counters()
+    store = make_store(observer=counts)
+    client.down = True
+    store.probe([make_key()])
+    wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
+    assert counts["store_probe_failed"] == 1
+    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert store.begin(make_key(), 100) is PutResult.FAILED
+    assert store.delete(make_key()) is False
+    assert store.describe(SPACE, "text") == "text"
+    with pytest.raises(StoreError):
+        store.read(make_key(), ())
+
+
+def test_no_more_is_asked_than_can_hit(make_store, client):
+    store = make_store()
+    keys = [make_key(number) for number in range(1000)]
+    for key in keys[:100]:
+        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+    store.probe(keys)
+    wait_until(lambda: store.contains(keys[999]) is False, "the probe ends")
+    assert [store.contains(key) for key in keys[:101]] == [True] * 100 + [False]
+    assert [len(names) for names in client.asked] == [FIRST_BATCH, 2 * FIRST_BATCH, 4 * FIRST_BATCH]
+
+
+def test_probes_that_wait_are_few(make_store, client):
+    counts = Counters()
+    store = make_store(observer=counts)
+    client.gate.clear()
+    for number in range(MAX_PROBES + 10):
+        store.probe([make_key(number)])
+    assert counts["store_probe_dropped"] >= 8
+    client.gate.set()
+
+
+def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
+    store = make_store()
+    store.put(make_key(), [b"mine"])
+    other = RemoteStore("dict://test", client, namespace=b"o" * 32)
+    other.put(make_key(1), [b"theirs"])
+    other.describe(b"o" * 32, "theirs")
+    client.values["a note"] = b"of somebody"
+    assert read_value(store, make_key(1)) is None
+    assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
+    assert read_value(store, make_key(1)) == b"theirs"
+    assert store.describe(b"o" * 32) == "theirs"
+
+
+def test_a_description_is_replaced(make_store):
+    store = make_store()
+    assert store.describe(SPACE) is None
+    assert store.describe(SPACE, "one") == "one"
+    assert store.describe(SPACE, "two") == "two"
+    assert make_store().describe(SPACE) == "two"
+
+
+def test_a_closed_store_closes_its_client(make_store, client):
+    store = make_store()
+    store.close()
+    assert client.is_closed
+    assert store.describe(SPACE, "text") == "text"
+    assert client.values == {}
+
+
+def test_parts_of_a_killed_process_go(make_store, monkeypatch):
+    session = make_store().begin(make_key(), 4096)
+    (folder,) = {path.parent for path in Path("/dev/shm").glob(f"*/{session}")}
+    os.utime(folder / session, (0, 0))
+    make_store()
+    assert not (folder / session).exists()
+
+
+def test_a_folder_of_another_user_is_not_used(make_store, tmp_path, monkeypatch):
+    store = make_store()
+    store._parts._folder = tmp_path
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    assert store.begin(make_key(), 4096) is PutResult.FAILED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_wrote_is_one_value(make_store, client):
+    store, other = make_store(), make_store(index=False)
+    value = make_value(10_000)
+    session = store.begin(make_key(), len(value))
+    assert store.write_at(session, 100, [value[100:5000]])
+    assert other.write_at(session, 5000, [value[5000:]])
+    assert client.values == {}
+    assert store.commit(session, value[:100]) is PutResult.STORED
+    assert list(client.values.values()) == [value]
+    assert store.begin(make_key(), 100) is PutResult.EXISTS
