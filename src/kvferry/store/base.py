@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
+from kvferry.errors import StoreError
 from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
@@ -160,6 +161,26 @@ class SupportsScan(Protocol):
 
     def scan(self) -> Iterator[Entry]:
         """Every stored value at some moment during the call."""
+
+
+@runtime_checkable
+class SupportsRecent(Protocol):
+    """A store that knows which of its values were used last without listing them all."""
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        """Up to `limit` values, the most recent first. Blocks on I/O.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+
+
+@runtime_checkable
+class SupportsAnswers(Protocol):
+    """A store that asks a medium of its own accord, after a `probe`."""
+
+    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
+        """Call `heard` on an I/O thread whenever the medium answered (None), or failed."""
 
 
 @runtime_checkable

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
+    Entry,
     PutResult,
     ReadRange,
     Store,
     StoreStat,
     SupportsProbe,
+    SupportsRecent,
     SupportsShardedWrite,
 )
 from kvferry.types import ChunkKey
@@ -127,6 +129,10 @@ class LateStore(Store):
     def wait_indexed(self, timeout: float) -> bool:
         store: object = self.opened
         return isinstance(store, SupportsProbe) and store.wait_indexed(timeout)
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        store: object = self.opened
+        return store.recent(limit) if isinstance(store, SupportsRecent) else iter(())
 
     def begin(
         self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
@@ -149,6 +150,9 @@ class MemoryStore(Store):
                 for key, value in self._values.items()
             ]
         return iter(entries)
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        return islice(reversed(list(self.scan())), limit)
 
     def close(self) -> None:
         """Drops all values."""

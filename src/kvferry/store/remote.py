@@ -143,6 +143,7 @@ class RemoteStore(Store):
         self._listed: dict[ChunkKey, str] = {}
         self._questions = IOPool(2, "kvferry-probe")
         self._parts = PartFiles()
+        self._heard: Callable[[StoreError | None], None] = lambda _fault: None
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -243,11 +244,17 @@ class RemoteStore(Store):
                 if not all(found):
                     break
                 start, count = start + count, 2 * count
-        except StoreError:
+        except StoreError as error:
             self._observer.count("store_probe_failed")
+            self._heard(error)
+        else:
+            self._heard(None)
         finally:
             for key in keys:
                 asked.pop(key, None)
+
+    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
+        self._heard = heard
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:

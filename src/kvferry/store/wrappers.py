@@ -14,6 +14,7 @@ from kvferry.store.base import (
     StoreStat,
     SupportsNamespaces,
     SupportsProbe,
+    SupportsRecent,
     SupportsScan,
     SupportsShardedWrite,
 )
@@ -35,7 +36,13 @@ def _delegate(protocol: type) -> type:
 
 _DELEGATES = {
     protocol: _delegate(protocol)
-    for protocol in (SupportsScan, SupportsNamespaces, SupportsProbe, SupportsShardedWrite)
+    for protocol in (
+        SupportsScan,
+        SupportsRecent,
+        SupportsNamespaces,
+        SupportsProbe,
+        SupportsShardedWrite,
+    )
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Entry, Store, SupportsScan
+from kvferry.store.base import Entry, Store, SupportsRecent
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -33,7 +32,7 @@ class RecentRecords:
     """Lists them once, on a thread of its own; then hands them out, the most recent first.
 
     Args:
-        store: listed if it can be.
+        store: asked if it knows.
         count: how many at most.
         clock: monotonic seconds.
 
@@ -82,10 +81,8 @@ class RecentRecords:
 
     def _find(self) -> list[RecentRecord]:
         """Runs in: I/O thread."""
-        # A store that does not name namespaces may list records of others that have our size.
-        entries = heapq.nlargest(4 * self._count, self._entries(), key=lambda one: one.last_used)
         found: list[RecentRecord] = []
-        for entry in entries:
+        for entry in self._entries():
             if len(found) == self._count or self.is_done:
                 break
             first_token = self._first_token(entry.key)
@@ -94,12 +91,12 @@ class RecentRecords:
         return found
 
     def _entries(self) -> Iterator[Entry]:
-        if not isinstance(self._store, SupportsScan):
+        """Of the records used last, those that may be of this model."""
+        if not isinstance(self._store, SupportsRecent):
             return
         with suppress(StoreError):
-            for entry in self._store.scan():
-                if self.is_done:
-                    return
+            # Some may be of other models, which share the store.
+            for entry in self._store.recent(4 * self._count):
                 if entry.num_bytes == self._schema.record_bytes and entry.namespace in (
                     b"",
                     self._schema.namespace,

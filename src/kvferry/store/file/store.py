@@ -268,6 +268,9 @@ class FileStore(Store):
         largest; -1 for all. Raises StoreError if the index cannot be read."""
         return self._listed(self._index.entries(order, limit))
 
+    def recent(self, limit: int) -> Iterator[Entry]:
+        return self.scan("last_used", limit)
+
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         found: dict[bytes, tuple[int, int]] = {}
         for entry in self.scan():

@@ -1,0 +1,101 @@
+"""Whether a store that fails is asked: it is left alone for a while, then tried again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""In a row, after which a store is left alone."""
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 5.0
+"""A store that is back is used again within this time and one trial."""
+
+MIN_LIMIT_SECONDS = 0.5
+"""No call has a shorter limit: below it, what was measured is noise."""
+
+MAX_LIMIT_SECONDS = 30.0
+
+
+class Breaker:
+    """Open while a store is not asked. One log line when it opens, one when it closes. Thread-safe.
+
+    Args:
+        what: for the log, such as "reads of s3://bucket".
+        clock: monotonic seconds.
+
+    Attributes:
+        is_open: the store is not asked but for trials.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.is_open = False
+        self._num_failures = 0
+        self._pause = FIRST_PAUSE_SECONDS
+        self._opened_at = 0.0
+        self._try_at = 0.0
+
+    def take_trial(self) -> bool:
+        """Whether the caller is to make the trial that is due. The next one is due after a pause,
+        which grows with each."""
+        if not self.is_open or self._clock() < self._try_at:
+            return False
+        with self._lock:
+            now = self._clock()
+            if not self.is_open or now < self._try_at:
+                return False
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._try_at = now + self._pause
+            return True
+
+    def succeeded(self) -> None:
+        """A call got its answer."""
+        if not self._num_failures:
+            return
+        with self._lock:
+            self._num_failures = 0
+            was_open, self.is_open = self.is_open, False
+        if was_open:
+            logger.warning(
+                "%s: used again after %.1f s", self._what, self._clock() - self._opened_at
+            )
+
+    def failed(self, why: object) -> None:
+        """A call failed, or took too long."""
+        with self._lock:
+            self._num_failures += 1
+            if self.is_open or self._num_failures < MAX_FAILURES:
+                return
+            self.is_open = True
+            self._opened_at = self._clock()
+            self._pause = FIRST_PAUSE_SECONDS
+            self._try_at = self._opened_at + self._pause
+        logger.warning("%s: left alone until it answers: %s", self._what, why)
+
+
+class Limit:
+    """How long a call may take, from how long such calls took, as TCP sets its timeout: the average
+    and four deviations, twice. Not exact under threads, which does not matter."""
+
+    def __init__(self) -> None:
+        self._average = 0.0
+        self._deviation = 0.0
+
+    @property
+    def seconds(self) -> float:
+        expected = 2 * (self._average + 4 * self._deviation)
+        return min(max(expected, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
+
+    def saw(self, seconds: float) -> None:
+        """A call took so long; one that was cut short counts, too, so that the limit grows."""
+        difference = seconds - self._average
+        self._average += difference / 8
+        self._deviation += (abs(difference) - self._deviation) / 4

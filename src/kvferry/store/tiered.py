@@ -1,0 +1,432 @@
+"""Several stores as one, nearest first; each behind a breaker and a limit of its own.
+
+A value is read from the first tier that has it and brought nearer. It is written to the nearest
+tier at once, and to the others by a thread that reads it back from there. A tier that fails is left
+alone: then it has nothing, and nothing is written to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvferry.errors import StoreError
+from kvferry.observe import Observer
+from kvferry.store.base import (
+    NO_DEADLINE,
+    Buffer,
+    Entry,
+    PutResult,
+    ReadRange,
+    Store,
+    StoreStat,
+    SupportsAnswers,
+    SupportsNamespaces,
+    SupportsProbe,
+    SupportsRecent,
+    SupportsShardedWrite,
+)
+from kvferry.store.breaker import LONGEST_PAUSE_SECONDS, Breaker, Limit
+from kvferry.store.io_pool import IOPool
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+MAX_BEHIND = 4096
+"""Values that wait to be written to the farther tiers; the oldest is dropped for a new one."""
+
+BEHIND_SECONDS = 30.0
+"""Deadline of one write to a farther tier."""
+
+TRIAL_SECONDS = 2.0
+MIN_BLAMED_SECONDS = 0.25
+CLOSE_SECONDS = 5.0
+_MAX_SERVED = 4096
+_TRIAL_KEY = ChunkKey(b"\xff" * 32)
+"""Of no record: a trial reads it to see whether a store answers."""
+
+
+class Tier:
+    """One store, whether it is asked, and how long. Thread-safe.
+
+    Reads and probes decide whether the store is left alone. A write that fails does not: the store
+    may be full or read-only, and still be read. It has a trial read begin, and the next writes are
+    skipped for a while.
+    """
+
+    def __init__(
+        self, store: Store, number: int, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self.store = store
+        self.number = number
+        self._observer = observer
+        self._clock = clock
+        self._breaker = Breaker(f"store {store.url}", clock)
+        self._limit = Limit()
+        self._trials = IOPool(1, "kvferry-trial")
+        self._write_pause = 0.0
+        self._write_at = 0.0
+        answering: object = store
+        if isinstance(answering, SupportsAnswers):
+            answering.on_answer(self._heard)
+
+    @property
+    def is_asked(self) -> bool:
+        """False while the store is left alone. Memory only; lets a trial begin when one is due."""
+        if self._breaker.take_trial():
+            self._trials.submit(lambda _job: self._try())
+        return not self._breaker.is_open
+
+    def _try(self) -> bool:
+        """Runs in: I/O thread."""
+        try:
+            self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
+        except StoreError as error:
+            self._heard(error)
+            return False
+        self._heard(None)
+        return True
+
+    def _heard(self, fault: StoreError | None) -> None:
+        if fault is None:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed(fault)
+
+    def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+        """See `Store.read`."""
+        started = time.monotonic()
+        try:
+            size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
+        except StoreError as error:
+            seconds = time.monotonic() - started
+            self._limit.saw(seconds)
+            self._observer.count(f"tier{self.number}_failed")
+            # A read that was given little time and took all of it says nothing about the store.
+            if time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS:
+                self._heard(error)
+            raise
+        self._heard(None)
+        if size is None:
+            self._observer.count(f"tier{self.number}_miss")
+            return None
+        self._limit.saw(time.monotonic() - started)
+        self._observer.count(f"tier{self.number}_hit")
+        num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
+        self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
+        return size
+
+    def write(self, write: Callable[[], PutResult]) -> PutResult:
+        """Do a write, unless the store is left alone or did not take the last one."""
+        if not self.is_asked or self._clock() < self._write_at:
+            self._observer.count(f"tier{self.number}_put_skipped")
+            return PutResult.FAILED
+        result = write()
+        if result is PutResult.FAILED:
+            is_first = not self._write_pause
+            self._write_pause = min(max(2 * self._write_pause, 0.5), LONGEST_PAUSE_SECONDS)
+            self._write_at = self._clock() + self._write_pause
+            self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
+        else:
+            self._write_pause = 0.0
+        self._observer.count(f"tier{self.number}_put_{result}")
+        return result
+
+    def _note_failed_write(self, *, is_first: bool) -> None:
+        """Runs in: I/O thread."""
+        if self._try() and is_first:
+            logger.warning("store %s: answers, but a value could not be stored", self.store.url)
+
+    def close(self) -> None:
+        """Close the store. A trial that hangs is left behind."""
+        self._trials.close(0.1)
+        self.store.close()
+
+
+class _Behind(NamedTuple):
+    """A value to copy from one tier to another."""
+
+    key: ChunkKey
+    source: Tier
+    target: Tier
+
+
+class TieredStore(Store):
+    """Tiers as one store; see the module. Closing it closes them.
+
+    Args:
+        stores: nearest first; at least one.
+        clock: monotonic seconds, for the breakers.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        observer: Observer | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._observer = Observer() if observer is None else observer
+        self._tiers = tuple(
+            Tier(store, number, self._observer, clock) for number, store in enumerate(stores)
+        )
+        self.url = ", ".join(store.url for store in stores)
+        self.multi_process = all(store.multi_process for store in stores)
+        self._served: dict[ChunkKey, Tier] = {}
+        self._begun: dict[str, ChunkKey] = {}
+        self._behind: deque[_Behind] = deque()
+        self._wake = threading.Semaphore(0)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._deleting = threading.Lock()
+
+    # -- reads ----------------------------------------------------------------------------------
+
+    def contains(self, key: ChunkKey) -> bool | None:
+        answer: bool | None = False
+        for tier in self._tiers:
+            found = tier.store.contains(key) if tier.is_asked else False
+            if found:
+                return True
+            if found is None:
+                answer = None
+        return answer
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        fault = None
+        for tier in self._tiers:
+            if self._closed:
+                return None
+            if not tier.is_asked:
+                continue
+            try:
+                size = tier.read(key, ranges, deadline)
+            except StoreError as error:
+                fault = error
+                continue
+            if size is not None:
+                self._serve(key, tier)
+                return size
+        if fault is not None:
+            raise fault
+        return None
+
+    def _serve(self, key: ChunkKey, tier: Tier) -> None:
+        """Remember who served a value, and bring it nearer."""
+        if len(self._tiers) == 1:
+            return
+        if len(self._served) >= _MAX_SERVED:
+            self._served.clear()
+        self._served[key] = tier
+        if tier.number:
+            self._copy_later(_Behind(key, tier, self._tiers[0]))
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        """Only in the tier that served it, where that is known: the others may be right."""
+        served = self._served.pop(key, None)
+        with self._deleting:
+            for tier in self._tiers if served is None else (served,):
+                tier.store.discard(key, reason)
+
+    # -- writes ---------------------------------------------------------------------------------
+
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
+        result = PutResult.FAILED
+        for tier in self._tiers:
+            if self._closed:
+                break
+            store = tier.store
+            result = tier.write(lambda store=store: store.put(key, buffers, deadline))  # type: ignore[misc]
+            if result is PutResult.STORED:
+                self._write_behind(key, tier)
+            if result in (PutResult.STORED, PutResult.EXISTS):
+                break
+        return result
+
+    def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
+        for farther in self._tiers[tier.number + 1 :]:
+            self._copy_later(_Behind(key, tier, farther))
+
+    def _copy_later(self, behind: _Behind) -> None:
+        """Never blocks."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._behind) >= MAX_BEHIND:
+                self._behind.popleft()
+                self._observer.count("tier_behind_dropped")
+            self._behind.append(behind)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._copy_all, name="kvferry-behind", daemon=True
+                )
+                self._thread.start()
+        self._wake.release()
+
+    def _copy_all(self) -> None:
+        """Runs in: a thread of its own, until closed."""
+        while True:
+            self._wake.acquire()
+            with self._lock:
+                if self._closed and not self._behind:
+                    return
+                behind = self._behind.popleft() if self._behind else None
+            if behind is not None:
+                self._observer.count(f"tier_behind_{self._copy(behind)}")
+
+    def _copy(self, behind: _Behind) -> PutResult:
+        """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
+        key, source, target = behind
+        until = time.monotonic() + BEHIND_SECONDS
+        try:
+            if target.number < source.number and target.store.read(key, (), until) is not None:
+                return PutResult.EXISTS
+            size = source.store.read(key, (), until) if source.is_asked else None
+            if size is None:
+                return PutResult.FAILED
+            value = memoryview(bytearray(size))
+            if source.store.read(key, [(0, value)], until) != size:
+                return PutResult.FAILED
+        except StoreError:
+            return PutResult.FAILED
+        return target.write(lambda: target.store.put(key, [value], until))
+
+    def delete(self, key: ChunkKey) -> bool:
+        with self._deleting:  # of racing deletes, one removes the value from all tiers
+            removed = [tier.store.delete(key) for tier in self._tiers]
+        return any(removed)
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        keys = tuple(keys)
+        for tier in self._tiers:
+            tier.store.touch(keys)
+
+    # -- values that several ranks write --------------------------------------------------------
+
+    def begin(
+        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
+    ) -> str | PutResult:
+        answer: str | PutResult = PutResult.FAILED
+        for tier in self._tiers:
+            store: object = tier.store
+            if isinstance(store, SupportsShardedWrite) and tier.is_asked:
+                answer = store.begin(key, num_bytes, deadline)
+                if answer is PutResult.EXISTS:
+                    return answer
+                if not isinstance(answer, PutResult):
+                    session = f"{tier.number}:{answer}"
+                    self._begun[session] = key
+                    return session
+        return answer
+
+    def write_at(
+        self,
+        session: str,
+        offset: int,
+        buffers: Sequence[Buffer],
+        deadline: float = NO_DEADLINE,
+    ) -> bool:
+        _, store, name = self._of_session(session)
+        return store is not None and store.write_at(name, offset, buffers, deadline)
+
+    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
+        tier, store, name = self._of_session(session)
+        key = self._begun.pop(session, None)
+        if tier is None or store is None or key is None:
+            return PutResult.FAILED
+        result = tier.write(lambda: store.commit(name, head, deadline))
+        if result is PutResult.STORED:
+            self._write_behind(key, tier)
+        elif result is PutResult.FAILED:
+            store.abort(name)  # where the write was skipped
+        return result
+
+    def abort(self, session: str) -> None:
+        _, store, name = self._of_session(session)
+        if store is not None and self._begun.pop(session, None) is not None:
+            store.abort(name)
+
+    def _of_session(self, session: str) -> tuple[Tier | None, SupportsShardedWrite | None, str]:
+        number, _, name = session.partition(":")
+        for tier in self._tiers:
+            store: object = tier.store
+            if str(tier.number) == number and isinstance(store, SupportsShardedWrite):
+                return tier, store, name
+        return None, None, name
+
+    # -- what is there --------------------------------------------------------------------------
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        for tier in self._tiers:
+            store: object = tier.store
+            if isinstance(store, SupportsProbe) and tier.is_asked:
+                store.probe(keys)
+
+    def note_stored(self, key: ChunkKey) -> None:
+        """In the nearest tier that tells one process from another: there it was written."""
+        for tier in self._tiers:
+            store: object = tier.store
+            if isinstance(store, SupportsProbe) and tier.is_asked:
+                store.note_stored(key)
+                return
+
+    def wait_indexed(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        stores: list[object] = [tier.store for tier in self._tiers]
+        return all(
+            store.wait_indexed(max(0.0, deadline - time.monotonic()))
+            for store in stores
+            if isinstance(store, SupportsProbe)
+        )
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        """Of the nearest tier that knows."""
+        stores: list[object] = [tier.store for tier in self._tiers]
+        able = [store for store in stores if isinstance(store, SupportsRecent)]
+        return able[0].recent(limit) if able else iter(())
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        """In every tier."""
+        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
+        said = [
+            store.describe(namespace, description)
+            for store in stores
+            if isinstance(store, SupportsNamespaces)
+        ]
+        return next(filter(None, said), None)
+
+    def stat(self) -> StoreStat:
+        """Sums over the tiers; a value in two tiers counts twice."""
+        stats = [tier.store.stat() for tier in self._tiers]
+        return StoreStat(
+            url=self.url,
+            num_records=sum(stat.num_records for stat in stats),
+            used_bytes=sum(stat.used_bytes for stat in stats),
+            max_bytes=None,
+            index_complete=all(stat.index_complete for stat in stats),
+        )
+
+    def close(self) -> None:
+        """Writes behind go on for a limited time; what is left then is not written."""
+        with self._lock:
+            thread, was_closed = self._thread, self._closed
+            self._closed = True
+        self._wake.release()
+        if thread is not None and not was_closed:
+            thread.join(CLOSE_SECONDS)
+            with self._lock:
+                self._behind.clear()
+        for tier in self._tiers:
+            tier.close()
+
+    def __repr__(self) -> str:
+        return f"<TieredStore {self.url} {'closed' if self._closed else 'open'}>"

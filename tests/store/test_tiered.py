@@ -1,0 +1,349 @@
+"""Several stores as one: where values are read and written, and what a failing one costs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.observe import Counters
+from kvferry.store import tiered
+from kvferry.store.base import PutResult
+from kvferry.store.breaker import MAX_FAILURES, Breaker, Limit
+from kvferry.store.memory import MemoryStore
+from kvferry.store.remote import RemoteStore
+from kvferry.store.tiered import TieredStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
+from kvferry.testing.stores import (
+    ProbeTests,
+    RemoteStoreTests,
+    ShardedWriteTests,
+    make_key,
+    make_value,
+    read_value,
+)
+from kvferry.testing.stores.hooks import wait_until
+from tests.store.remote_client import DictClient
+
+SPACE = b"n" * 32
+
+
+class TestTieredStore(ProbeTests, ShardedWriteTests, RemoteStoreTests):
+    """Two servers; what is stored is counted where it is nearest."""
+
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _servers(self):
+        self.servers = {}
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        assert max_bytes is None
+        tiers = []
+        for name in ("near", "far"):
+            client = DictClient(self.servers.setdefault((tmp_path, name), {}))
+            counts = observer if name == "near" else None
+            tiers.append(RemoteStore(f"{name}://test", client, namespace=SPACE, observer=counts))
+        return OfNearest(tiers)
+
+    def poke(self, store, key, value):
+        for tier in store._tiers:
+            values = tier.store._client.values
+            if value is None:
+                values.pop(f"{SPACE.hex()}/{key.hex()}", None)
+            else:
+                values[f"{SPACE.hex()}/{key.hex()}"] = value
+
+    def peek(self, store, key):
+        return store._tiers[0].store._client.values.get(f"{SPACE.hex()}/{key.hex()}")
+
+
+class OfNearest(TieredStore):
+    """Counts what the nearest tier has, as the suite counts each value once."""
+
+    def stat(self):
+        return self._tiers[0].store.stat()._replace(url=self.url)
+
+
+@pytest.fixture
+def make_tiers():
+    stores = []
+
+    def make(*tiers, **options):
+        stores.append(TieredStore(tiers, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def settle(store):
+    """Wait until nothing waits to be written to other tiers."""
+    wait_until(lambda: not store._behind, "all is begun")
+    time.sleep(0.05)
+
+
+def held(store, number=0):
+    return read_value(store, make_key(number)) is not None
+
+
+def test_what_is_stored_reaches_every_tier(make_tiers):
+    tiers = [MemoryStore() for _ in range(3)]
+    store = make_tiers(*tiers)
+    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert held(tiers[0])
+    wait_until(lambda: held(tiers[1]) and held(tiers[2]), "the others have it, too")
+
+
+def test_what_only_a_far_tier_has_is_read_and_brought_nearer(make_tiers):
+    near, far = MemoryStore(), MemoryStore()
+    far.put(make_key(), [make_value()])
+    counts = Counters()
+    store = make_tiers(near, far, observer=counts)
+    assert store.contains(make_key())
+    assert read_value(store, make_key()) == make_value()
+    wait_until(lambda: held(near), "it is near")
+    assert read_value(store, make_key()) == make_value()
+    assert counts["tier1_hit_bytes"] <= len(make_value())
+    assert counts["tier0_hit"] >= 1
+
+
+def test_counts_of_the_tiers_add_up(make_tiers):
+    near, far = MemoryStore(), MemoryStore()
+    for number in range(3):
+        near.put(make_key(number), [b"value"])
+    for number in range(5):
+        far.put(make_key(number), [b"value"])
+    counts = Counters()
+    store = make_tiers(near, far, observer=counts)
+    for number in range(8):
+        store.read(make_key(number), ())
+    assert (counts["tier0_hit"], counts["tier0_miss"]) == (3, 5)
+    assert (counts["tier1_hit"], counts["tier1_miss"]) == (2, 3)
+
+
+def test_a_wrong_record_goes_from_the_tier_that_served_it(make_tiers):
+    near, far = MemoryStore(), MemoryStore()
+    for each in (near, far):
+        each.put(make_key(), [b"value"])
+    store = make_tiers(CorruptingStore(near, damage=flip_bit(3)), far)
+    assert read_value(store, make_key()) != b"value"
+    store.discard(make_key(), "bad_leaf")
+    assert not near.contains(make_key())
+    assert read_value(store, make_key()) == b"value"
+
+
+def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
+    clock = FakeClock()
+    client = DictClient()
+    far = MemoryStore()
+    far.put(make_key(), [b"value"])
+    counts = Counters()
+    store = make_tiers(RemoteStore("near://x", client), far, observer=counts, clock=clock)
+    client.down = True
+    for _ in range(10):
+        assert store.read(make_key(), ()) == 5
+    assert counts["tier0_failed"] == MAX_FAILURES
+    assert [record.message for record in caplog.records] == [
+        "store near://x: left alone until it answers: the server is down"
+    ]
+    for seconds in (2.0, 3.0):  # the first trial fails, the second does not
+        clock.advance(seconds)
+        store.contains(make_key())
+        wait_until(lambda: not store._tiers[0]._trials.num_waiting, "the trial begins")
+        time.sleep(0.05)
+        client.down = False
+    assert "used again after 5.0 s" in caplog.records[-1].message
+    assert len(caplog.records) == 2
+    assert store.read(make_key(), ()) == 5
+    assert counts["tier0_failed"] == MAX_FAILURES
+
+
+def test_a_tier_left_alone_has_nothing_and_gets_nothing(make_tiers):
+    near = MemoryStore()
+    near.put(make_key(), [b"value"])
+    failing = FailingStore(near, operations={"read"})
+    store = make_tiers(failing, clock=FakeClock())
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(StoreError):
+            store.read(make_key(), ())
+    assert store.contains(make_key()) is False
+    assert store.read(make_key(), ()) is None
+    assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+    assert not near.contains(make_key(1))
+
+
+def test_a_value_that_the_nearest_tier_cannot_take_goes_to_the_next(make_tiers):
+    near, far = MemoryStore(max_bytes=10), MemoryStore()
+    store = make_tiers(near, far)
+    assert store.put(make_key(), [b"longer than ten"]) is PutResult.STORED
+    assert held(far)
+    assert not held(near)
+
+
+def test_a_store_that_is_only_written_is_left_alone_when_it_fails(make_tiers, caplog):
+    failing = FailingStore(MemoryStore(), operations={"read", "put"})
+    clock = FakeClock()
+    store = make_tiers(failing, clock=clock)
+    for number in range(MAX_FAILURES):
+        store.put(make_key(number), [b"value"])
+        clock.advance(10.0)
+        time.sleep(0.05)
+    assert store._tiers[0]._breaker.is_open
+    assert len(caplog.records) == 1
+
+
+def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
+    inner = MemoryStore()
+    inner.put(make_key(), [b"value"])
+    failing = FailingStore(inner, operations={"put"})
+    clock = FakeClock()
+    store = make_tiers(failing, clock=clock)
+    for number in range(1, 20):
+        store.put(make_key(number), [b"value"])
+        clock.advance(1.0)
+        time.sleep(0.01)
+    assert store.read(make_key(), ()) == 5
+    assert failing.num_failed < 10
+    assert [record.message for record in caplog.records] == [
+        "store memory://: answers, but a value could not be stored"
+    ]
+
+
+def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_back(make_tiers):
+    clock = FakeClock()
+    client = DictClient()
+    counts = Counters()
+    store = make_tiers(RemoteStore("dict://x", client, observer=counts, clock=clock), clock=clock)
+    client.down = True
+    for number in range(MAX_FAILURES):
+        store.probe([make_key(number)])
+    wait_until(lambda: store._tiers[0]._breaker.is_open, "it is left alone")
+    asked = len(client.asked)
+    store.probe([make_key()])
+    assert store.contains(make_key()) is False
+    assert len(client.asked) == asked
+    client.down = False
+    clock.advance(6.0)
+    store.contains(make_key())
+    wait_until(lambda: not store._tiers[0]._breaker.is_open, "it is used again")
+
+
+def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers, monkeypatch):
+    monkeypatch.setattr(tiered, "MAX_BEHIND", 3)
+    gate = Gate()
+    counts = Counters()
+    far = MemoryStore()
+    store = make_tiers(
+        MemoryStore(), StallingStore(far, gate=gate, operations={"put"}), observer=counts
+    )
+    started = time.monotonic()
+    store.put(make_key(0), [b"value"])
+    assert gate.wait_for_arrival()
+    for number in range(1, 7):
+        store.put(make_key(number), [b"value"])
+    assert time.monotonic() - started < 5
+    assert counts["tier_behind_dropped"] == 3
+    gate.release()
+    wait_until(lambda: held(far, 6), "the last is written")
+    assert [held(far, number) for number in range(7)] == [True, *[False] * 3, *[True] * 3]
+
+
+def test_closing_waits_for_what_is_behind_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 0.2)
+    far = MemoryStore()
+    store = TieredStore([MemoryStore(), far])
+    store.put(make_key(), [b"value"])
+    closing = threading.Event()
+    far.close = closing.set  # it would drop its values
+    store.close()
+    assert closing.is_set()
+    assert held(far)
+    gate = Gate()
+    store = TieredStore([MemoryStore(), StallingStore(MemoryStore(), gate=gate)])
+    store.put(make_key(), [b"value"])
+    assert gate.wait_for_arrival()
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 3
+    gate.release()
+
+
+def test_what_ranks_write_goes_to_the_nearest_tier_that_takes_parts_and_behind(make_tiers):
+    clients = [DictClient(), DictClient()]
+    servers = [RemoteStore("dict://x", client) for client in clients]
+    store = make_tiers(MemoryStore(), *servers)
+    value = make_value(9000)
+    session = store.begin(make_key(), len(value))
+    assert store.write_at(session, 100, [value[100:]])
+    assert store.commit(session, value[:100]) is PutResult.STORED
+    assert [*clients[0].values.values()] == [value]
+    wait_until(lambda: [*clients[1].values.values()] == [value], "the farther tier has it")
+
+
+def test_a_read_has_the_limit_that_the_tier_has_shown_to_need(make_tiers):
+    limits = []
+
+    class Notes(MemoryStore):
+        def read(self, key, ranges, deadline):
+            limits.append(deadline - time.monotonic())
+            return super().read(key, ranges, deadline)
+
+    near = Notes()
+    near.put(make_key(), [b"value"])
+    store = make_tiers(near)
+    store.read(make_key(), (), time.monotonic() + 60.0)
+    store.read(make_key(), (), time.monotonic() + 0.1)
+    assert 0.4 < limits[0] <= 0.5
+    assert limits[1] <= 0.1
+
+
+def test_a_limit_follows_what_calls_took():
+    limit = Limit()
+    assert limit.seconds == 0.5
+    for _ in range(50):
+        limit.saw(1.0)
+    assert 2.0 <= limit.seconds < 2.5
+    for _ in range(100):
+        limit.saw(0.001)
+    assert limit.seconds == 0.5
+    for _ in range(100):
+        limit.saw(1000.0)
+    assert limit.seconds == 30.0
+
+
+def test_a_breaker_lets_one_trial_begin_at_a_time():
+    clock = FakeClock()
+    breaker = Breaker("x", clock)
+    for _ in range(MAX_FAILURES):
+        assert not breaker.is_open
+        breaker.failed("why")
+    assert breaker.is_open
+    assert not breaker.take_trial()
+    pauses = []
+    for _ in range(6):
+        waited = 0.0
+        while not breaker.take_trial():
+            clock.advance(0.125)
+            waited += 0.125
+        assert not breaker.take_trial()
+        pauses.append(waited)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    breaker.succeeded()
+    assert not breaker.is_open
+    breaker.failed("once")
+    assert not breaker.is_open
+
+
+def test_no_log_line_for_a_single_failure(caplog):
+    with caplog.at_level(logging.INFO):
+        breaker = Breaker("x", FakeClock())
+        for _ in range(20):
+            breaker.failed("why")
+            breaker.succeeded()
+    assert caplog.records == []
