@@ -244,7 +244,7 @@ def test_store_urls_are_taken_apart(url, expected):
         ("file:///a\nb", ["cannot be printed"]),
         ("file:///a#b", ["%23"]),
         ("fiel:///a", ["unknown scheme 'fiel'", "did you mean 'file'?"]),
-        ("s3://bucket", ["unknown scheme 's3'", "known: file, memory"]),
+        ("s3://bucket", ["unknown scheme 's3'", "known: file, memory, redis"]),
         ("memory://a/b", ["holds no /"]),
         ("file:///a?max_bytes=1&max_bytes=2", ["'max_bytes' is given twice"]),
         ("file:///a?max_bytes", ["'max_bytes' is not of the form name=value"]),
@@ -287,3 +287,70 @@ def test_a_path_that_is_not_utf8_has_a_url_and_cannot_be_asked_for_by_it():
     assert url == "file:///caf%E9"
     with pytest.raises(ConfigError, match="not UTF-8"):
         parse_store_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected", "shown"),
+    [
+        (
+            "valkey://host",
+            StoreUrl(scheme="valkey", path="", hosts=(("host", None),)),
+            "valkey://host",
+        ),
+        (
+            "REDISS://me:pa%3Fss%2Fw%40%25@Host-1.example:7000/a/kv%20/?cluster=true",
+            StoreUrl(
+                scheme="rediss",
+                path="a/kv ",
+                options={"cluster": "true"},
+                hosts=(("Host-1.example", 7000),),
+                username="me",
+                password="pa?ss/w@%",
+            ),
+            "rediss://Host-1.example:7000/a/kv%20?cluster=true",
+        ),
+        (
+            "redis://:secret@[::1]:1,10.0.0.1,b:2/kv",
+            StoreUrl(
+                scheme="redis",
+                path="kv",
+                hosts=(("::1", 1), ("10.0.0.1", None), ("b", 2)),
+                password="secret",
+            ),
+            "redis://[::1]:1,10.0.0.1,b:2/kv",
+        ),
+    ],
+)
+def test_urls_of_servers_are_taken_apart_and_shown_without_credentials(url, expected, shown):
+    parsed = parse_store_url(url)
+    assert parsed == expected
+    assert str(parsed) == shown
+    assert "secret" not in repr(parsed)
+    assert "pa?ss" not in repr(parsed)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://u:s3cr/3t@host/kv",
+        "valkey://u:s3cr?3t@host/kv",
+        "valkey://s3cr:12/3t@host/kv",
+        "valkey://s3cr:12?x=3t@host",
+        "valkey://u:s3cr#3t@host/kv",
+        "valkey://u:s3cr@3t@host:x/kv",
+        "valkey://u:s3cr3t@/kv",
+        "valkey://u:s3cr3t@host:99999/kv",
+        "valkey://u:s3cr3t@host/kv%ff",
+        "valkey://u:s3cr\n3t@host/kv",
+        "valkye://u:s3cr3t@host/kv",
+        "valkey:/u:s3cr3t@host/kv",
+        "u:s3cr3t@host/kv",
+        "valkey://host/kv?password=s3cr3t&password=s3cr3t",
+        "valkey://host/kv?x=1&access_token=s3cr3t&y",
+        "valkey://host/kv?access_token==s3cr3t&x",
+    ],
+)
+def test_no_refusal_of_a_url_shows_a_secret(url):
+    message = refusal(parse_store_url, url)
+    assert "s3cr" not in message
+    assert "3t" not in message

@@ -149,7 +149,7 @@ LAZY = {
     # Names of V1 hosts, which need torch, on first use.
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
-    "store/url.py": {"kvferry.store.file"},
+    "store/url.py": {"kvferry.store.file", "kvferry.store.remote", "kvferry.store.valkey"},
     "store/valkey_wire.py": {"hiredis"},
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.

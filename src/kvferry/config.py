@@ -43,7 +43,14 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
-STORE_SCHEMES = ("file", "memory")
+SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+"""Schemes whose URLs name servers; those that end in s speak TLS."""
+STORE_SCHEMES = ("file", "memory", *SERVER_SCHEMES)
+_LOCAL = re.compile(r"(?:file|memory)(?::|$)|/", re.IGNORECASE)
+_SECRET_OPTION = re.compile(
+    r"([?&](?![^=&]*_file=)[^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE
+)
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
@@ -234,17 +241,24 @@ _CONVERTERS: Mapping[object, Callable[[object], object]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """A store URL taken apart. `str` puts it together again.
+    """A store URL taken apart. `str` puts it together again, without user and password.
 
     Attributes:
         scheme: one of `STORE_SCHEMES`.
-        path: for file, the absolute directory; for memory, the name (may be empty).
+        path: for file, the absolute directory; for memory, the name; for servers, what the names of
+            all values begin with, without slashes around it. The last two may be empty.
         options: what stood after the `?`, still text.
+        hosts: names or addresses of servers, with their ports (None: the usual one).
+        username: at the servers.
+        password: at the servers.
     """
 
     scheme: str
     path: str
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    hosts: tuple[tuple[str, int | None], ...] = ()
+    username: str = dataclasses.field(default="", repr=False)
+    password: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
         query = "&".join(
@@ -253,39 +267,89 @@ class StoreUrl:
         )
         # A path that is not UTF-8 is shown as the bytes it is, though no URL leads to it.
         path = quote(self.path, errors="surrogateescape")
-        return f"{self.scheme}://{path}{'?' + query if query else ''}"
+        hosts = ",".join(
+            (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
+            for host, port in self.hosts
+        )
+        slash = "/" if self.hosts and path else ""
+        return f"{self.scheme}://{hosts}{slash}{path}{'?' + query if query else ''}"
+
+
+def without_credentials(url: str) -> str:
+    """`url` for messages and logs. Hides too much rather than too little: a password whose special
+    characters were not escaped moves the bounds of the parts.
+
+    >>> without_credentials("rediss://user:pass/word@host/kv?token=x&cluster=true")
+    'rediss://***@host/kv?token=***&cluster=true'
+    """
+    if _LOCAL.match(url):
+        return url
+    userinfo, at, rest = url.rpartition("@")
+    scheme, separator, _ = userinfo.partition("://")
+    shown = f"{scheme if separator else ''}{separator}***@{rest}" if at else url
+    return _SECRET_OPTION.sub(r"\1***", shown)
 
 
 def parse_store_url(url: str) -> StoreUrl:
-    """Take `file:///abs/path?max_bytes=10GiB` or `memory://name` apart; percent escapes are decoded
-    (write %3F for ? and %23 for # in a path). Whether the options exist, the store says.
+    """Take `file:///abs/path?max_bytes=10GiB`, `memory://name` or
+    `valkey://user:password@host:6379/prefix` apart; percent escapes are decoded (write %3F for ?,
+    %23 for #, %40 for @ and %2F for / where they do not separate). Whether the options exist, the
+    store says.
 
     Raises:
-        ConfigError: not a string, no or an unknown scheme, a relative path, a host, an option
-            given twice or without a value.
+        ConfigError: not a string, no or an unknown scheme, a relative path, a host where there can
+            be none or none where there must be one, an option given twice or without a value.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a store URL is text such as file:///var/cache/kvferry, not {url!r}")
-    where = f"store URL {url!r}"
+    where = f"store URL {without_credentials(url)!r}"
     if not url.isprintable():
         raise ConfigError(f"{where} holds a character that cannot be printed; escape it as %XX")
     match = _SCHEME.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{where}: {_without_scheme(url)}")
-    scheme, rest = match.groups()
-    if scheme.lower() not in STORE_SCHEMES:
-        raise ConfigError(f"{where}: {unknown('scheme', scheme, STORE_SCHEMES)}")
+        raise ConfigError(f"{where}: {_without_scheme(without_credentials(url))}")
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in STORE_SCHEMES:
+        raise ConfigError(f"{where}: {unknown('scheme', match[1], STORE_SCHEMES)}")
     if "#" in rest:
         raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
     raw_path, _, query = rest.partition("?")
+    if scheme in SERVER_SCHEMES:
+        return _parse_server_url(where, scheme, raw_path, query)
     path = _unquote(where, raw_path)
     if "\0" in path:
         raise ConfigError(f"{where}: a path cannot hold a zero byte")
-    if scheme.lower() == "file":
+    if scheme == "file":
         _check_file_path(where, raw_path, path)
     elif "/" in path:
         raise ConfigError(f"{where}: the name of a memory store holds no /; write memory://name")
-    return StoreUrl(scheme=scheme.lower(), path=path, options=_parse_options(where, query))
+    return StoreUrl(scheme=scheme, path=path, options=_parse_options(where, query))
+
+
+def _parse_server_url(where: str, scheme: str, raw: str, query: str) -> StoreUrl:
+    authority, _, raw_path = raw.partition("/")
+    userinfo, _, raw_hosts = authority.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    hosts = []
+    for raw_host in raw_hosts.split(","):
+        match = _HOST.fullmatch(raw_host)
+        port = 0 if match is None else int(match[2] or 6379)
+        if match is None or not 0 < port < 65536 or "@" in raw_path + query:
+            # Without the text: it may be a piece of a password that was not escaped.
+            raise ConfigError(
+                f"{where}: names no server; write {scheme}://host:6379/prefix, and escape /, ?, @ "
+                "and : in a password as %2F, %3F, %40 and %3A"
+            )
+        hosts.append((match[1].strip("[]"), None if match[2] is None else port))
+    # Unlike other parts, user and password are in no message, not even where they are no UTF-8.
+    return StoreUrl(
+        scheme=scheme,
+        path=_unquote(where, raw_path).strip("/"),
+        options=_parse_options(where, query),
+        hosts=tuple(hosts),
+        username=unquote(username, errors="replace"),
+        password=unquote(password, errors="replace"),
+    )
 
 
 def _unquote(where: str, text: str) -> str:
@@ -303,7 +367,7 @@ def _without_scheme(url: str) -> str:
         scheme, _, rest = url.partition(":")
         slashes = "//" if scheme.lower() == "memory" or rest.startswith("/") else "///"
         return f"// is missing after the scheme; did you mean {f'{scheme}:{slashes}{rest}'!r}?"
-    return "no scheme; write file:///absolute/directory or memory://name"
+    return "no scheme; write file:///absolute/directory, memory://name or valkey://host/prefix"
 
 
 def _check_file_path(where: str, raw_path: str, path: str) -> None:
@@ -327,7 +391,8 @@ def _parse_options(where: str, query: str) -> dict[str, str]:
         name, equals, value = part.partition("=")
         name = _unquote(where, name)
         if not name or not equals or not value:
-            raise ConfigError(f"{where}: option {part!r} is not of the form name=value")
+            shown = without_credentials("?" + part)[1:]
+            raise ConfigError(f"{where}: option {shown!r} is not of the form name=value")
         if name in options:
             raise ConfigError(f"{where}: option {name!r} is given twice")
         options[name] = _unquote(where, value)

@@ -107,3 +107,12 @@ def test_a_store_that_opens_after_close_is_closed():
     opening.go.set()
     wait_until(lambda: opening.store.put(KEY, [b"x"]) is PutResult.FAILED)
     assert late.put(KEY, [b"x"]) is PutResult.FAILED
+
+
+def test_credentials_are_shown_nowhere(caplog):
+    opening = Opening(StoreError("no server"))
+    late = LateStore("valkey://me:secret@host/kv", opening, 0.01)
+    opening.go.set()
+    wait_until(lambda: "cannot be opened" in caplog.text)
+    assert "store valkey://***@host/kv did not open" in caplog.text
+    assert "secret" not in f"{late.url} {caplog.text}"

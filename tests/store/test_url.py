@@ -44,7 +44,15 @@ def test_a_memory_url_opens_a_memory_store():
         ("file:///x?create=perhaps", ["'create'", "'perhaps'", "true nor false"]),
         ("file:///x?direct_io=maybe", ["'direct_io'", "'maybe'", "auto, off"]),
         ("/var/cache/kv", ["did you mean 'file:///var/cache/kv'?"]),
-        ("redis://host", ["unknown scheme 'redis'", "file, memory"]),
+        ("http://host", ["unknown scheme 'http'", "file, memory"]),
+        ("valkey://a?clustre=true", ["unknown option 'clustre'", "'cluster'"]),
+        ("valkey://a,b/kv", ["2 servers", "?cluster=true"]),
+        ("valkey://a/k{v}", ["holds a brace"]),
+        ("valkey://a?ca_file=/x", ["files for TLS, and no TLS", "valkeys://"]),
+        ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
+        ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
+        ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),
+        ("valkey://a?password_file=/absent", ["'/absent': No such file"]),
     ],
 )
 def test_unusable_urls_are_refused_in_one_line(url, parts):
@@ -54,6 +62,26 @@ def test_unusable_urls_are_refused_in_one_line(url, parts):
     assert "\n" not in message
     for part in [repr(url), *parts]:
         assert part in message
+
+
+def test_two_passwords_are_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="give one of them") as caught:
+        open_store("valkey://me:secret@host?password_file=/x")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_file_alone_is_refused():
+    with pytest.raises(ConfigError, match="without cert_file"):
+        open_store("valkeys://a?key_file=/x")
+
+
+def test_the_url_of_a_store_on_servers_shows_no_credentials():
+    url = "redis://me:secret@h-1,[::1]:7000/a/kv/?cluster=true"
+    with open_store(url, multi_process=True) as store:
+        assert store.url == "redis://h-1,[::1]:7000/a/kv"
+        assert store.multi_process
+        assert "secret" not in f"{store!r} {vars(store)!r} {vars(store._client)!r}"
+        assert "me" not in store.url
 
 
 def test_memory_is_refused_where_several_processes_must_share():

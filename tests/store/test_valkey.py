@@ -14,12 +14,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.store.base import PutResult
+from kvferry.store.url import open_store
 from kvferry.store.valkey import Login, ValkeyClient
+from kvferry.testing.stores import (
+    ProbeTests,
+    RemoteStoreTests,
+    ScanTests,
+    ShardedWriteTests,
+    make_key,
+    read_value,
+)
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
 from tests.servers.valkey import (
@@ -33,6 +43,7 @@ from tests.servers.valkey import (
 
 __all__ = ["valkey_cluster", "valkey_server"]
 
+SPACE = b"n" * 32
 SECRET = "pa:ss/word@%20"
 GRACE_SECONDS = 0.5
 
@@ -86,6 +97,32 @@ def lone() -> Iterator[ValkeyServer]:
     """A server that the test may stop, kill or fill."""
     with running_valkey() as server:
         yield server
+
+
+class TestStoreOnValkey(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+    """The suite of all stores, over a real server."""
+
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, valkey_server):
+        self.server = valkey_server
+        yield
+        valkey_server.ask("FLUSHALL")
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        assert max_bytes is None
+        url = f"valkey://{LOCALHOST}:{self.server.port}/{tmp_path.name}"
+        return open_store(url, multi_process=True, observer=observer, namespace=SPACE)
+
+    def poke(self, store, key, value):
+        if value is None:
+            self.server.ask("DEL", store._name(key))
+        else:
+            self.server.ask("SET", store._name(key), value)
+
+    def peek(self, store, key):
+        return self.server.ask("GET", store._name(key))
 
 
 # What every client does.
@@ -726,6 +763,22 @@ def test_a_certificate_that_is_not_trusted_is_refused(valkey_server, certificate
         with pytest.raises(StoreError, match="certificate is refused: self-signed certificate"):
             client.exists(["kv/ns/a"], soon())
         client.close()
+
+
+def test_a_store_by_url_with_tls_and_a_password(locked, certificate, tmp_path):
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    ca_file = quote(str(certificate[0]), safe="/")
+    with running_proxy(locked.port, certificate) as proxy:
+        at = f"localhost:{proxy.port}/kv?ca_file={ca_file}"
+        for url in (
+            f"valkeys://{at}&password_file={quote(str(file))}",
+            f"rediss://:{quote(SECRET, safe='')}@{at}",
+        ):
+            with open_store(url) as store:
+                assert store.put(make_key(), [b"value"]) is not PutResult.FAILED
+                assert read_value(store, make_key()) == b"value"
+                assert SECRET not in store.url
 
 
 def test_tls_to_a_server_without_it_is_an_error(valkey_server, certificate):

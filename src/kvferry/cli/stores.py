@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from kvferry.config import build_config, parse_store_url
+from kvferry.config import SERVER_SCHEMES, build_config, parse_store_url, without_credentials
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
@@ -63,6 +63,11 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
         raise ConfigError(
             f"store URL {url!r}: a memory store ends with its process, so there is nothing to look "
             "at; use file:///absolute/directory"
+        )
+    if parsed.scheme in SERVER_SCHEMES:
+        raise ConfigError(
+            f"store URL {without_credentials(url)!r}: this command looks into a directory; use "
+            "file:///absolute/directory"
         )
     # First, so that a refusal shows the URL as it was given.
     given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvferry.config import without_credentials
 from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
@@ -35,7 +36,7 @@ class LateStore(Store):
     where it lacks one, they answer as a closed store does.
 
     Args:
-        url: what is opened, for messages.
+        url: what is opened, for messages, which show it without credentials.
         open_store: opens it; runs on a thread of its own.
         timeout_seconds: how long the constructor waits.
 
@@ -49,7 +50,7 @@ class LateStore(Store):
     multi_process = True
 
     def __init__(self, url: str, open_store: Callable[[], Store], timeout_seconds: float) -> None:
-        self.url = url
+        self.url = without_credentials(url)
         self.opened: Store | None = None
         self._error: Exception | None = None
         self._is_late = False
@@ -65,7 +66,7 @@ class LateStore(Store):
         if self._is_late:
             logger.warning(
                 "store %s did not open within %g s: serving without it until it does",
-                url,
+                self.url,
                 timeout_seconds,
             )
 

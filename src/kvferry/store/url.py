@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvferry.config import build_config, parse_size, parse_store_url
+from kvferry.config import (
+    SERVER_SCHEMES,
+    StoreUrl,
+    build_config,
+    parse_size,
+    parse_store_url,
+    without_credentials,
+)
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.store.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from kvferry.store.valkey import ValkeyClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,28 @@ class FileOptions(MemoryOptions):
     index_file: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyOptions:
+    """Options of `valkey:`, `valkeys:`, `redis:` and `rediss:` URLs. User and password may stand in
+    the URL instead; but hosts log their command line and configuration, and a file they do not.
+
+    Attributes:
+        cluster: the hosts are nodes of a cluster.
+        username: at the server.
+        password_file: its first line is the password; read again at every connect.
+        ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
+        cert_file: PEM file of a certificate to show to the servers.
+        key_file: PEM file of its key.
+    """
+
+    cluster: bool = False
+    username: str = ""
+    password_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+
 def refuse_small_quota(url: str, record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
     everything."""
@@ -55,15 +87,18 @@ def open_store(
     observer: Observer | None = None,
     multi_process: bool = False,
     index: bool = True,
+    namespace: bytes = bytes(32),
 ) -> Store:
     """Open the store that `url` names.
 
     Args:
-        url: `file:///absolute/directory` or `memory://name`, with options after a `?`.
+        url: `file:///absolute/directory`, `memory://name` or `valkey://host:port/prefix`, with
+            options after a `?`.
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
         index: False if `contains` is never asked: the store then does not keep track.
+        namespace: under which a server keeps the values; others ask the values themselves.
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
@@ -74,7 +109,7 @@ def open_store(
         1073741824
     """
     parsed = parse_store_url(url)
-    where = f"store URL {url!r}"
+    where = f"store URL {without_credentials(url)!r}"
     observer = observer if observer is not None else Observer()
     if parsed.scheme == "memory":
         memory = build_config(MemoryOptions, parsed.options, where=where)
@@ -84,6 +119,16 @@ def open_store(
                 "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
             )
         return MemoryStore(parsed.path, memory.max_bytes, observer)
+    if parsed.scheme in SERVER_SCHEMES:
+        # Only here: a process that keeps values in memory needs neither threads nor sockets.
+        from kvferry.store.remote import RemoteStore
+
+        client = _connect_valkey(parsed, where)
+        prefix = f"{parsed.path}/" if parsed.path else ""
+        shown = str(replace(parsed, options={}))
+        return RemoteStore(
+            shown, client, prefix=prefix, namespace=namespace, observer=observer, index=index
+        )
     options = build_config(FileOptions, parsed.options, where=where)
     # Only here: a process that keeps values in memory need not load threads and a database.
     from kvferry.store.file.store import FileStore
@@ -98,3 +143,26 @@ def open_store(
         index=index,
         observer=observer,
     )
+
+
+def _connect_valkey(url: StoreUrl, where: str) -> ValkeyClient:
+    from kvferry.store.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
+
+    options = build_config(ValkeyOptions, url.options, where=where)
+    is_tls = url.scheme in ("valkeys", "rediss")
+    files = (options.ca_file, options.cert_file, options.key_file)
+    try:
+        if "{" in url.path or "}" in url.path:
+            raise ConfigError("the prefix holds a brace, which would decide the place in a cluster")
+        if url.password and options.password_file is not None:
+            raise ConfigError("a password in the URL and password_file; give one of them")
+        if any(files) and not is_tls:
+            raise ConfigError(f"files for TLS, and no TLS; write {url.scheme}s://")
+        return ValkeyClient(
+            [(host, port or DEFAULT_PORT) for host, port in url.hosts],
+            cluster=options.cluster,
+            login=Login(options.username or url.username, url.password, options.password_file),
+            tls=make_tls(*files) if is_tls else None,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -36,6 +36,7 @@ from kvferry.store.valkey_wire import (
     pack_with_value,
 )
 
+DEFAULT_PORT = 6379
 _NUM_SLOTS = 16384
 _SCAN_COUNT = 500
 _MOST_REDIRECTS = 5
@@ -374,6 +375,33 @@ class ValkeyClient(RemoteClient):
                 self._connections.forget(address)
         self._nodes_are_stale = self._cluster
         raise StoreError(f"valkey: {what} of {name!r} refused: {reply.for_people()}")
+
+
+def make_tls(
+    ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+) -> ssl.SSLContext:
+    """What `ValkeyClient` takes as `tls`: checks the server's certificate and name.
+
+    Args:
+        ca_file: PEM file of those who sign servers; None for those that the system trusts.
+        cert_file: PEM file of a certificate to show to the server, if it asks for one.
+        key_file: PEM file of its key, unless that is in the same file.
+
+    Raises:
+        ConfigError: a file that is absent or holds something else.
+    """
+    if key_file is not None and cert_file is None:
+        raise ConfigError("key_file is given without cert_file")
+    shown = ca_file
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+        shown = f"{cert_file} and {key_file}" if key_file is not None else cert_file
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
+    except OSError as error:  # an SSLError is one
+        reason = "holds no usable PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"{shown}: {reason}") from None
+    return context
 
 
 def _limit(deadline: float) -> float:

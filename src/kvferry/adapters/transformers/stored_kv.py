@@ -112,7 +112,7 @@ class StoredKV:
         self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
         if isinstance(store, str):
             refuse_small_quota(store, schema.record_bytes)
-            store = open_store(store, observer=self._observer)
+            store = open_store(store, observer=self._observer, namespace=namespace.digest)
         self._store = store
         if isinstance(self._store, SupportsNamespaces):
             self._store.describe(namespace.digest, namespace.as_text())

@@ -97,7 +97,11 @@ class Parts:
 
         def opened() -> Store:
             store = open_store(
-                url, observer=self.observer, multi_process=multi_process, index=index
+                url,
+                observer=self.observer,
+                multi_process=multi_process,
+                index=index,
+                namespace=self._first_namespace.digest,
             )
             known: object = store
             # Once per engine is enough: the process with the scheduler role does it.
