@@ -323,11 +323,11 @@ def test_a_full_server_has_no_space():
         assert 3 < num_stored < 16
         assert results == [PutResult.STORED] * num_stored + [PutResult.NO_SPACE] * (20 - num_stored)
         assert read_whole(client, "kv/ns/0") == value
-        assert client.begin("kv/ns/x", 400_000, soon()) is PutResult.NO_SPACE
         # A session that was begun while there was room.
         server.ask("FLUSHALL", "SYNC")
         session = client.begin("kv/ns/x", 300_000, soon())
         server.ask("CONFIG", "SET", "maxmemory", 1000)
+        assert client.begin("kv/ns/y", 400_000, soon()) is PutResult.NO_SPACE
         assert not client.write_at(session, 1, [b"x"], soon())
         assert client.commit(session, b"x", soon()) is PutResult.NO_SPACE
         assert server.ask("KEYS", "*part*") == []

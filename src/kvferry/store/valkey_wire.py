@@ -191,22 +191,20 @@ class Connections:
     def forget(self, address: Address) -> None:
         """Close the idle connections to a server whose role has changed: its name may lead to
         another one now."""
-        idle = self._idle.pop(address, deque())
-        while idle:
-            idle.pop().close()
+        _close_all({address: self._idle.pop(address, deque())})
 
     def close(self) -> None:
         """Idempotent. Connections in use are closed as their calls end."""
         self._closed = True
-        for address in list(self._idle):
-            self.forget(address)
+        _close_all(self._idle)
 
     def _find_idle(self, address: Address) -> Connection | None:
         if self._closed:
             raise StoreError("the store is closed")
         if self._process != os.getpid():
+            inherited, self._idle = self._idle, {}
             self._process = os.getpid()
-            self.forget_all()
+            _close_all(inherited)  # this side's copies: the parent goes on using them
         idle = self._idle.get(address)
         while idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -215,11 +213,6 @@ class Connections:
                     return connection
                 connection.close()
         return None
-
-    def forget_all(self) -> None:
-        """Close all idle connections (in a child process: its copies of them)."""
-        for address in list(self._idle):
-            self.forget(address)
 
     def _connect(self, address: Address, deadline: float) -> Connection:
         limit = min(deadline, time.monotonic() + _CONNECT_SECONDS)
@@ -254,6 +247,13 @@ class Connections:
                 raise StoreError(f"refused the login ({reply.code}); check username and password")
             hint = "; give username and password_file" if reply.code == "NOAUTH" else ""
             raise StoreError(f"refused the connection: {reply.for_people()}{hint}")
+
+
+def _close_all(idle: dict[Address, deque[Connection]]) -> None:
+    for connections in list(idle.values()):
+        while connections:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                connections.pop().close()
 
 
 def _reason(error: StoreError | OSError) -> str:
