@@ -20,6 +20,7 @@ from kvferry.store.base import Store
 from kvferry.store.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from kvferry.store.remote import RemoteClient
     from kvferry.store.valkey import ValkeyClient
 
 
@@ -92,8 +93,7 @@ def open_store(
     """Open the store that `url` names.
 
     Args:
-        url: `file:///absolute/directory`, `memory://name` or `valkey://host:port/prefix`, with
-            options after a `?`.
+        url: `file:///directory`, `memory://name` or `valkey://host/prefix`, with `?options`.
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
@@ -120,15 +120,8 @@ def open_store(
             )
         return MemoryStore(parsed.path, memory.max_bytes, observer)
     if parsed.scheme in SERVER_SCHEMES:
-        # Only here: a process that keeps values in memory needs neither threads nor sockets.
-        from kvferry.store.remote import RemoteStore
-
-        client = _connect_valkey(parsed, where)
-        prefix = f"{parsed.path}/" if parsed.path else ""
-        shown = str(replace(parsed, options={}))
-        return RemoteStore(
-            shown, client, prefix=prefix, namespace=namespace, observer=observer, index=index
-        )
+        client = _valkey_client(parsed, where)
+        return _remote_store(parsed, client, namespace, observer, index=index)
     options = build_config(FileOptions, parsed.options, where=where)
     # Only here: a process that keeps values in memory need not load threads and a database.
     from kvferry.store.file.store import FileStore
@@ -145,7 +138,23 @@ def open_store(
     )
 
 
-def _connect_valkey(url: StoreUrl, where: str) -> ValkeyClient:
+def _remote_store(
+    url: StoreUrl, client: RemoteClient, namespace: bytes, observer: Observer, *, index: bool
+) -> Store:
+    # Only here: a process that keeps values in memory needs no threads.
+    from kvferry.store.remote import RemoteStore
+
+    return RemoteStore(
+        str(replace(url, options={})),
+        client,
+        prefix=url.path and f"{url.path}/",
+        namespace=namespace,
+        observer=observer,
+        index=index,
+    )
+
+
+def _valkey_client(url: StoreUrl, where: str) -> ValkeyClient:
     from kvferry.store.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
 
     options = build_config(ValkeyOptions, url.options, where=where)
