@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import build_app
-from kvferry.store.url import FileOptions
+from kvferry.store.url import FileOptions, ValkeyOptions
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer
 
@@ -158,6 +158,13 @@ def test_the_option_table_lists_every_option_of_a_file_url():
     (table,) = re.findall(r"\| option \|.*?\n\n", STORES, re.DOTALL)
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
         field.name for field in fields(FileOptions)
+    }
+
+
+def test_the_option_table_of_servers_lists_every_option():
+    (table,) = re.findall(r"\| option of a server \|.*?\n\n", STORES, re.DOTALL)
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
+        field.name for field in fields(ValkeyOptions)
     }
 
 
