@@ -141,6 +141,8 @@ THIRD_PARTIES = {
     "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo", "simulate"],
     "gguf": ["demo"],
+    "obstore": ["store/objects.py"],
+    "mooncake": ["store/mooncake.py"],
 }
 
 # Imports inside functions: each loads something heavy or optional, where it is used.

