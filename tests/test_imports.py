@@ -142,7 +142,7 @@ THIRD_PARTIES = {
     "matplotlib": ["demo", "simulate"],
     "gguf": ["demo"],
     "obstore": ["store/objects.py"],
-    "mooncake": ["store/mooncake.py"],
+    "mooncake": ["store/mooncake_child.py"],
 }
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
@@ -153,6 +153,8 @@ LAZY = {
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {"kvferry.store.file", "kvferry.store.remote", "kvferry.store.valkey"},
     "store/valkey_wire.py": {"hiredis"},
+    # After the check that its master is there, which takes less time.
+    "store/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},

@@ -78,7 +78,7 @@ class SeaweedServer:
             f"-ip={LOCALHOST}", f"-ip.bind={LOCALHOST}", "-filer", "-s3",
             f"-s3.config={self._config}", f"-s3.localSocket={self._root / 's3.sock'}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false",
-            "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-volume.max=8",
+            "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-volume.max=24",
             "-volume.minFreeSpace=1", "-volume.preStopSeconds=0", *ports,
         ]  # fmt: skip
 

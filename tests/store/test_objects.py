@@ -129,7 +129,7 @@ def test_what_is_absent_is_none(client, name):
     assert buffer == b"\xee" * 16
     assert client.read(name, [], soon()) is None
     assert client.delete(name, soon()) is False
-    assert list(client.scan(f"{name}/none", soon())) == []
+    assert list(client.scan(f"{name}/none/", soon())) == []
 
 
 def test_many_names_are_looked_up_at_once(client, name):
@@ -160,7 +160,7 @@ def test_scan_lists_names_sizes_and_times(client, name):
     for number in range(3):
         client.put(f"{name}/{number}", [bytes(number + 1)], soon())
     client.put(f"{name}-beside", [b"x"], soon())
-    found = sorted(client.scan(name, soon()))
+    found = sorted(client.scan(f"{name}/", soon()))
     assert [(each, size) for each, size, _ in found] == [
         (f"{name}/0", 1),
         (f"{name}/1", 2),
@@ -201,14 +201,15 @@ def test_a_wrong_bucket_or_secret_is_one_line(wrong, hint, make_client, monkeypa
         monkeypatch.setenv(variable, text)
     client = make_client(bucket=BUCKET if wrong else "nowhere")
     calls = [
+        lambda: client.check(soon()),
         lambda: client.read("a/b", [], soon()),
         lambda: client.put("a/b", [b"x"], soon()),
         lambda: client.exists(["a/b"], soon()),
         lambda: client.delete("a/b", soon()),
-        lambda: next(client.scan("a", soon())),
+        lambda: next(client.scan("a/", soon())),
     ]
-    for call in calls:
-        with pytest.raises(ConfigError, match=hint) as caught:
+    for number, call in enumerate(calls):
+        with pytest.raises(StoreError if number else ConfigError, match=hint) as caught:
             call()
         message = str(caught.value)
         assert "\n" not in message
@@ -250,7 +251,7 @@ def calls_of(client, name, seconds):
         lambda: client.put(f"{name}/new", [value_of()], soon(seconds)),
         lambda: client.exists([f"{name}/{number}" for number in range(50)], soon(seconds)),
         lambda: client.delete(name, soon(seconds)),
-        lambda: list(client.scan(name, soon(seconds))),
+        lambda: list(client.scan(f"{name}/", soon(seconds))),
     ]
 
 

@@ -101,8 +101,8 @@ class ObjectClient(RemoteClient):
     """Objects of one bucket, each created once and never changed.
 
     Credentials come from the environment as obstore and the tools of each cloud read it
-    (`AWS_ACCESS_KEY_ID`, ...; instance roles). The first call finds out whether bucket and
-    credentials are right; they need the rights to list, get, put and delete objects.
+    (`AWS_ACCESS_KEY_ID`, ...; instance roles). They need the rights to list, get, put and delete
+    objects.
 
     Args:
         scheme: s3, gs or az.
@@ -130,10 +130,25 @@ class ObjectClient(RemoteClient):
         )
         self._thread.start()
 
+    def check(self, deadline: float, name: str = "") -> None:
+        """Ask for a list under the prefix of `name`. For the one who opens a store; the first call
+        of any other kind does it, too: a HEAD or GET says the same of an absent bucket as of an
+        absent object, and so would hide the mistake.
+
+        Raises:
+            ConfigError: the bucket or the credentials are wrong.
+            StoreError: the server failed, or the deadline passed.
+        """
+        prefix, slash, _ = name.rpartition("/")
+        # Behind all names, so that the answer is short.
+        stream = obstore.list(self._store, prefix or None, offset=f"{prefix}{slash}~")
+        self._run("first request", _next_page(stream), deadline)
+        self._is_checked = True
+
     def read(
         self, name: str, ranges: Sequence[tuple[int, memoryview]], deadline: float
     ) -> int | None:
-        self._check(name, deadline)
+        self._first_check(name, deadline)
         spans = spans_of(ranges)
         found = self._run("read", self._fetch(name, spans), deadline)
         if found is None:
@@ -149,7 +164,7 @@ class ObjectClient(RemoteClient):
         return size
 
     def put(self, name: str, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        self._check(name, deadline)
+        self._first_check(name, deadline)
         # A copy: a request that was cancelled may look at it for a moment longer.
         content = b"".join(buffers)
         return self._run("put", self._create(name, content), deadline)
@@ -157,17 +172,17 @@ class ObjectClient(RemoteClient):
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
         if not names:
             return []
-        self._check(names[0], deadline)
+        self._first_check(names[0], deadline)
         return self._run("look up", self._find(names), deadline)
 
     def delete(self, name: str, deadline: float) -> bool:
         """Of several callers at once, more than one may get True."""
-        self._check(name, deadline)
+        self._first_check(name, deadline)
         return self._run("delete", self._remove(name), deadline)
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        self._check(f"{prefix}/", deadline)
-        stream = obstore.list(self._store, prefix or None, chunk_size=_PAGE)
+        self._first_check(prefix, deadline)
+        stream = obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_PAGE)
         while page := self._run("list", _next_page(stream), deadline):
             for found in page:
                 yield found["path"], found["size"], found["last_modified"].timestamp()
@@ -243,16 +258,12 @@ class ObjectClient(RemoteClient):
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
 
-    def _check(self, name: str, deadline: float) -> None:
-        """On first use, ask for a list under the prefix of `name`: a HEAD or GET answers the same
-        for an absent bucket as for an absent object, and `absent` would hide the mistake."""
-        if self._is_checked:
-            return
-        prefix, slash, _ = name.rpartition("/")
-        # Behind all names, so that the answer is short.
-        stream = obstore.list(self._store, prefix or None, offset=f"{prefix}{slash}~")
-        self._run("first request", _next_page(stream), deadline)
-        self._is_checked = True
+    def _first_check(self, name: str, deadline: float) -> None:
+        if not self._is_checked:
+            try:
+                self.check(deadline, name)
+            except ConfigError as error:
+                raise StoreError(str(error)) from None
 
     def _run(self, what: str, request: Coroutine[Any, Any, T], deadline: float) -> T:
         """Run `request` on the loop until `deadline`."""
