@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,8 +16,16 @@ import pytest
 from tests.servers.process import LOCALHOST, ServerProcess, accepts, free_ports
 
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
-LIBRARY = "apt-get install -y libibverbs1"
+LIBRARY = "apt-get install -y libibverbs1 libnuma1 libcurl4"
 SEGMENT_BYTES = 192 << 20
+
+# Libraries of the system that Mooncake links, and what holds them.
+_DEBIAN = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnl-3.so.200": "libnl-3-200",
+    "libnl-route-3.so.200": "libnl-route-3-200",
+    "libnuma.so.1": "libnuma1",
+}
 
 # Lends memory until it is killed.
 _LENDER = """
@@ -75,17 +84,44 @@ class MooncakeServer:
 
 
 def _package() -> Path:
+    """The folder of the installed package, whose programs find their libraries."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         pytest.fail(f"Mooncake is not installed: run {INSTALL}", pytrace=False)
     package = Path(spec.origin).parent
-    linked = subprocess.run(
-        ["ldd", package / "mooncake_master"], capture_output=True, text=True, check=False
-    )
-    missing = [line.split()[0] for line in linked.stdout.splitlines() if "not found" in line]
-    if missing:
-        pytest.fail(f"Mooncake lacks {', '.join(missing)}: run {LIBRARY}", pytrace=False)
+    folder = Path(sys.prefix) / "debian-libraries"
+    tried: set[str] = set()
+    while missing := _missing_libraries(package / "mooncake_master", folder):
+        packages = {_DEBIAN[name] for name in missing if name in _DEBIAN} - tried
+        if not packages or not _unpack(sorted(packages), folder):
+            pytest.fail(f"Mooncake lacks {', '.join(missing)}: run {LIBRARY}", pytrace=False)
+        tried |= packages
     return package
+
+
+def _missing_libraries(program: Path, folder: Path) -> list[str]:
+    """Libraries that `program` and the processes that tests start do not find."""
+    paths = [str(each.parent) for each in folder.glob("**/lib*.so*")]
+    known = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    os.environ["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys([*paths, *filter(None, known)]))
+    if not os.environ["LD_LIBRARY_PATH"]:
+        del os.environ["LD_LIBRARY_PATH"]
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
+    return sorted({line.split()[0] for line in linked.stdout.splitlines() if "not found" in line})
+
+
+def _unpack(packages: list[str], folder: Path) -> bool:
+    """Unpack Debian packages into a folder of the virtual environment, which needs no root."""
+    folder.mkdir(exist_ok=True)
+    try:
+        subprocess.run(
+            ["apt-get", "download", "-qq", *packages], cwd=folder, check=True, timeout=120
+        )
+        for each in folder.glob("*.deb"):
+            subprocess.run(["dpkg", "-x", each, folder], check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")
