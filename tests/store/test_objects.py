@@ -8,13 +8,21 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import obstore
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.objects import ObjectClient, spans_of
+from kvferry.store.remote import RemoteStore
+from kvferry.testing.stores import (
+    ProbeTests,
+    RemoteStoreTests,
+    ScanTests,
+    ShardedWriteTests,
+)
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY
 
@@ -53,6 +61,36 @@ def client(make_client):
 def name(request):
     """Each test has names of its own in the one bucket."""
     return f"kv/{request.node.name}/one"
+
+
+class TestObjectStore(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, seaweed):
+        self.endpoint = seaweed.endpoint
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        assert max_bytes is None
+        client = ObjectClient("s3", BUCKET, endpoint=self.endpoint, region="us-east-1")
+        return RemoteStore(
+            f"s3://{BUCKET}",
+            client,
+            prefix=f"{tmp_path.name}/",
+            namespace=bytes(32),
+            observer=observer,
+        )
+
+    def poke(self, store, key, value):
+        path = store._name(key)
+        obstore.delete(store._client._store, path)
+        if value is not None:
+            obstore.put(store._client._store, path, value)
+
+    def peek(self, store, key):
+        with suppress(FileNotFoundError):
+            return bytes(obstore.get(store._client._store, store._name(key)).bytes())
+        return None
 
 
 def soon(seconds=20.0):

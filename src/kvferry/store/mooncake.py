@@ -62,6 +62,8 @@ class _LaneEnd:
     def ask(self, command: Sequence[object], deadline: float) -> Any:  # noqa: ANN401
         """The answer; StoreError at the deadline, _Gone if there is no child any more."""
         now = time.monotonic()
+        if now >= deadline:
+            raise StoreError("the deadline passed")
         self.waits_since = now
         try:
             self.socket.settimeout(max(0.001, deadline - now))

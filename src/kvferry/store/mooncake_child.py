@@ -14,6 +14,7 @@ import ctypes
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,6 +26,9 @@ PENDING = -703
 EXISTS = -705
 # A put of the same name is under way in this process.
 EXISTS_HERE = -600
+
+# A writer that waits longer than this between two pieces of a value gave up.
+_PIECE_SECONDS = 2.0
 
 # The default action of the alarm ends the process.
 _CLOSE_SECONDS = 10
@@ -56,15 +60,25 @@ class Lane:
             "delete": self.delete,
         }
         lines = self._socket.makefile("rb")
-        while line := lines.readline():
+        while True:
+            if self._unfinished is not None:
+                ready, _, _ = select.select([self._socket], [], [], _PIECE_SECONDS)
+                if not ready:
+                    self._revoke()
+            line = lines.readline()
+            if not line:
+                break
             name, *arguments = json.loads(line)
-            if self._unfinished is not None and (name, arguments[0]) != ("put", self._unfinished):
-                # The writer gave up in mid-value.
-                self._mooncake.batch_put_session_revoke([self._unfinished])
-                self._unfinished = None
+            if (name, arguments[0]) != ("put", self._unfinished):
+                self._revoke()
             say(self._socket, commands[name](*arguments))
+        self._revoke()
+
+    def _revoke(self) -> None:
+        """Take back a value whose writer gave up in its middle, so that another can store it."""
         if self._unfinished is not None:
             self._mooncake.batch_put_session_revoke([self._unfinished])
+            self._unfinished = None
 
     def read(self, name: str, pieces: list[tuple[int, int]]) -> int:
         """Put the pieces (offset, length) into the memory, one after the other, each up to the end

@@ -122,6 +122,7 @@ class ObjectClient(RemoteClient):
         self._store = _open(scheme, bucket, endpoint, region)
         self._is_checked = False
         self._closed = False
+        self._removing: set[str] = set()
         # Held while a request is handed to the loop, so that none is after `close`.
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -176,7 +177,7 @@ class ObjectClient(RemoteClient):
         return self._run("look up", self._find(names), deadline)
 
     def delete(self, name: str, deadline: float) -> bool:
-        """Of several callers at once, more than one may get True."""
+        """Of callers in several processes at once, more than one may get True."""
         self._first_check(name, deadline)
         return self._run("delete", self._remove(name), deadline)
 
@@ -244,11 +245,16 @@ class ObjectClient(RemoteClient):
         return await _gather(find(name) for name in names)
 
     async def _remove(self, name: str) -> bool:
+        if name in self._removing:
+            return False
+        self._removing.add(name)
         try:
             await self._size(name)  # S3 says of what was absent, too, that it was deleted
             await obstore.delete_async(self._store, name)
         except FileNotFoundError:
             return False
+        finally:
+            self._removing.discard(name)
         return True
 
     async def _end(self) -> None:
