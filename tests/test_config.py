@@ -244,7 +244,7 @@ def test_store_urls_are_taken_apart(url, expected):
         ("file:///a\nb", ["cannot be printed"]),
         ("file:///a#b", ["%23"]),
         ("fiel:///a", ["unknown scheme 'fiel'", "did you mean 'file'?"]),
-        ("s3://bucket", ["unknown scheme 's3'", "known: file, memory, redis"]),
+        ("http://bucket", ["unknown scheme 'http'", "known: az, file, gs, memory"]),
         ("memory://a/b", ["holds no /"]),
         ("file:///a?max_bytes=1&max_bytes=2", ["'max_bytes' is given twice"]),
         ("file:///a?max_bytes", ["'max_bytes' is not of the form name=value"]),

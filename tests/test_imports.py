@@ -151,7 +151,13 @@ LAZY = {
     # Names of V1 hosts, which need torch, on first use.
     "connectors/shared_storage/__init__.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
-    "store/url.py": {"kvferry.store.file", "kvferry.store.remote", "kvferry.store.valkey"},
+    "store/url.py": {
+        "kvferry.store.file",
+        "kvferry.store.mooncake",
+        "kvferry.store.objects",
+        "kvferry.store.remote",
+        "kvferry.store.valkey",
+    },
     "store/valkey_wire.py": {"hiredis"},
     # After the check that its master is there, which takes less time.
     "store/mooncake_child.py": {"mooncake"},

@@ -43,8 +43,10 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
-SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
-"""Schemes whose URLs name servers; those that end in s speak TLS."""
+OBJECT_SCHEMES = ("s3", "gs", "az")
+"""Schemes whose URLs name buckets."""
+SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "mooncake", *OBJECT_SCHEMES)
+"""Schemes whose URLs name servers; valkeys and rediss speak TLS."""
 STORE_SCHEMES = ("file", "memory", *SERVER_SCHEMES)
 _LOCAL = re.compile(r"(?:file|memory)(?::|$)|/", re.IGNORECASE)
 _SECRET_OPTION = re.compile(
@@ -336,6 +338,10 @@ def _parse_server_url(where: str, scheme: str, raw: str, query: str) -> StoreUrl
         port = 0 if match is None else int(match[2] or 6379)
         if match is None or not 0 < port < 65536 or "@" in raw_path + query:
             # Without the text: it may be a piece of a password that was not escaped.
+            if scheme in OBJECT_SCHEMES:
+                raise ConfigError(f"{where}: names no bucket; write {scheme}://bucket/prefix")
+            if scheme == "mooncake":
+                raise ConfigError(f"{where}: names no master; write mooncake://host:50051/prefix")
             raise ConfigError(
                 f"{where}: names no server; write {scheme}://host:6379/prefix, and escape /, ?, @ "
                 "and : in a password as %2F, %3F, %40 and %3A"

@@ -14,6 +14,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.mooncake import _LANE_BYTES, _NUM_LANES, MooncakeClient
 from kvferry.store.remote import RemoteStore
+from kvferry.store.url import open_store
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
@@ -385,3 +386,27 @@ def test_a_slow_master_is_waited_for(mooncake, client, name):
         assert read_whole(client, name) == value_of()
     finally:
         timer.join()
+
+
+def test_a_url_opens_a_store(mooncake, name):
+    url = f"mooncake://{mooncake.master}/{name}?segment=16MiB&protocol=tcp&admin={mooncake.admin}"
+    with open_store(url) as store:
+        assert store.url == f"mooncake://{mooncake.master}/{name}"
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.read(make_key(), ()) == 5
+        assert [entry.key for entry in store.scan()] == [make_key()]
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("mooncake:///kv", "names no master; write mooncake://host:50051/prefix"),
+        ("mooncake://host/kv", "names no single master"),
+        ("mooncake://host:1,host:2/kv", "names no single master"),
+        ("mooncake://host:1/kv?protocol=udp", "'udp' is none of tcp, rdma"),
+        ("mooncake://host:1/kv?segment=much", "'much' is not a size"),
+    ],
+)
+def test_a_wrong_url_is_one_line(url, match):
+    with pytest.raises(ConfigError, match=match):
+        open_store(url)

@@ -17,11 +17,13 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.objects import ObjectClient, spans_of
 from kvferry.store.remote import RemoteStore
+from kvferry.store.url import open_store
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
     ScanTests,
     ShardedWriteTests,
+    make_key,
 )
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY
@@ -366,3 +368,41 @@ def test_no_credential_is_in_the_command_line(client, name):
     client.put(name, [b"x"], soon())
     with open(f"/proc/{os.getpid()}/cmdline", "rb") as file:
         assert SECRET_KEY.encode() not in file.read()
+
+
+def test_a_url_opens_a_store(seaweed, name):
+    url = f"s3://{BUCKET}/{name}/?endpoint={seaweed.endpoint}&region=us-east-1"
+    with open_store(url) as store:
+        assert store.url == f"s3://{BUCKET}/{name}"
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.read(make_key(), ()) == 5
+    with open_store(url, index=False) as store:
+        assert [entry.key for entry in store.scan()] == [make_key()]
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("s3://nowhere/kv", "NoSuchBucket; create it"),
+        (f"s3://{BUCKET}:80/kv", "more than a bucket"),
+        (f"s3://key:hidden@{BUCKET}/kv", "credentials into the environment"),
+        ("s3:///kv", "names no bucket; write s3://bucket/prefix"),
+        (f"s3://{BUCKET}/a//b", "made of names"),
+        (f"s3://{BUCKET}/../b", "made of names"),
+        (f"s3://{BUCKET}/kv?secret=hidden", "unknown option 'secret'"),
+    ],
+)
+def test_a_wrong_url_is_one_line(seaweed, url, match):
+    mark = "&" if "?" in url else "?"
+    with pytest.raises(ConfigError, match=match) as caught:
+        open_store(f"{url}{mark}endpoint={seaweed.endpoint}&region=us-east-1")
+    assert "hidden" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_whose_server_is_down_opens(name):
+    endpoint = f"http://{LOCALHOST}:{free_ports(1)[0]}"
+    with open_store(f"s3://{BUCKET}/{name}?endpoint={endpoint}&region=us-east-1") as store:
+        assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+        with pytest.raises(StoreError, match="Connection refused"):
+            store.read(make_key(), ())

@@ -44,7 +44,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("file:///x?create=perhaps", ["'create'", "'perhaps'", "true nor false"]),
         ("file:///x?direct_io=maybe", ["'direct_io'", "'maybe'", "auto, off"]),
         ("/var/cache/kv", ["did you mean 'file:///var/cache/kv'?"]),
-        ("http://host", ["unknown scheme 'http'", "file, memory"]),
+        ("http://host", ["unknown scheme 'http'", "file, gs, memory"]),
         ("valkey://a?clustre=true", ["unknown option 'clustre'", "'cluster'"]),
         ("valkey://a,b/kv", ["2 servers", "?cluster=true"]),
         ("valkey://a/k{v}", ["holds a brace"]),

@@ -142,7 +142,7 @@ class ObjectClient(RemoteClient):
         """
         prefix, slash, _ = name.rpartition("/")
         # Behind all names, so that the answer is short.
-        stream = obstore.list(self._store, prefix or None, offset=f"{prefix}{slash}~")
+        stream = self._list(prefix, offset=f"{prefix}{slash}~")
         self._run("first request", _next_page(stream), deadline)
         self._is_checked = True
 
@@ -183,7 +183,7 @@ class ObjectClient(RemoteClient):
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
         self._first_check(prefix, deadline)
-        stream = obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=_PAGE)
+        stream = self._list(prefix.rstrip("/"))
         while page := self._run("list", _next_page(stream), deadline):
             for found in page:
                 yield found["path"], found["size"], found["last_modified"].timestamp()
@@ -263,6 +263,12 @@ class ObjectClient(RemoteClient):
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
+
+    def _list(self, prefix: str, offset: str | None = None) -> ListStream[Sequence[ObjectMeta]]:
+        try:
+            return obstore.list(self._store, prefix or None, offset=offset, chunk_size=_PAGE)
+        except ValueError:
+            raise StoreError(f"{self._where}: {prefix!r} cannot be a prefix") from None
 
     def _first_check(self, name: str, deadline: float) -> None:
         if not self._is_checked:

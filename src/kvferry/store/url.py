@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvferry.config import (
+    OBJECT_SCHEMES,
     SERVER_SCHEMES,
     StoreUrl,
     build_config,
@@ -14,14 +17,19 @@ from kvferry.config import (
     parse_store_url,
     without_credentials,
 )
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.store.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from kvferry.store.mooncake import MooncakeClient
+    from kvferry.store.objects import ObjectClient
     from kvferry.store.remote import RemoteClient
     from kvferry.store.valkey import ValkeyClient
+
+# How long the opening of a store waits to hear that its bucket is wrong.
+_CHECK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +79,39 @@ class ValkeyOptions:
     key_file: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectOptions:
+    """Options of `s3:`, `gs:` and `az:` URLs. Credentials come from the environment, under the
+    names that the tools of each cloud use.
+
+    Attributes:
+        endpoint: URL of an S3-compatible server (s3, az); http:// where it has no TLS.
+        region: of the bucket (s3).
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeOptions:
+    """Options of `mooncake:` URLs.
+
+    Attributes:
+        metadata: URL of the metadata server; P2PHANDSHAKE where there is none.
+        segment: memory that this process lends to the others.
+        protocol: between machines.
+        device: names of RDMA devices, separated by commas; empty for all.
+        admin: URL of the master's metrics port, by which commands list what is stored.
+    """
+
+    metadata: str = "P2PHANDSHAKE"
+    segment: int = field(default=0, metadata={"unit": "bytes"})
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    admin: str | None = None
+
+
 def refuse_small_quota(url: str, record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
     everything."""
@@ -93,7 +134,8 @@ def open_store(
     """Open the store that `url` names.
 
     Args:
-        url: `file:///directory`, `memory://name` or `valkey://host/prefix`, with `?options`.
+        url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix` or
+            `mooncake://host:port/prefix`, with `?options`.
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
@@ -120,7 +162,7 @@ def open_store(
             )
         return MemoryStore(parsed.path, memory.max_bytes, observer)
     if parsed.scheme in SERVER_SCHEMES:
-        client = _valkey_client(parsed, where)
+        client = _client(parsed, where)
         return _remote_store(parsed, client, namespace, observer, index=index)
     options = build_config(FileOptions, parsed.options, where=where)
     # Only here: a process that keeps values in memory need not load threads and a database.
@@ -136,6 +178,14 @@ def open_store(
         index=index,
         observer=observer,
     )
+
+
+def _client(url: StoreUrl, where: str) -> RemoteClient:
+    if url.scheme in OBJECT_SCHEMES:
+        return _object_client(url, where)
+    if url.scheme == "mooncake":
+        return _mooncake_client(url, where)
+    return _valkey_client(url, where)
 
 
 def _remote_store(
@@ -175,3 +225,37 @@ def _valkey_client(url: StoreUrl, where: str) -> ValkeyClient:
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _object_client(url: StoreUrl, where: str) -> ObjectClient:
+    options = build_config(ObjectOptions, url.options, where=where)
+    (bucket, port), *others = url.hosts
+    if others or port is not None or url.username or url.password:
+        raise ConfigError(
+            f"{where}: names more than a bucket; write {url.scheme}://bucket/prefix, the server as "
+            "?endpoint=..., and credentials into the environment"
+        )
+    if url.path and not {"", ".", ".."}.isdisjoint(url.path.split("/")):
+        raise ConfigError(f"{where}: a prefix is made of names with one / between them")
+    # Each loads what only its own scheme needs.
+    from kvferry.store.objects import ObjectClient
+
+    client = ObjectClient(url.scheme, bucket, endpoint=options.endpoint, region=options.region)
+    try:
+        # A server that is down may come back; a wrong bucket or secret stays wrong.
+        with suppress(StoreError):
+            client.check(time.monotonic() + _CHECK_SECONDS, f"{url.path}/" if url.path else "")
+    except ConfigError:
+        client.close()
+        raise
+    return client
+
+
+def _mooncake_client(url: StoreUrl, where: str) -> MooncakeClient:
+    options = asdict(build_config(MooncakeOptions, url.options, where=where))
+    (host, port), *others = url.hosts
+    if others or port is None or url.username or url.password:
+        raise ConfigError(f"{where}: names no single master; write mooncake://host:50051/prefix")
+    from kvferry.store.mooncake import MooncakeClient
+
+    return MooncakeClient(f"{host}:{port}", segment_bytes=options.pop("segment"), **options)
