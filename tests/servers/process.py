@@ -79,6 +79,12 @@ class ServerProcess:
     def pause(self) -> None:
         """Stop it in mid-work; its sockets stay open and answer nothing."""
         self._process.send_signal(signal.SIGSTOP)
+        # The signal takes a moment to reach threads that run.
+        wait_until(self._is_stopped, "the stop of the server")
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

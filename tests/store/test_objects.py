@@ -26,6 +26,7 @@ from kvferry.testing.stores import (
     make_key,
 )
 from tests.servers.process import LOCALHOST, free_ports
+from tests.servers.proxy import running_proxy
 from tests.servers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY
 
 # What a call may take beyond its deadline, on a busy machine.
@@ -368,6 +369,38 @@ def test_no_credential_is_in_the_command_line(client, name):
     client.put(name, [b"x"], soon())
     with open(f"/proc/{os.getpid()}/cmdline", "rb") as file:
         assert SECRET_KEY.encode() not in file.read()
+
+
+@pytest.fixture
+def proxy(seaweed):
+    with running_proxy(int(seaweed.endpoint.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+def test_a_value_that_comes_too_slowly_costs_the_deadline(proxy, make_client, name):
+    client = make_client(endpoint=f"http://{LOCALHOST}:{proxy.port}")
+    client.put(name, [value_of()], soon())
+    proxy.limit(NUM_BYTES / 3)
+    buffer = bytearray(b"\xee" * NUM_BYTES)
+    with ends_within(1.0), pytest.raises(StoreError, match="did not end within"):
+        client.read(name, [(0, memoryview(buffer))], soon(1.0))
+    proxy.black_hole()
+    fail_in_time(lambda: client.exists([name], soon(0.5)), 0.5)
+    proxy.pass_all()
+    assert read_whole(client, name) == value_of()
+    assert buffer == b"\xee" * NUM_BYTES
+
+
+def test_a_connection_that_is_cut_is_tried_again_or_fails(proxy, make_client, name):
+    client = make_client(endpoint=f"http://{LOCALHOST}:{proxy.port}")
+    client.put(name, [value_of()], soon())
+    proxy.cut_after(NUM_BYTES // 2)
+    with ends_within(3.0), suppress(StoreError):
+        assert read_whole(client, name) == value_of()
+    proxy.refuse()
+    fail_in_time(lambda: client.read(name, [], soon(2.0)), 2.0)
+    proxy.pass_all()
+    assert read_whole(client, name) == value_of()
 
 
 def test_a_url_opens_a_store(seaweed, name):
