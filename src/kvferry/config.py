@@ -121,7 +121,8 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
-    str, a Literal of strings or ints, or several of these and None (the text "none"). A field whose
+    str, a Literal of strings or ints, several of these and None (the text "none"), or a tuple of any
+    number of one of them, from a list or tuple. A field whose
     metadata is `{"unit": "bytes"}` takes what `parse_size` takes. Values that already have
     the type pass; a float where an int belongs is refused unless it is whole.
 
@@ -185,6 +186,11 @@ def _convert(hint: object, value: object, *, is_size: bool) -> object:
                 except ValueError as error:
                     faults.append(str(error))
         raise ValueError(", and ".join(faults))
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{value!r} is not a list")
+        member = typing.get_args(hint)[0]
+        return tuple(_convert(member, each, is_size=is_size) for each in value)
     if typing.get_origin(hint) is Literal:
         members = typing.get_args(hint)
         text = value.strip().lower() if isinstance(value, str) else None

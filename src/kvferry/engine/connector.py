@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class ConnectorChoice:
 
 def choose_connector(
     name: str,
-    store: str | None,
+    store: str | Sequence[str] | None,
     options: Mapping[str, Any] | None,
     model: ModelConfig,
     engine: EngineConfig,

@@ -70,7 +70,7 @@ class LLM:
         self,
         model_dir: str | Path,
         *,
-        store: str | None = None,
+        store: str | Sequence[str] | None = None,
         connector: str = "shared_storage",
         connector_options: Mapping[str, Any] | None = None,
         roles: Roles | None = None,
@@ -82,7 +82,8 @@ class LLM:
         Args:
             model_dir: directory with config.json, weights and mostly a tokenizer, as Transformers
                 saves it.
-            store: URL of a store to read KV from and write it to; None for none.
+            store: URL of a store to read KV from and write it to, or those of several tiers,
+                nearest first; None for none.
             connector: name of the connector that uses the store.
             connector_options: further options of the connector.
             roles: a connector made elsewhere, instead of `store`. The engine closes it.

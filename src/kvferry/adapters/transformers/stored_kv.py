@@ -80,7 +80,7 @@ class StoredKV:
     def __init__(
         self,
         model: Any,
-        store: str | Store,
+        store: str | Sequence[str] | Store,
         *,
         model_dir: str | Path | None = None,
         observer: Observer | None = None,
@@ -90,8 +90,8 @@ class StoredKV:
 
         Args:
             model: a causal LM from `from_pretrained`, on its device and in eval mode.
-            store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, or an
-                open one, which is closed with this.
+            store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, those
+                of several tiers, nearest first, or an open store, which is closed with this.
             model_dir: with the model's config.json and weights, unless `name_or_path` leads there.
             observer: receives counts.
             config: fields of `StoredKVConfig`.
@@ -110,7 +110,7 @@ class StoredKV:
             namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=groups
         )
         self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
-        if isinstance(store, str):
+        if not isinstance(store, Store):
             refuse_small_quota(store, schema.record_bytes)
             store = open_store(store, observer=self._observer, namespace=namespace.digest)
         self._store = store

@@ -27,7 +27,8 @@ class SharedStorageConfig:
     """The options of an operator. Each but `store` has a default that is right for one machine.
 
     Attributes:
-        store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`.
+        store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`, or those
+            of several tiers, nearest first.
         chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
             value are not read.
         save_generated: also store chunks that end in confirmed generated tokens.
@@ -46,7 +47,7 @@ class SharedStorageConfig:
         record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
     """
 
-    store: str
+    store: str | tuple[str, ...]
     chunk_tokens: int = 128
     save_generated: bool = False
     memory_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
@@ -59,6 +60,11 @@ class SharedStorageConfig:
     tenant: str = ""
     weights_version: str | None = None
     record: str | None = None
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """URLs, nearest first."""
+        return (self.store,) if isinstance(self.store, str) else self.store
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
