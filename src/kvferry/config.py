@@ -121,10 +121,10 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
-    str, a Literal of strings or ints, several of these and None (the text "none"), or a tuple of any
-    number of one of them, from a list or tuple. A field whose
-    metadata is `{"unit": "bytes"}` takes what `parse_size` takes. Values that already have
-    the type pass; a float where an int belongs is refused unless it is whole.
+    str, a Literal of strings or ints, several of these and None (the text "none"), or a tuple of
+    one of them from a list. A field whose metadata is `{"unit": "bytes"}` takes what `parse_size`
+    takes. Values that already have the type pass; a float where an int belongs is refused unless it
+    is whole.
 
     Args:
         cls: a dataclass; its `__post_init__` may raise ConfigError for what types cannot say.

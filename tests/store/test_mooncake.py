@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.mooncake import _LANE_BYTES, _NUM_LANES, MooncakeClient
 from kvferry.store.remote import RemoteStore
-from kvferry.store.url import open_store
+from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
@@ -390,7 +390,7 @@ def test_a_slow_master_is_waited_for(mooncake, client, name):
 
 def test_a_url_opens_a_store(mooncake, name):
     url = f"mooncake://{mooncake.master}/{name}?segment=16MiB&protocol=tcp&admin={mooncake.admin}"
-    with open_store(url) as store:
+    with open_one(url) as store:
         assert store.url == f"mooncake://{mooncake.master}/{name}"
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert store.read(make_key(), ()) == 5
@@ -409,4 +409,4 @@ def test_a_url_opens_a_store(mooncake, name):
 )
 def test_a_wrong_url_is_one_line(url, match):
     with pytest.raises(ConfigError, match=match):
-        open_store(url)
+        open_one(url)

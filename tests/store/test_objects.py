@@ -17,7 +17,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.objects import ObjectClient, spans_of
 from kvferry.store.remote import RemoteStore
-from kvferry.store.url import open_store
+from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
@@ -405,11 +405,11 @@ def test_a_connection_that_is_cut_is_tried_again_or_fails(proxy, make_client, na
 
 def test_a_url_opens_a_store(seaweed, name):
     url = f"s3://{BUCKET}/{name}/?endpoint={seaweed.endpoint}&region=us-east-1"
-    with open_store(url) as store:
+    with open_one(url) as store:
         assert store.url == f"s3://{BUCKET}/{name}"
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert store.read(make_key(), ()) == 5
-    with open_store(url, index=False) as store:
+    with open_one(url, index=False) as store:
         assert [entry.key for entry in store.scan()] == [make_key()]
 
 
@@ -428,14 +428,14 @@ def test_a_url_opens_a_store(seaweed, name):
 def test_a_wrong_url_is_one_line(seaweed, url, match):
     mark = "&" if "?" in url else "?"
     with pytest.raises(ConfigError, match=match) as caught:
-        open_store(f"{url}{mark}endpoint={seaweed.endpoint}&region=us-east-1")
+        open_one(f"{url}{mark}endpoint={seaweed.endpoint}&region=us-east-1")
     assert "hidden" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_store_whose_server_is_down_opens(name):
     endpoint = f"http://{LOCALHOST}:{free_ports(1)[0]}"
-    with open_store(f"s3://{BUCKET}/{name}?endpoint={endpoint}&region=us-east-1") as store:
+    with open_one(f"s3://{BUCKET}/{name}?endpoint={endpoint}&region=us-east-1") as store:
         assert store.put(make_key(), [b"value"]) is PutResult.FAILED
         with pytest.raises(StoreError, match="Connection refused"):
             store.read(make_key(), ())

@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.url import open_store
+from kvferry.store.url import open_one
 from kvferry.store.valkey import Login, ValkeyClient
 from kvferry.testing.stores import (
     ProbeTests,
@@ -113,7 +113,7 @@ class TestStoreOnValkey(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTes
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
         assert max_bytes is None
         url = f"valkey://{LOCALHOST}:{self.server.port}/{tmp_path.name}"
-        return open_store(url, multi_process=True, observer=observer, namespace=SPACE)
+        return open_one(url, multi_process=True, observer=observer, namespace=SPACE)
 
     def poke(self, store, key, value):
         if value is None:
@@ -775,7 +775,7 @@ def test_a_store_by_url_with_tls_and_a_password(locked, certificate, tmp_path):
             f"valkeys://{at}&password_file={quote(str(file))}",
             f"rediss://:{quote(SECRET, safe='')}@{at}",
         ):
-            with open_store(url) as store:
+            with open_one(url) as store:
                 assert store.put(make_key(), [b"value"]) is not PutResult.FAILED
                 assert read_value(store, make_key()) == b"value"
                 assert SECRET not in store.url

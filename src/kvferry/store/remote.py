@@ -37,6 +37,9 @@ from kvferry.types import ChunkKey
 OPERATION_SECONDS = 30.0
 """Deadline of calls that have none."""
 
+DESCRIBE_SECONDS = 2.0
+"""An engine's start waits so long for the description of its namespace to be stored."""
+
 ASK_SECONDS = 0.25
 """How long a look-up waits for the answer to a probe."""
 
@@ -283,17 +286,18 @@ class RemoteStore(Store):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{self._prefix}{namespace.hex()}/about.json"
+        until = time.monotonic() + DESCRIBE_SECONDS
         said = None
         with suppress(StoreError, UnicodeDecodeError):
-            size = None if self._closed else self._client.read(name, (), self._until(NO_DEADLINE))
+            size = None if self._closed else self._client.read(name, (), until)
             if size is not None:
                 text = bytearray(size)
-                self._client.read(name, [(0, memoryview(text))], self._until(NO_DEADLINE))
+                self._client.read(name, [(0, memoryview(text))], until)
                 said = text.decode()
             if description not in (None, said) and not self._closed:
                 if said is not None:
-                    self._client.delete(name, self._until(NO_DEADLINE))
-                self._client.put(name, [str(description).encode()], self._until(NO_DEADLINE))
+                    self._client.delete(name, until)
+                self._client.put(name, [str(description).encode()], until)
         return description or said
 
     # -- values that several ranks write --------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -112,30 +114,69 @@ class MooncakeOptions:
     admin: str | None = None
 
 
-def refuse_small_quota(url: str, record_bytes: int) -> None:
+def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
     everything."""
-    max_bytes = parse_store_url(url).options.get("max_bytes")
-    if max_bytes is not None and parse_size(max_bytes) < record_bytes:
+    for url in (urls,) if isinstance(urls, str) else urls:
+        max_bytes = parse_store_url(url).options.get("max_bytes")
+        if max_bytes is not None and parse_size(max_bytes) < record_bytes:
+            raise ConfigError(
+                f"max_bytes={max_bytes} is smaller than one chunk of this model ({record_bytes} "
+                "bytes); raise it or lower chunk_tokens"
+            )
+
+
+def open_tiers(
+    urls: str | Sequence[str], observer: Observer, open_one: Callable[[str], Store]
+) -> Store:
+    """The store of one URL, or those of several as one, nearest first. A server has a breaker of
+    its own also where it is the only store.
+
+    Args:
+        open_one: opens the store of one URL.
+
+    Raises:
+        ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
+    """
+    urls = (urls,) if isinstance(urls, str) else tuple(urls)
+    parsed = [parse_store_url(url) for url in urls]
+    places = [str(replace(each, options={})) for each in parsed]
+    if not places:
         raise ConfigError(
-            f"max_bytes={max_bytes} is smaller than one chunk of this model ({record_bytes} "
-            "bytes); raise it or lower chunk_tokens"
+            "the list of stores is empty; name one, such as file:///var/cache/kvferry"
         )
+    for place in places:
+        if places.count(place) > 1 and not place.startswith("memory:"):
+            raise ConfigError(f"two tiers are at one place, {place!r}; leave one out")
+    stores: list[Store] = []
+    try:
+        for url in urls:
+            stores.append(open_one(url))  # noqa: PERF401  # those opened are closed if one fails
+    except Exception:
+        for store in stores:
+            store.close()
+        raise
+    if len(stores) == 1 and parsed[0].scheme not in SERVER_SCHEMES:
+        return stores[0]
+    # Only here: a process with one directory needs no breaker.
+    from kvferry.store.tiered import TieredStore
+
+    return TieredStore(stores, observer)
 
 
 def open_store(
-    url: str,
+    url: str | Sequence[str],
     *,
     observer: Observer | None = None,
     multi_process: bool = False,
     index: bool = True,
     namespace: bytes = bytes(32),
 ) -> Store:
-    """Open the store that `url` names.
+    """Open the store that `url` names, or several stores as tiers.
 
     Args:
         url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix` or
-            `mooncake://host:port/prefix`, with `?options`.
+            `mooncake://host:port/prefix`, with `?options`; or several of them, nearest first.
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.
@@ -150,9 +191,31 @@ def open_store(
         ...     store.stat().max_bytes
         1073741824
     """
+    return open_tiers(
+        url,
+        observer if observer is not None else Observer(),
+        partial(
+            open_one,
+            observer=observer,
+            multi_process=multi_process,
+            index=index,
+            namespace=namespace,
+        ),
+    )
+
+
+def open_one(
+    url: str,
+    *,
+    observer: Observer | None = None,
+    multi_process: bool = False,
+    index: bool = True,
+    namespace: bytes = bytes(32),
+) -> Store:
+    """Open the store of one URL, without a breaker; see `open_store`."""
+    observer = observer if observer is not None else Observer()
     parsed = parse_store_url(url)
     where = f"store URL {without_credentials(url)!r}"
-    observer = observer if observer is not None else Observer()
     if parsed.scheme == "memory":
         memory = build_config(MemoryOptions, parsed.options, where=where)
         if multi_process:

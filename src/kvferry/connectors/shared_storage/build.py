@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
@@ -25,7 +26,7 @@ from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
 from kvferry.store.late import LateStore
-from kvferry.store.url import open_store, refuse_small_quota
+from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +93,11 @@ class Parts:
         Raises:
             ConfigError: it cannot be used.
         """
-        url, spec = self.config.store, self.spec
+        spec = self.spec
         multi_process = spec.multi_process or spec.shard.world_size > 1
 
-        def opened() -> Store:
-            store = open_store(
+        def opened(url: str) -> Store:
+            store = open_one(
                 url,
                 observer=self.observer,
                 multi_process=multi_process,
@@ -109,8 +110,11 @@ class Parts:
                 known.describe(self._first_namespace.digest, self._first_namespace.as_text())
             return store
 
-        late = LateStore(url, opened, self.config.start_timeout_seconds)
-        return late.opened or late
+        def open_late(url: str) -> Store:
+            late = LateStore(url, partial(opened, url), self.config.start_timeout_seconds)
+            return late.opened or late
+
+        return open_tiers(self.config.store, self.observer, open_late)
 
     @property
     def block_multiple(self) -> int:
