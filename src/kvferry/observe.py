@@ -23,6 +23,7 @@ class Event:
         reason: why it failed, wholly or in part; None if it did not.
         num_tokens: tokens concerned.
         seconds: duration.
+        detail: the numbers behind the reason, for people.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Event:
     reason: str | None = None
     num_tokens: int = 0
     seconds: float = 0.0
+    detail: str = ""
 
 
 class Observer:

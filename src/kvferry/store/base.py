@@ -176,6 +176,14 @@ class SupportsRecent(Protocol):
 
 
 @runtime_checkable
+class SupportsTiers(Protocol):
+    """A store that is made of several."""
+
+    def tier_of(self, key: ChunkKey) -> str:
+        """Name of the tier that `key` would be read from. Memory only; a hint."""
+
+
+@runtime_checkable
 class SupportsAnswers(Protocol):
     """A store that asks a medium of its own accord, after a `probe`."""
 

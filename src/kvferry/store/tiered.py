@@ -63,6 +63,7 @@ class Tier:
     ) -> None:
         self.store = store
         self.number = number
+        self.name = store.url.partition(":")[0]
         self._observer = observer
         self._clock = clock
         self._breaker = Breaker(f"store {store.url}", clock)
@@ -174,6 +175,9 @@ class TieredStore(Store):
         self._tiers = tuple(
             Tier(store, number, self._observer, clock) for number, store in enumerate(stores)
         )
+        for tier in self._tiers:
+            if tier.name in {nearer.name for nearer in self._tiers[: tier.number]}:
+                tier.name += str(tier.number)
         self.url = ", ".join(store.url for store in stores)
         self.multi_process = all(store.multi_process for store in stores)
         self._served: dict[ChunkKey, Tier] = {}
@@ -309,6 +313,13 @@ class TieredStore(Store):
         keys = tuple(keys)
         for tier in self._tiers:
             tier.store.touch(keys)
+
+    def tier_of(self, key: ChunkKey) -> str:
+        """The scheme of a tier; of a second one of the same scheme, with its number."""
+        for tier in self._tiers:
+            if tier.is_asked and tier.store.contains(key):
+                return tier.name
+        return self._tiers[-1].name
 
     # -- values that several ranks write --------------------------------------------------------
 

@@ -179,11 +179,13 @@ def test_slower(make_host, observer, store):
     host = make_host(store=store, observer=observer)
     policy = host.scheduler._policy
     policy.saw_compute(10_000, 0.001)
-    policy.saw_slow_load(8, 1000.0)
+    policy.saw_slow_load("memory", 8, 1000.0)
     request = host.add("r", PROMPT)
     assert host.scheduler.lookup(request, 0) == (0, False, "slower")
     host.admit(request)
     assert misses(observer, "r") == {"slower": 40, "partial": 1}
+    (event,) = [each for each in observer.events if each.reason == "slower"]
+    assert event.detail == "expected 10000.000 s to load, 0.000 s to compute"
 
 
 @pytest.mark.parametrize(("num_tokens", "partial"), [(1, 1), (7, 7), (8, 4), (41, 1), (47, 7)])

@@ -342,7 +342,7 @@ def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
     clock.advance(100.0)
     host.step([])
     assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert host.scheduler._policy._load_rate > 40 / 50
+    assert host.scheduler._policy._tiers["memory"].rate > 40 / 50
 
 
 def test_a_request_preempted_and_admitted_in_one_step_gets_its_load(make_host):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.connectors.shared_storage.policy import (
     MIN_LOST,
     MIN_WAIT_SECONDS,
@@ -16,34 +18,71 @@ def make_policy(*, tokens_per_second: float = 1000.0) -> LoadPolicy:
     return policy
 
 
+def part_worth(policy: LoadPolicy, *parts: tuple[str | None, int], chunk: int = 100) -> int:
+    """Tokens worth loading of a hit whose parts lie in these tiers."""
+    chunks = [(tier, chunk) for tier, tokens in parts for _ in range(tokens // chunk)]
+    return policy.worth_loading(chunks).num_parts * chunk
+
+
 def test_a_small_hit_that_met_a_busy_moment_does_not_speak_against_large_ones():
     policy = make_policy()
-    policy.saw_load(8, 0.1)  # 80 tokens a second
-    assert policy.worth_loading(4000)
+    policy.saw_load("file", 8, 0.1)  # 80 tokens a second
+    assert not policy.is_any_slow
+    assert part_worth(policy, ("file", 4000)) == 4000
 
 
 def test_one_load_that_lost_is_an_outlier_and_two_are_not():
     policy = make_policy()
-    policy.saw_load(128, 3.0)
-    assert policy.worth_loading(1000)
-    policy.saw_load(128, 3.0)
-    assert not policy.worth_loading(1000)
+    policy.saw_load("file", 128, 3.0)
+    assert part_worth(policy, ("file", 1000)) == 1000
+    policy.saw_load("file", 128, 3.0)
+    assert policy.is_any_slow
+    assert part_worth(policy, ("file", 1000)) == 0
 
 
 def test_a_load_that_was_given_up_counts_at_once():
     policy = make_policy()
-    policy.saw_slow_load(400, 5.0)
-    assert not policy.worth_loading(400)
+    policy.saw_slow_load("file", 400, 5.0)
+    assert part_worth(policy, ("file", 400)) == 0
 
 
 def test_a_store_that_recovered_is_found_by_a_probe_and_then_used():
     policy = make_policy()
     for _ in range(MIN_LOST):
-        policy.saw_load(128, 3.0)
-    answers = [policy.worth_loading(1000) for _ in range(PROBE_EVERY)]
-    assert answers == [False] * (PROBE_EVERY - 1) + [True]
-    policy.saw_load(1000, 0.01)
-    assert policy.worth_loading(1000)
+        policy.saw_load("file", 128, 3.0)
+    answers = [part_worth(policy, ("file", 1000)) for _ in range(PROBE_EVERY)]
+    assert answers == [0] * (PROBE_EVERY - 1) + [1000]
+    policy.saw_load("file", 1000, 0.01)
+    assert part_worth(policy, ("file", 1000)) == 1000
+
+
+def test_a_hit_is_loaded_as_far_as_it_gains():
+    policy = make_policy()
+    policy.saw_load("file", 1000, 0.01)
+    policy.saw_slow_load("s3", 1000, 5.0)
+    assert part_worth(policy, ("file", 500), ("s3", 1000)) == 500
+    assert part_worth(policy, (None, 300), ("s3", 1000)) == 300
+    assert part_worth(policy, ("s3", 1000), ("file", 500)) == 0
+    # A little of the slow tier costs less than what lies behind it gains.
+    assert part_worth(policy, ("s3", 100), ("file", 5000)) == 5100
+    assert part_worth(policy, ("file", 500), (None, 100)) == 600
+
+
+def test_a_tier_that_is_slow_does_not_speak_against_another():
+    policy = make_policy()
+    policy.saw_slow_load("s3", 1000, 5.0)
+    assert part_worth(policy, ("valkey", 1000)) == 1000
+    policy.saw_load("valkey", 1000, 0.1)
+    assert part_worth(policy, ("valkey", 1000)) == 1000
+
+
+def test_the_numbers_of_a_decision_are_given():
+    policy = make_policy()
+    policy.saw_slow_load("s3", 1000, 5.0)  # at most 100 tokens a second
+    worth = policy.worth_loading([("s3", 100)] * 10)
+    assert worth.num_parts == 0
+    assert worth.load_seconds == pytest.approx(10.0)
+    assert worth.compute_seconds == pytest.approx(1.0)
 
 
 def test_a_wait_lasts_as_long_as_computing_within_bounds():

@@ -10,7 +10,7 @@ from kvferry.connectors.shared_storage.host_pool import Slot
 from kvferry.connectors.shared_storage.requests import RequestState
 from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Event
-from kvferry.types import RequestView
+from kvferry.types import ChunkKey, RequestView
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
@@ -26,7 +26,7 @@ class Accounts:
     def __init__(self, context: Context) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
-        self._tier = context.store.url.partition(":")[0]  # the scheme
+        self._tier_of = context.tier_of
 
     def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
         """A request was admitted.
@@ -56,7 +56,11 @@ class Accounts:
             audited = min(limit, state.audited.record.first_token + self._chunk)
             self._missed(request, LookupMiss.AUDIT, audited - stop)
             stop = audited
-        self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop)
+        why = ""
+        if state.miss is LookupMiss.SLOWER and state.worth is not None:
+            _, load, compute = state.worth
+            why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
+        self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop, why)
         self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
 
     def not_cacheable(self, request: RequestView) -> None:
@@ -67,17 +71,25 @@ class Accounts:
     def _by_tier(self, state: RequestState, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()
         for index in range(start // self._chunk, -(-stop // self._chunk)):
-            tier = self._tier if state.keys.keys[index] in state.fetched else MEMORY
+            tier = state.fetched.get(state.keys.keys[index], MEMORY)
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers
 
-    def _missed(self, request: RequestView, reason: LookupMiss, num_tokens: int) -> None:
+    def _missed(
+        self, request: RequestView, reason: LookupMiss, num_tokens: int, detail: str = ""
+    ) -> None:
         if num_tokens > 0:
             self._observer.count(f"miss_tokens_{reason}", num_tokens)
             request_id = request.request_id
             self._observer.event(
-                Event(name="miss", request=request_id, reason=reason, num_tokens=num_tokens)
+                Event(
+                    name="miss",
+                    request=request_id,
+                    reason=reason,
+                    num_tokens=num_tokens,
+                    detail=detail,
+                )
             )
 
     def ended(self, name: str, slot: Slot, reason: str | None, seconds: float) -> None:
@@ -86,7 +98,7 @@ class Accounts:
             Event(
                 name=name,
                 key=slot.key,
-                tier=self._tier,
+                tier=self._tier_of(ChunkKey(slot.key)),
                 reason=reason,
                 num_tokens=self._chunk,
                 seconds=seconds,

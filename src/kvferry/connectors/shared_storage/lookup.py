@@ -61,6 +61,7 @@ class Lookup:
     ) -> None:
         self._chunk = context.config.chunk_tokens
         self._store = context.store
+        self._tier_of = context.tier_of
         self._tables = context.tables
         self._clock = context.clock
         self._pool = pool
@@ -82,6 +83,8 @@ class Lookup:
         known, state.miss = self._known_until(keys, num_local // self._chunk)
         if state.miss is None and known < len(keys) and state.fetching_since is None:
             return ASK_AGAIN
+        if state.fetching_since is None or state.worth is not None:
+            known = self._worth_until(state, num_local // self._chunk, known)
         stop = self._usable(known, num_tokens)
         may_fetch = self._may_fetch(state)
         while stop > num_local:
@@ -153,6 +156,26 @@ class Lookup:
                 return index, LookupMiss.ABSENT if is_stored is False else None
         return max(first, len(keys)), None
 
+    def _worth_until(self, state: RequestState, first: int, known: int) -> int:
+        """Index of the first chunk that is known but computed sooner than loaded."""
+        if state.worth is not None:
+            if state.worth[0] < known:
+                state.miss = LookupMiss.SLOWER
+            return min(known, state.worth[0])
+        if not self._policy.is_any_slow:
+            return known
+        keys = state.keys.keys
+        holds, everything = self._pool.holds, self._tables.all_groups
+        parts = [
+            (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
+            for number in range(first, known)
+        ]
+        worth = self._policy.worth_loading(parts)
+        if worth.num_parts < len(parts):
+            state.miss = LookupMiss.SLOWER
+            state.worth = first + worth.num_parts, worth.load_seconds, worth.compute_seconds
+        return first + worth.num_parts
+
     def _usable(self, num_chunks: int, num_tokens: int) -> int:
         """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
         block = self._tables.block_size
@@ -210,9 +233,11 @@ class Lookup:
             return False
         if state.fetching_since is None or self._clock() < state.deadline:
             return True
-        if state.awaited:
-            tokens = len(state.fetched) * self._chunk
-            self._policy.saw_slow_load(tokens, self._clock() - state.fetching_since)
+        # The tiers that were too slow: of some of their chunks, the fetch has not ended.
+        for tier in {state.fetched.get(slot.key) for slot in state.awaited if slot.filling}:
+            if tier is not None:
+                tokens = self._chunk * sum(each == tier for each in state.fetched.values())
+                self._policy.saw_slow_load(tier, tokens, self._clock() - state.fetching_since)
         return False
 
     def _why_not_held(self, state: RequestState, lacking: int, *, may_fetch: bool) -> LookupMiss:
@@ -237,9 +262,6 @@ class Lookup:
         num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
         if state.fetching_since is None:
-            if not self._policy.worth_loading(num_tokens):
-                state.gave_up = LookupMiss.SLOWER
-                return False
             state.fetching_since, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
         self._pin_only(state, [keys[number] for number in numbers])
         for number in numbers:
@@ -254,7 +276,7 @@ class Lookup:
                 self._pool.pin(slot)
                 state.pinned.append(slot)
             if not slot.is_save:
-                state.fetched.add(key)
+                state.fetched[key] = self._tier_of(key)
             state.awaited.append(slot)
         # A fetch will end, or another request will release its slots.
         return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
@@ -279,12 +301,15 @@ class Lookup:
             first = hit.audited * self._chunk
             if not self._audits.reserve(state, keys[hit.audited], first):
                 return False
-        seconds = 0.0
-        fetched = [slot for slot in state.pinned if slot.key in state.fetched]
-        for slot in fetched:
-            seconds, slot.seconds = max(seconds, slot.seconds), 0.0  # measured once
-        if fetched:
-            self._policy.saw_load(len(fetched) * self._chunk, seconds)
+        loads: dict[str, tuple[int, float]] = {}
+        for slot in state.pinned:
+            tier = state.fetched.get(slot.key)
+            if tier is not None:
+                tokens, seconds = loads.get(tier, (0, 0.0))
+                loads[tier] = tokens + self._chunk, max(seconds, slot.seconds)
+                slot.seconds = 0.0  # measured once
+        for tier, (tokens, seconds) in loads.items():
+            self._policy.saw_load(tier, tokens, seconds)
         state.promised = (hit.start, hit.stop)
         return True
 

@@ -1,13 +1,17 @@
-"""Decides whether to load a hit or to compute it again, from rates measured on this engine.
+"""Decides how much of a hit to load and what to compute again, from rates measured on this engine.
 
-A hit is worth waiting for as long as computing it would take. While the store is slower than the
-engine, only one hit in `PROBE_EVERY` is loaded.
+A hit is worth waiting for as long as computing it would take. Where tiers of different speed hold
+a prompt, its first part may be worth loading and the rest not. While a tier is slower than the
+engine, only one hit in `PROBE_EVERY` is loaded from it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 PROBE_EVERY = 16
 """Of the hits that are expected to be slower than computing, one in this many is loaded, to notice
@@ -34,6 +38,30 @@ PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
 
 
+@dataclass(slots=True)
+class TierSpeed:
+    """How fast one tier brings tokens.
+
+    Attributes:
+        rate: tokens per second; None before the first load.
+        lost_in_a_row: loads that were slower than computing.
+    """
+
+    rate: float | None = None
+    lost_in_a_row: int = 0
+
+
+class Worth(NamedTuple):
+    """How much of a hit is worth loading, and why."""
+
+    num_parts: int
+    """Of the leading chunks."""
+    load_seconds: float
+    """Expected, for all of them."""
+    compute_seconds: float
+    """Expected, for all of them."""
+
+
 class LoadPolicy:
     """Rates of loading and computing, and what follows for one hit.
 
@@ -49,28 +77,26 @@ class LoadPolicy:
         self._clock = clock
         self._num_timed = 0
         self._timed: tuple[int, float, int] | None = None
-        self._load_rate: float | None = None
+        self._tiers: defaultdict[str, TierSpeed] = defaultdict(TierSpeed)
         self._compute_rate: float | None = None
         self._refused = 0
-        self._lost_in_a_row = 0
 
-    def saw_load(self, num_tokens: int, seconds: float) -> None:
-        """A prefetch of `num_tokens` took `seconds`."""
+    def saw_load(self, tier: str, num_tokens: int, seconds: float) -> None:
+        """A prefetch of `num_tokens` from a tier took `seconds`."""
         if num_tokens > 0 and seconds > 0:
-            self._load_rate = _average(self._load_rate, num_tokens / seconds)
-            lost = (
-                self._compute_rate is not None
-                and seconds > num_tokens / self._compute_rate + SLACK_SECONDS
-            )
-            self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+            speed, compute = self._tiers[tier], self._compute_rate
+            speed.rate = _average(speed.rate, num_tokens / seconds)
+            lost = compute is not None and seconds > num_tokens / compute + SLACK_SECONDS
+            speed.lost_in_a_row = speed.lost_in_a_row + 1 if lost else 0
 
-    def saw_slow_load(self, num_tokens: int, seconds: float) -> None:
+    def saw_slow_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
         if seconds > 0 and num_tokens > 0:
-            self._lost_in_a_row = MIN_LOST
+            speed = self._tiers[tier]
+            speed.lost_in_a_row = MIN_LOST
             bound = num_tokens / seconds / 2
-            if self._load_rate is None or bound < self._load_rate:
-                self._load_rate = _average(self._load_rate, bound)
+            if speed.rate is None or bound < speed.rate:
+                speed.rate = _average(speed.rate, bound)
 
     def begin_step(self, num_tokens: int, *, loads: bool) -> int:
         """A step computes `num_tokens`; the time of a step that also loads shows neither speed.
@@ -99,16 +125,46 @@ class LoadPolicy:
         if num_tokens > 0 and seconds > 0:
             self._compute_rate = _average(self._compute_rate, num_tokens / seconds)
 
-    def worth_loading(self, num_tokens: int) -> bool:
-        """Whether to start loading a hit. Counts refusals so that it probes again."""
-        if self._load_rate is None or self._compute_rate is None:
-            return True
-        loses_by = num_tokens / self._load_rate - num_tokens / self._compute_rate
-        if self._lost_in_a_row < MIN_LOST or loses_by <= SLACK_SECONDS:
+    @property
+    def is_any_slow(self) -> bool:
+        """Whether some tier has been slower than computing; if not, everything is worth loading."""
+        return any(speed.lost_in_a_row >= MIN_LOST for speed in self._tiers.values())
+
+    def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> Worth:
+        """How much of a hit to load. Counts what it refuses, so that it probes again.
+
+        Args:
+            parts: tier and tokens of each chunk, in the order of the prompt; None for one that is
+                in memory.
+        """
+        compute = self._compute_rate
+        num_tokens = sum(tokens for _, tokens in parts)
+        if compute is None:
+            return Worth(len(parts), 0.0, 0.0)
+        best = saved = 0.0
+        count, load = 0, 0.0
+        for index, (tier, tokens) in enumerate(parts):
+            seconds = self._load_seconds(tier, tokens, tokens / compute)
+            load += seconds
+            saved += tokens / compute - seconds
+            if saved >= best:
+                best, count = saved, index + 1
+        worth = Worth(count, load, num_tokens / compute)
+        if best - saved <= SLACK_SECONDS:
             self._refused = 0
-            return True
+            return worth._replace(num_parts=len(parts))
         self._refused += 1
-        return self._refused % PROBE_EVERY == 0
+        return worth._replace(num_parts=len(parts)) if self._refused % PROBE_EVERY == 0 else worth
+
+    def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
+        """Expected; as long as computing where a tier has shown neither to be slower nor faster."""
+        if tier is None:
+            return 0.0
+        speed = self._tiers[tier]
+        if speed.rate is None:
+            return compute_seconds
+        seconds = num_tokens / speed.rate
+        return seconds if speed.lost_in_a_row >= MIN_LOST else min(seconds, compute_seconds)
 
     def wait_seconds(self, num_tokens: int) -> float:
         """How long a hit of `num_tokens` may take before it is cut short."""

@@ -37,13 +37,16 @@ class RequestState:
         pinned: slots of its hit, which it keeps from eviction, filled or still filling.
         awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
             end only, so the last one is still filling.
-        fetched: chunks whose fetch it waited for, its own or that of another request.
+        fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
+            that has them.
         promised: tokens `[start, stop)` of the last positive answer.
         num_local: tokens that the engine had itself at the last look-up.
         fetching_since: when its fetches began; None if there were none.
         deadline: when its fetches must have ended.
         miss: why the last answer was not longer; NOT_LOADING before the first look-up.
         gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
+        worth: index of the first chunk that is not worth loading, and the seconds expected to load
+            and to compute all; None while everything is.
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
@@ -54,13 +57,14 @@ class RequestState:
     keys: ChunkKeys
     pinned: list[Slot] = field(default_factory=list)
     awaited: list[Slot] = field(default_factory=list)
-    fetched: set[ChunkKey] = field(default_factory=set)
+    fetched: dict[ChunkKey, str] = field(default_factory=dict)
     promised: tuple[int, int] | None = None
     num_local: int = 0
     fetching_since: float | None = None
     deadline: float = 0.0
     miss: LookupMiss | None = LookupMiss.NOT_LOADING
     gave_up: LookupMiss | None = None
+    worth: tuple[int, float, float] | None = None
     barred: bool = False
     next_save: int = 0
     audited: AuditSlots | None = None

@@ -170,7 +170,7 @@ class SharedStorageScheduler(SchedulerRole):
         load, _slots = self._loads.get(request.request_id, (None, ()))
         self._audits.expect(request.request_id, state, load)
         self._lookup.release(state)
-        state.fetching_since = state.gave_up = None
+        state.fetching_since = state.gave_up = state.worth = None
         state.miss = LookupMiss.NOT_LOADING
         state.fetched.clear()
 
