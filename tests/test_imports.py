@@ -122,7 +122,8 @@ THIRD_PARTIES = {
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
     "triton": ["layout/kernels.py"],
-    "hiredis": ["store/valkey_wire.py"],
+    "hiredis": ["store/valkey.py"],
+    "redis": ["store/valkey.py"],
     "numpy": [
         "layout/ops.py",
         "layout/numpy_copies.py",
@@ -159,7 +160,6 @@ LAZY = {
         "kvferry.store.tiered",
         "kvferry.store.valkey",
     },
-    "store/valkey_wire.py": {"hiredis"},
     # After the check that its master is there, which takes less time.
     "store/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},

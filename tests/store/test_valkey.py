@@ -203,71 +203,6 @@ def test_delete_and_scan(client):
     assert client.exists(["kv/ns/7", "kv/ns/8"], soon()) == [False, True]
 
 
-def test_ranks_write_one_value_together(client):
-    value = make_value(500_000)
-    session = client.begin("kv/ns/a", len(value), soon())
-    bounds = [(100 + rank * 124_975, 100 + (rank + 1) * 124_975) for rank in range(4)]
-    results: list[bool] = []
-
-    def write(start: int, end: int) -> None:
-        middle = (start + end) // 2
-        pieces = [value[start:middle], memoryview(value)[middle:end]]
-        results.append(client.write_at(session, start, pieces, soon()))
-
-    threads = [threading.Thread(target=write, args=each) for each in bounds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert results == [True] * 4
-    assert client.exists(["kv/ns/a"], soon()) == [False]
-    assert list(client.scan("kv/", soon())) == []
-    assert client.commit(session, value[:100], soon()) is PutResult.STORED
-    assert read_whole(client, "kv/ns/a") == value
-    assert client.commit(session, value[:100], soon()) is PutResult.FAILED
-    assert not client.write_at(session, 0, [b"late"], soon())
-    assert read_whole(client, "kv/ns/a") == value
-
-
-def test_a_session_of_a_value_that_is_there_ends_with_exists(client):
-    session = client.begin("kv/ns/a", 10, soon())
-    assert client.put("kv/ns/a", [b"first"], soon()) is PutResult.STORED
-    assert client.commit(session, b"head", soon()) is PutResult.EXISTS
-    assert client.begin("kv/ns/a", 10, soon()) is PutResult.EXISTS
-    assert read_whole(client, "kv/ns/a") == b"first"
-    assert not client.write_at(session, 0, [b"late"], soon())
-
-
-def test_an_aborted_session_leaves_nothing(client):
-    session = client.begin("kv/ns/a", 10, soon())
-    client.abort(session, soon())
-    client.abort(session, soon())
-    assert not client.write_at(session, 0, [b"late"], soon())
-    assert client.commit(session, b"head", soon()) is PutResult.FAILED
-    assert read_whole(client, "kv/ns/a") is None
-
-
-@pytest.mark.parametrize(
-    "session",
-    ["", "../x", "kv/ns/a", f"{'0' * 32}-5-kv/ns/a", f"{'0' * 32}-5-kv/{{ns}}", f"{'0' * 32}-5-\n"],
-)
-def test_a_session_that_was_made_up_reaches_nothing(client, session):
-    client.put("kv/ns/a", [b"value"], soon())
-    assert not client.write_at(session, 0, [b"x"], soon())
-    assert client.commit(session, b"x", soon()) is PutResult.FAILED
-    client.abort(session, soon())
-    assert read_whole(client, "kv/ns/a") == b"value"
-    assert [name for name, _, _ in client.scan("", soon())] == ["kv/ns/a"]
-
-
-def test_ranges_outside_of_a_session_are_refused(client):
-    session = client.begin("kv/ns/a", 10, soon())
-    assert not client.write_at(session, 8, [b"xy", b"z"], soon())
-    assert not client.write_at(session, -1, [b"x"], soon())
-    assert client.write_at(session, 9, [b"x"], soon())
-    assert client.commit(session, b"x" * 11, soon()) is PutResult.FAILED
-
-
 def test_a_name_with_a_brace_is_refused(client):
     with pytest.raises(StoreError, match="brace"):
         client.put("kv/{ns}/a", [b"x"], soon())
@@ -303,17 +238,6 @@ def test_both_sides_of_a_fork_have_their_own_connections(client):
 # What is of one server.
 
 
-def test_what_a_dead_rank_left_goes_by_itself(valkey_server):
-    with contextlib.closing(make_client(valkey_server.port)) as client:
-        client.begin("kv/ns/a", 10, soon())
-        (part,) = valkey_server.ask("KEYS", "*part-*")
-        assert 0 < valkey_server.ask("TTL", part) <= 600
-        session = client.begin("kv/ns/b", 10, soon())
-        client.commit(session, b"x", soon())
-        assert valkey_server.ask("TTL", "kv/ns/b") == -1
-    valkey_server.ask("FLUSHALL")
-
-
 def test_a_full_server_has_no_space():
     with running_valkey(maxmemory="6mb", maxmemory_policy="noeviction") as server:
         client = make_client(server.port)
@@ -323,14 +247,6 @@ def test_a_full_server_has_no_space():
         assert 3 < num_stored < 16
         assert results == [PutResult.STORED] * num_stored + [PutResult.NO_SPACE] * (20 - num_stored)
         assert read_whole(client, "kv/ns/0") == value
-        # A session that was begun while there was room.
-        server.ask("FLUSHALL", "SYNC")
-        session = client.begin("kv/ns/x", 300_000, soon())
-        server.ask("CONFIG", "SET", "maxmemory", 1000)
-        assert client.begin("kv/ns/y", 400_000, soon()) is PutResult.NO_SPACE
-        assert not client.write_at(session, 1, [b"x"], soon())
-        assert client.commit(session, b"x", soon()) is PutResult.NO_SPACE
-        assert server.ask("KEYS", "*part*") == []
         client.close()
 
 
@@ -460,16 +376,11 @@ def test_a_key_that_is_no_string_is_an_error(valkey_server):
 def every_call(client: ValkeyClient, deadline: float) -> Iterator[object]:
     """One thunk for each method that asks the server."""
     buffer = memoryview(bytearray(300_000))
-    session = f"{'0' * 32}-5-kv/ns/a"
     yield lambda: client.read("kv/ns/a", [(0, buffer)], deadline)
     yield lambda: client.put("kv/ns/a", [make_value(8_000_000)], deadline)
     yield lambda: client.exists(["kv/ns/a", "kv/ns/b"], deadline)
     yield lambda: client.delete("kv/ns/a", deadline)
     yield lambda: list(client.scan("kv/", deadline))
-    yield lambda: client.begin("kv/ns/a", 10, deadline)
-    yield lambda: client.write_at(session, 0, [b"x"], deadline)
-    yield lambda: client.commit(session, b"x", deadline)
-    yield lambda: client.abort(session, deadline)
 
 
 def all_fail_by(client: ValkeyClient, seconds: float) -> None:
@@ -790,11 +701,12 @@ def test_tls_to_a_server_without_it_is_an_error(valkey_server, certificate):
     client.close()
 
 
-def test_without_hiredis_the_line_to_install_it_is_given():
+@pytest.mark.parametrize("absent", ["hiredis", "redis"])
+def test_without_the_library_the_line_to_install_it_is_given(absent):
     code = (
-        "import sys; sys.modules['hiredis'] = None\n"
-        "from kvferry.store.valkey import ValkeyClient\n"
-        "try: ValkeyClient([('x', 1)])\n"
+        f"import sys; sys.modules[{absent!r}] = None\n"
+        "from kvferry.store.url import open_store\n"
+        "try: open_store('valkey://x')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     done = subprocess.run(

@@ -1,65 +1,69 @@
-"""Values on a Valkey or Redis server, or a cluster of them, as plain strings.
+"""Values on a Valkey or Redis server, or a cluster of them, as plain strings, by redis-py.
 
-A value is one string key: it appears by SET NX or by RENAMENX, and goes by UNLINK, expiry or the
-server's eviction, which needs no quota of ours. Values that several ranks write together grow under
-a hidden name in the hash slot of the value:
+A value is one string key: it appears by SET NX, and goes by UNLINK, expiry or the server's
+eviction, which needs no quota of ours. Names share no hash tag, so a cluster spreads them.
 
-    <name>                                        a value; names hold no brace
-    <name>.part-<32 hex digits>{<name>}           a session; goes by itself when it is left behind
-
-Values of a namespace share no hash tag, so a cluster spreads them over all nodes.
+redis-py limits each wait for bytes, but no call as a whole: a server that sends a little from time
+to time would hold a call for as long as it likes. So each thread keeps the deadline of its call
+beside the library, and the sockets below ask it before each wait. Once it has passed, every further
+step of the library, such as another address or another node, fails at once.
 """
 
 from __future__ import annotations
 
-import binascii
-import math
+import functools
+import os
+import queue
 import re
-import secrets
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from kvferry.config import printable
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.remote import RemoteClient
-from kvferry.store.valkey_wire import (
-    CALL_SECONDS,
-    Address,
-    Command,
-    Connections,
-    ErrorReply,
-    Reply,
-    pack,
-    pack_with_value,
-)
+
+try:
+    import hiredis  # noqa: F401  # redis-py has another parser, many times slower
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.connection import ConnectionPool, PythonRespSerializer
+    from redis.exceptions import (
+        AskError,
+        NoPermissionError,
+        OutOfMemoryError,
+        ReadOnlyError,
+        RedisClusterException,
+    )
+    from redis.retry import Retry
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "a store on Valkey or Redis needs redis and hiredis: run pip install 'kvferry[valkey]'"
+    ) from error
+
+Command = tuple[str | bytes | int, ...]
+"""Words, the second of which names a value."""
 
 DEFAULT_PORT = 6379
-_NUM_SLOTS = 16384
+_CALL_SECONDS = 30.0
+"""Limit of a call without a deadline."""
+_CONNECT_SECONDS = 2.0
+_LEARN_SECONDS = 2.0
+"""Limit of learning the nodes of a cluster."""
 _SCAN_COUNT = 500
-_MOST_REDIRECTS = 5
-_SEED_SECONDS = 2.0
-_SESSION_SECONDS = 600
-"""A session whose ranks died is gone after this time."""
-_SESSION = re.compile(r"([0-9a-f]{32})-(\d{1,12})-([^{}]+)", re.ASCII)
-
-# Scripts, because SETRANGE would create the key of a session that is over, and transactions that
-# WATCH it would fail whenever another rank writes its range.
-_BEGIN = """if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
-redis.call('SETRANGE', KEYS[1], ARGV[1] - 1, '\\0')
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1"""
-_WRITE_AT = """if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
-redis.call('SETRANGE', KEYS[1], ARGV[2], ARGV[3])
-return 1"""
-_COMMIT = """if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return -1 end
-if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('UNLINK', KEYS[1]) return 0 end
-redis.call('SETRANGE', KEYS[1], 0, ARGV[2])
-redis.call('PERSIST', KEYS[1])
-redis.call('RENAME', KEYS[1], KEYS[2])
-return 1"""
+_SMALL_BYTES = 64 * 1024
+"""Up to here, joining the pieces of a command is cheaper than sending them one by one."""
+# The library trusts the form of answers: a malformed one ends in any of the last four.
+_FAULTS = (
+    *(redis.RedisError, RedisClusterException, StoreError, OSError),
+    *(ValueError, TypeError, LookupError, AttributeError),
+)
 
 
 class Login(NamedTuple):
@@ -70,8 +74,8 @@ class Login(NamedTuple):
     password_file: str | None = None
     """Its first line is the password, read at every connect; instead of `password`."""
 
-    def read(self) -> tuple[str, str] | None:
-        """User and password; None for no login.
+    def get_credentials(self) -> tuple[str, ...]:
+        """User, if there is one, and password, as redis-py asks for them; nothing for no login.
 
         Raises:
             StoreError: the file cannot be read.
@@ -84,10 +88,117 @@ class Login(NamedTuple):
                 reason = getattr(error, "strerror", None) or "it is not text"
                 raise StoreError(f"password_file {self.password_file!r}: {reason}") from None
             password = lines[0] if lines else ""
-        return (self.username, password) if self.username or password else None
+        if self.username:
+            return (self.username, password)
+        return (password,) if password else ()
 
     def __repr__(self) -> str:
         return "Login(...)"
+
+
+class _Deadline(threading.local):
+    """When the call that this thread is in has to end; `time.monotonic()` seconds."""
+
+    at = 0.0
+
+    def seconds_left(self) -> float:
+        """Raises TimeoutError when none are."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            # Zero would mean a socket that does not block.
+            raise TimeoutError
+        return left
+
+    @contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        """Earlier for what happens inside."""
+        whole, self.at = self.at, min(self.at, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self.at = whole
+
+
+class _TimedSocket:
+    """A connected socket, each wait of which ends at the deadline of the thread that waits."""
+
+    def __init__(self, stream: socket.socket, deadline: _Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def recv_into(self, buffer: bytearray) -> int:
+        self._stream.settimeout(self._deadline.seconds_left())
+        return self._stream.recv_into(buffer)
+
+    def sendall(self, piece: Buffer) -> None:
+        # Not the socket's `sendall`: with TLS, that of Python starts its timeout at every record.
+        view = memoryview(piece)
+        while view.nbytes:
+            self._stream.settimeout(self._deadline.seconds_left())
+            view = view[self._stream.send(view) :]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+class _Connection(redis.Connection):
+    """A connection that is made, logged in and used within the deadline of the calling thread.
+
+    The library drops it when a call fails or runs out of time: the answer may still come, and would
+    be taken for that of the next call.
+    """
+
+    def __init__(
+        self, deadline: _Deadline, login: Login, tls: ssl.SSLContext | None, **options: object
+    ) -> None:
+        self._deadline = deadline
+        self._tls = tls
+        self._login = login
+        super().__init__(credential_provider=login, **options)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> _TimedSocket:
+        host, fault = self.host, OSError("it has no address")
+        limit = time.monotonic() + min(_CONNECT_SECONDS, self._deadline.seconds_left())
+        try:
+            for self.host in _addresses_of(host, limit - time.monotonic()):
+                # Zero is an attempt that does not wait.
+                self.socket_connect_timeout = max(limit - time.monotonic(), 0.0)
+                try:
+                    stream = super()._connect()  # type: ignore[no-untyped-call]
+                    return _TimedSocket(self._secure(stream, host), self._deadline)
+                except OSError as error:
+                    fault = error
+            raise fault
+        finally:
+            self.host = host
+
+    def _secure(self, stream: socket.socket, host: str) -> socket.socket:
+        # By a context of ours: the library's options read the files at every connect, and trust
+        # the system's authorities beside `ca_file`.
+        if self._tls is None:
+            return stream
+        with stream:  # closed if this fails; what comes back has taken its place
+            stream.settimeout(self._deadline.seconds_left())
+            return self._tls.wrap_socket(stream, server_hostname=host)
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in. Then the library gives the connection a name, which also makes a server that
+        wants a password, and got none, say so: it would answer a large value by closing."""
+        try:
+            super().on_connect_check_health(check_health)
+        except NoPermissionError:
+            pass  # a user of these keys alone cannot give names
+        except (redis.ResponseError, redis.AuthenticationError) as error:
+            self.disconnect()  # type: ignore[no-untyped-call]
+            if self._login.get_credentials():
+                # The code alone: a server that does not know AUTH repeats its arguments.
+                reason = f"refused the login ({_code(error)}); check username and password"
+                raise StoreError(reason) from None
+            hint = "; give username and password_file" if _code(error) == "NOAUTH" else ""
+            raise StoreError(f"refused the connection: {_text(error)}{hint}") from None
+        except BaseException:
+            self.disconnect()  # type: ignore[no-untyped-call]
+            raise
 
 
 class ValkeyClient(RemoteClient):
@@ -104,8 +215,8 @@ class ValkeyClient(RemoteClient):
         tls: None for a connection in clear.
 
     Raises:
-        ConfigError: hiredis is not installed, no address, several of them without a cluster, or a
-            password file that cannot be read.
+        ConfigError: no address, several of them without a cluster, or a password file that cannot
+            be read.
     """
 
     def __init__(
@@ -123,63 +234,67 @@ class ValkeyClient(RemoteClient):
             )
         login = login if login is not None else Login()
         try:
-            login.read()
+            login.get_credentials()
         except StoreError as error:
             raise ConfigError(str(error)) from None
-        self._connections = Connections(login.read, tls)
-        self._cluster = cluster
-        self._seeds = [Address(*each) for each in addresses]
-        # Of each hash slot; empty until the first call. Replaced as a whole, never changed.
-        self._nodes: list[Address] = [] if cluster else self._seeds * _NUM_SLOTS
-        self._nodes_are_stale = False
+        self._addresses = list(addresses)
+        self._is_cluster = cluster
+        self._deadline = _Deadline()
+        self._new_pool = functools.partial(
+            ConnectionPool,
+            connection_class=_Connection,
+            deadline=self._deadline,
+            login=login,
+            tls=tls,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            client_name="kvferry",
+            driver_info=None,
+            max_connections=1 << 16,
+            socket_read_size=256 * 1024,
+        )
+        # By process: after a fork, another thread may have held a lock of the inherited one.
+        self._servers: dict[int, ConnectionPool | redis.RedisCluster] = {}
+        self._learning = threading.Lock()
+        # Set when the nodes of a cluster may have changed: the one that failed, or empty.
+        self._failed: str | None = None
+        self._closed = False
 
     def read(
         self, name: str, ranges: Sequence[tuple[int, memoryview]], deadline: float
     ) -> int | None:
-        views = [view.cast("B") for _, view in ranges]
-        commands = [
-            pack("GETRANGE", name, offset, offset + view.nbytes - 1)
-            for (offset, _), view in zip(ranges, views, strict=True)
-            if view.nbytes
+        wanted = [(offset, view.cast("B")) for offset, view in ranges if view.nbytes]
+        commands: list[Command] = [
+            ("GETRANGE", name, offset, offset + view.nbytes - 1) for offset, view in wanted
         ]
-        views = [view for view in views if view.nbytes]
-        offsets = [offset for offset, view in ranges if view.nbytes]
         # The size comes last: a value that went while its ranges were read has none.
-        commands.append(pack("STRLEN", name))
-        *lengths, size = self._call(name, commands, deadline, views)
-        size = self._number(size, "read", name)
-        for offset, view, length in zip(offsets, views, lengths, strict=True):
-            if self._number(length, "read", name) != max(min(view.nbytes, size - offset), 0):
+        *pieces, last = self._ask([*commands, ("STRLEN", name)], deadline)
+        size = self._number(last, "read", name)
+        for (offset, view), piece in zip(wanted, pieces, strict=True):
+            if not isinstance(piece, bytes) or len(piece) > view.nbytes:
+                self._refuse(piece, "read", name)
+            if len(piece) != max(min(view.nbytes, size - offset), 0):
                 return None  # it went, and another one came, between two ranges
+            view[: len(piece)] = piece
         return size or None
 
     def put(self, name: str, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        command = pack_with_value(("SET", name), buffers, (b"NX",))
-        (reply,) = self._call(name, [command], deadline)
-        if _is_full(reply):
+        (reply,) = self._ask([("SET", name, b"".join(buffers), "NX")], deadline)
+        if isinstance(reply, OutOfMemoryError):
             return PutResult.NO_SPACE
-        if isinstance(reply, ErrorReply):
+        if reply is not None and reply is not True and reply != b"OK":
             self._refuse(reply, "put", name)
-        if reply not in (b"OK", None):
-            raise StoreError(f"valkey: put of {name!r}: a reply that makes no sense")
         return PutResult.STORED if reply else PutResult.EXISTS
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
-        limit = _limit(deadline)
-        groups: dict[Address, list[str]] = {}
-        for name in names:
-            groups.setdefault(self._node_of(name, limit), []).append(name)
-        found: dict[str, bool] = {}
-        for address, group in groups.items():
-            replies = self._exchange(address, [pack("EXISTS", name) for name in group], limit)
-            for name, reply in zip(group, replies, strict=True):
-                if _redirect_of(reply) is not None:
-                    (reply,) = self._call(name, [pack("EXISTS", name)], limit)  # noqa: PLW2901
-                found[name] = self._number(reply, "exists", name) > 0
-        return [found[name] for name in names]
+        replies = self._ask([("EXISTS", name) for name in names], deadline)
+        return [
+            self._number(reply, "exists", name) > 0
+            for name, reply in zip(names, replies, strict=True)
+        ]
 
     def delete(self, name: str, deadline: float) -> bool:
-        (reply,) = self._call(name, [pack("UNLINK", name)], deadline)
+        (reply,) = self._ask([("UNLINK", name)], deadline)
         return self._number(reply, "delete", name) > 0
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
@@ -187,194 +302,172 @@ class ValkeyClient(RemoteClient):
         use is unknown where the server evicts by frequency (LFU)."""
         # Characters of the pattern language stand for themselves.
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", prefix) + "*"
-        for address in dict.fromkeys(self._current_nodes(_limit(deadline))):
-            cursor = "0"
+        with self._within(deadline) as server:
+            pools = _pools(server)
+        for pool in pools:
+            cursor = b"0"
             while True:
-                command = pack("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                (reply,) = self._exchange(address, [command], _limit(deadline))
-                cursor, names = self._page(reply, prefix)
-                yield from self._describe(address, names, _limit(deadline))
-                if cursor == "0":
+                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+                with self._within(deadline):
+                    (reply,) = self._exchange(pool, [command])
+                    match reply:
+                        case [bytes(cursor), list(keys)]:
+                            found = self._describe(pool, keys, prefix)
+                        case _:
+                            self._refuse(reply, "scan", prefix)
+                yield from found
+                if cursor == b"0":
                     break
 
     def close(self) -> None:
-        self._connections.close()
+        self._closed = True
+        server = self._servers.pop(os.getpid(), None)
+        for pool in _pools(server) if server is not None else ():
+            pool.disconnect(inuse_connections=False)  # the others as their calls end
 
-    # Values that ranks write together; see `SupportsShardedWrite`.
-
-    def begin(self, name: str, num_bytes: int, deadline: float) -> str | PutResult:
-        """Make the hidden value of a session, `num_bytes` of zeros. Returns the session's name, or
-        EXISTS or NO_SPACE."""
-        session = f"{secrets.token_hex(16)}-{num_bytes}-{name}"
-        keys = (_part_of(session), name)
-        command = pack("EVAL", _BEGIN, 2, *keys, num_bytes, _SESSION_SECONDS)
-        (reply,) = self._call(name, [command], deadline)
-        if _is_full(reply):
-            return PutResult.NO_SPACE
-        return session if self._number(reply, "begin", name) else PutResult.EXISTS
-
-    def write_at(
-        self, session: str, offset: int, buffers: Sequence[Buffer], deadline: float
-    ) -> bool:
-        """Write a range of a session that any process began. False if there is none, if the range
-        leaves the value, or if the server is full."""
-        match = _SESSION.fullmatch(session)
-        num_bytes = sum(memoryview(each).nbytes for each in buffers)
-        if match is None or not 0 <= offset <= int(match[2]) - num_bytes:
-            return False
-        words = ("EVAL", _WRITE_AT, 1, _part_of(session), int(match[2]), offset)
-        command = pack_with_value(words, buffers or (b"",))
-        (reply,) = self._call(match[3], [command], deadline)
-        return not _is_full(reply) and self._number(reply, "write_at", match[3]) == 1
-
-    def commit(self, session: str, head: Buffer, deadline: float) -> PutResult:
-        """Write `head` at offset 0 and give the value its name. The session is over then, whatever
-        the answer: FAILED if there is none."""
-        match = _SESSION.fullmatch(session)
-        if match is None or memoryview(head).nbytes > int(match[2]):
-            self.abort(session, deadline)
-            return PutResult.FAILED
-        name = match[3]
-        words = ("EVAL", _COMMIT, 2, _part_of(session), name, int(match[2]))
-        (reply,) = self._call(name, [pack_with_value(words, [head])], deadline)
-        if _is_full(reply):
-            self.abort(session, deadline)
-            return PutResult.NO_SPACE
-        outcomes = {1: PutResult.STORED, 0: PutResult.EXISTS}
-        return outcomes.get(self._number(reply, "commit", name), PutResult.FAILED)
-
-    def abort(self, session: str, deadline: float) -> None:
-        """Remove the hidden value; nothing happens for a session that is over."""
-        match = _SESSION.fullmatch(session)
-        if match is not None:
-            self._call(match[3], [pack("UNLINK", _part_of(session))], deadline)
-
-    # The way to the server.
-
-    def _call(
-        self,
-        name: str,
-        commands: Sequence[Command],
-        deadline: float,
-        views: Sequence[memoryview] = (),
-    ) -> list[Reply]:
-        """Replies to commands that concern one name, from the node that has it."""
-        limit = _limit(deadline)
-        address, is_asking = self._node_of(name, limit), False
-        for _ in range(_MOST_REDIRECTS):
-            replies = self._exchange(address, commands, limit, views, is_asking=is_asking)
-            redirect = next(filter(None, map(_redirect_of, replies)), None)
-            if redirect is None:
-                return replies
-            if not self._cluster:
-                raise StoreError(
-                    f"valkey server {address}: it is a node of a cluster; add ?cluster=true"
-                )
-            is_asking = redirect.code == "ASK"
-            if not is_asking:
-                self._nodes_are_stale = True
-            address = _address_in(redirect, address)
-        raise StoreError(f"valkey cluster: {name!r} was moved {_MOST_REDIRECTS} times in one call")
-
-    def _exchange(
-        self,
-        address: Address,
-        commands: Sequence[Command],
-        limit: float,
-        views: Sequence[memoryview] = (),
-        *,
-        is_asking: bool = False,
-    ) -> list[Reply]:
-        """One reply for each command, in one round trip. The first ones are copied into `views`,
-        and replaced by their lengths."""
-        if is_asking:  # concerns the next command only
-            asking = pack("ASKING")
-            commands = [each for command in commands for each in (asking, command)]
-        replies: list[Reply] = []
+    @contextmanager
+    def _within(self, deadline: float) -> Iterator[ConnectionPool | redis.RedisCluster]:
+        """What is asked inside ends at the deadline. Raises StoreError for all that fails."""
+        if self._closed:
+            raise StoreError("valkey: the store is closed")
+        self._deadline.at = min(deadline, time.monotonic() + _CALL_SECONDS)
         try:
-            with self._connections.borrow(address, limit) as connection:
-                connection.send(commands, limit)
-                for number in range(len(commands)):
-                    reply = connection.receive(limit)
-                    if is_asking and number % 2 == 0:
-                        continue
-                    if len(replies) < len(views) and not isinstance(reply, ErrorReply):
-                        reply = _copy(reply, views[len(replies)])
-                    replies.append(reply)
-        except StoreError:
-            self._nodes_are_stale = self._cluster
-            raise
+            server = self._servers.get(os.getpid())
+            if server is None:
+                server = self._servers.setdefault(os.getpid(), self._open())
+            if self._failed is not None and isinstance(server, redis.RedisCluster):
+                self._learn_nodes(server)
+            yield server
+        except _FAULTS as error:
+            raise StoreError(_reason(error)) from None
+        finally:
+            self._deadline.at = 0.0
+
+    def _open(self) -> ConnectionPool | redis.RedisCluster:
+        self._learning = threading.Lock()
+        if not self._is_cluster:
+            ((host, port),) = self._addresses
+            return self._new_pool(host=host, port=port)
+        fault = ""
+        for host, port in self._addresses:
+            try:
+                with self._deadline.at_most(_LEARN_SECONDS):
+                    return redis.RedisCluster(
+                        # Only with a URL does the library take a pool of ours.
+                        url=f"redis://{_place(host, port)}",
+                        connection_pool_class=self._new_pool,
+                        protocol=2,
+                        retry=Retry(NoBackoff(), 0),
+                        reinitialize_steps=0,  # `_learn_nodes` does that
+                    )
+            except _FAULTS as error:
+                fault = f"valkey cluster, asked at {_place(host, port)}: {_reason(error)}"
+        raise StoreError(fault)
+
+    def _learn_nodes(self, cluster: redis.RedisCluster) -> None:
+        """Keeps the old ones if no node answers."""
+        # Other threads go on with the old ones: the library would let them wait for this one.
+        if not self._learning.acquire(blocking=False):
+            return
+        failed, self._failed = self._failed, None
+        try:
+            # Half of the time at most, so that the call itself can still succeed.
+            seconds = min(self._deadline.seconds_left() / 2, _LEARN_SECONDS)
+            with suppress(*_FAULTS), self._deadline.at_most(seconds):
+                cluster.nodes_manager.initialize(last_failed_node_name=failed or None)
+        finally:
+            self._learning.release()
+
+    def _ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
+        """Replies to commands, in one round trip to each node. Errors that a server answered are
+        replies, too."""
+        if any("{" in str(command[1]) for command in commands):
+            raise StoreError("valkey: a name holds a brace, which decides the place in a cluster")
+        if not commands:
+            return []
+        replies: list[object] = [None] * len(commands)
+        with self._within(deadline) as server:
+            if isinstance(server, ConnectionPool):
+                return self._exchange(server, commands)
+            groups: dict[ConnectionPool, list[int]] = {}
+            for number, command in enumerate(commands):
+                node = server.get_node_from_key(command[1])
+                pool = server.get_redis_connection(node).connection_pool
+                groups.setdefault(pool, []).append(number)
+            for pool, numbers in groups.items():
+                found = self._exchange(pool, [commands[number] for number in numbers])
+                for number, reply in zip(numbers, found, strict=True):
+                    is_elsewhere = isinstance(reply, AskError)  # or a MovedError, which is one
+                    replies[number] = (
+                        self._follow(server, commands[number]) if is_elsewhere else reply
+                    )
         return replies
 
-    def _node_of(self, name: str, limit: float) -> Address:
-        if "{" in name:
-            raise StoreError(f"valkey: {name!r} holds a brace, which only sessions may")
-        return self._current_nodes(limit)[binascii.crc_hqx(name.encode(), 0) % _NUM_SLOTS]
+    def _follow(self, cluster: redis.RedisCluster, command: Command) -> object:
+        """The reply to a command whose value was moved."""
+        self._failed = ""
+        try:
+            return cluster.execute_command(
+                *command, target_nodes=cluster.get_node_from_key(command[1])
+            )
+        except redis.ResponseError as error:
+            return error
 
-    def _current_nodes(self, limit: float) -> list[Address]:
-        # Threads that find the nodes stale together use the old ones but for one, which asks; the
-        # first calls of all have to wait for an answer each.
-        if self._nodes_are_stale or not self._nodes:
-            self._learn_nodes(limit)
-        return self._nodes
-
-    def _learn_nodes(self, limit: float) -> None:
-        """Ask any node of the cluster which node has which slot. Keeps the old answer if there is
-        one and no node answers."""
-        self._nodes_are_stale = False
-        fault: StoreError | None = None
-        known = list(dict.fromkeys([*self._nodes, *self._seeds]))
-        for address in known:
+    def _exchange(self, pool: ConnectionPool, commands: Sequence[Command]) -> list[object]:
+        host, port = pool.connection_kwargs["host"], pool.connection_kwargs["port"]
+        try:
+            connection = pool.get_connection()
             try:
-                soon = min(limit, time.monotonic() + _SEED_SECONDS)
-                with self._connections.borrow(address, soon) as connection:
-                    connection.send([pack("CLUSTER", "SLOTS")], soon)
-                    nodes = _nodes_in(connection.receive(soon), address)
-            except StoreError as error:
-                fault = error
-                continue
-            self._nodes = nodes
-            return
-        if not self._nodes:
-            raise fault or StoreError("valkey cluster: no node")
-
-    def _page(self, reply: Reply, prefix: str) -> tuple[str, list[str]]:
-        """Cursor and names of values in a reply to SCAN."""
-        if isinstance(reply, ErrorReply):
-            self._refuse(reply, "scan", prefix)
-        match reply:
-            case [bytes(cursor), list(keys)]:
-                names = [key.decode("utf-8", "replace") for key in keys if isinstance(key, bytes)]
-                values = (name for name in names if name.startswith(prefix) and "{" not in name)
-                return cursor.decode("ascii", "replace"), list(dict.fromkeys(values))
-        raise StoreError(f"valkey: scan of {prefix!r}: a reply that makes no sense")
+                if commands[0][0] == "SET":  # that of hiredis is slow with large values
+                    packer = PythonRespSerializer(_SMALL_BYTES, connection.encoder.encode)
+                    packed = packer.pack(*commands[0])
+                else:
+                    packed = connection.pack_commands(commands)
+                connection.send_packed_command(packed)
+                replies = [_receive(connection) for _ in commands]
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                if self._closed:  # meanwhile
+                    connection.disconnect()
+                pool.release(connection)
+        except _FAULTS as error:
+            self._failed = f"{host}:{port}"
+            raise StoreError(f"valkey server {_place(host, port)}: {_reason(error)}") from None
+        if not self._is_cluster and any(isinstance(each, AskError) for each in replies):
+            what = "it is a node of a cluster; add ?cluster=true"
+            raise StoreError(f"valkey server {_place(host, port)}: {what}")
+        return replies
 
     def _describe(
-        self, address: Address, names: Sequence[str], limit: float
-    ) -> Iterator[tuple[str, int, float]]:
-        commands = [
-            pack(*words, name) for name in names for words in (("STRLEN",), ("OBJECT", "IDLETIME"))
-        ]
-        replies = self._exchange(address, commands, limit) if commands else []
-        now = time.time()
-        for name, size, idle in zip(names, replies[::2], replies[1::2], strict=True):
+        self, pool: ConnectionPool, keys: list[object], prefix: str
+    ) -> list[tuple[str, int, float]]:
+        texts = [key.decode("utf-8", "replace") for key in keys if isinstance(key, bytes)]
+        names = list(dict.fromkeys(text for text in texts if text.startswith(prefix)))
+        commands: list[Command] = [("STRLEN", name) for name in names]
+        commands += [("OBJECT IDLETIME", name) for name in names]
+        replies = self._exchange(pool, commands) if commands else []
+        now, found = time.time(), []
+        for name, size, idle in zip(names, replies, replies[len(names) :], strict=False):
             if isinstance(size, int) and size > 0:  # else it went, or is none of ours
-                yield name, size, now - idle if isinstance(idle, int) else 0.0
+                found.append((name, size, now - idle if isinstance(idle, int) else 0.0))
+        return found
 
-    def _number(self, reply: Reply, what: str, name: str) -> int:
-        if isinstance(reply, ErrorReply):
-            self._refuse(reply, what, name)
+    def _number(self, reply: object, what: str, name: str) -> int:
         if not isinstance(reply, int):
-            raise StoreError(f"valkey: {what} of {name!r}: a reply that makes no sense")
+            self._refuse(reply, what, name)
         return reply
 
-    def _refuse(self, reply: ErrorReply, what: str, name: str) -> NoReturn:
-        if reply.code == "READONLY":
+    def _refuse(self, reply: object, what: str, name: str) -> NoReturn:
+        if not isinstance(reply, redis.ResponseError):
+            raise StoreError(f"valkey: {what} of {name!r}: a reply that makes no sense")
+        self._failed = ""
+        server = self._servers.get(os.getpid())
+        if isinstance(reply, ReadOnlyError) and isinstance(server, ConnectionPool):
             # The server became a replica: its name may lead to the new primary.
-            for address in dict.fromkeys(self._nodes):
-                self._connections.forget(address)
-        self._nodes_are_stale = self._cluster
-        raise StoreError(f"valkey: {what} of {name!r} refused: {reply.for_people()}")
+            server.disconnect(inuse_connections=False)
+        raise StoreError(f"valkey: {what} of {name!r} refused: {_text(reply)}")
 
 
 def make_tls(
@@ -404,58 +497,73 @@ def make_tls(
     return context
 
 
-def _limit(deadline: float) -> float:
-    return deadline if deadline < math.inf else time.monotonic() + CALL_SECONDS
+def _addresses_of(host: str, seconds: float) -> list[str]:
+    """Numeric addresses of a host. Raises TimeoutError, OSError."""
+    found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.put([str(place[0]) for *_, place in answers])
+        except (OSError, ValueError) as error:
+            found.put(error)
+
+    # A look-up takes no timeout. The thread ends when the resolver gives up.
+    threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    try:
+        answer = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
-def _part_of(session: str) -> str:
-    """The hidden key of a session. It holds a brace, so it is never that of a value."""
-    token, _, name = session.split("-", 2)
-    return f"{name}.part-{token}{{{name}}}"
+def _place(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_full(reply: Reply) -> bool:
-    """Whether the server has no memory left. Redis 6 wraps the answer to a script in another."""
-    return isinstance(reply, ErrorReply) and "OOM command not allowed" in str(reply)
+def _pools(server: ConnectionPool | redis.RedisCluster) -> list[ConnectionPool]:
+    if isinstance(server, ConnectionPool):
+        return [server]
+    return [server.get_redis_connection(node).connection_pool for node in server.get_primaries()]
 
 
-def _copy(value: Reply, view: memoryview) -> int:
-    if not isinstance(value, bytes):
-        raise StoreError("a reply that makes no sense")
-    if len(value) > view.nbytes:
-        raise StoreError("more bytes than were asked for")
-    view[: len(value)] = value
-    return len(value)
+def _receive(connection: redis.Connection) -> object:
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
 
 
-def _redirect_of(reply: Reply) -> ErrorReply | None:
-    is_redirect = isinstance(reply, ErrorReply) and reply.code in ("MOVED", "ASK")
-    return reply if is_redirect else None  # type: ignore[return-value]
+def _code(error: redis.RedisError) -> str:
+    """The first word of an error that a server answered: WRONGPASS, NOAUTH, ..."""
+    word = error.status_code or str(error).partition(" ")[0]
+    return word if word.isalpha() and word.isupper() else "ERR"
 
 
-def _address_in(redirect: ErrorReply, asked: Address) -> Address:
-    """The node that a MOVED or ASK names: `MOVED 3999 127.0.0.1:6381`; no host: the one asked."""
-    words = str(redirect).split(" ")
-    host, _, port = words[2].rpartition(":") if len(words) > 2 else ("", "", "")
-    if not port.isdecimal():
-        raise StoreError(f"valkey cluster: {redirect.for_people()}")
-    return Address(host or asked.host, int(port))
+def _text(error: redis.RedisError) -> str:
+    """What the server answered, in one line of at most 200 characters."""
+    return printable(f"{error.status_code or ''} {error}".strip())[:200]
 
 
-def _nodes_in(reply: Reply, asked: Address) -> list[Address]:
-    """The primary of each slot, by a reply to CLUSTER SLOTS."""
-    if isinstance(reply, ErrorReply):
-        raise StoreError(f"CLUSTER SLOTS refused: {reply.for_people()}")
-    nodes: list[Address | None] = [None] * _NUM_SLOTS
-    for entry in reply if isinstance(reply, list) else []:
-        match entry:
-            case [int(first), int(last), [host, int(port), *_], *_]:
-                name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
-                # A node that does not know its own name leaves it out.
-                address = Address(asked.host if name in ("", "?") else name, port)
-                for slot in range(max(first, 0), min(last + 1, _NUM_SLOTS)):
-                    nodes[slot] = address
-    whole = [node for node in nodes if node is not None]
-    if len(whole) < _NUM_SLOTS:
-        raise StoreError(f"the cluster serves {len(whole)} of {_NUM_SLOTS} slots")
-    return whole
+def _reason(error: BaseException) -> str:
+    """What went wrong, in words without a name or a number of this process."""
+    fault: BaseException | None = error
+    while fault is not None and not isinstance(fault, StoreError | OSError | redis.ResponseError):
+        fault = fault.__cause__ or fault.__context__
+    match fault:
+        case StoreError():
+            return str(fault)
+        case redis.ResponseError():
+            return f"it answered {_text(fault)}"
+        case TimeoutError():
+            return "no answer in time"
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is refused: {fault.verify_message}"
+        case OSError():
+            return fault.strerror or str(fault) or type(fault).__name__
+    if isinstance(error, redis.ConnectionError | RedisClusterException):
+        return printable(str(error))[:200]
+    # Without the library's words: they quote what came, which can be anything.
+    return "it does not speak the protocol of Valkey and Redis"
