@@ -12,6 +12,7 @@ step of the library, such as another address or another node, fails at once.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import queue
 import re
@@ -330,7 +331,8 @@ class ValkeyClient(RemoteClient):
         """What is asked inside ends at the deadline. Raises StoreError for all that fails."""
         if self._closed:
             raise StoreError("valkey: the store is closed")
-        self._deadline.at = min(deadline, time.monotonic() + _CALL_SECONDS)
+        endless = time.monotonic() + _CALL_SECONDS
+        self._deadline.at = deadline if deadline < math.inf else endless
         try:
             server = self._servers.get(os.getpid())
             if server is None:
@@ -344,7 +346,7 @@ class ValkeyClient(RemoteClient):
             self._deadline.at = 0.0
 
     def _open(self) -> ConnectionPool | redis.RedisCluster:
-        self._learning = threading.Lock()
+        self._learning = threading.Lock()  # of this process, too
         if not self._is_cluster:
             ((host, port),) = self._addresses
             return self._new_pool(host=host, port=port)
@@ -365,9 +367,10 @@ class ValkeyClient(RemoteClient):
         raise StoreError(fault)
 
     def _learn_nodes(self, cluster: redis.RedisCluster) -> None:
-        """Keeps the old ones if no node answers."""
+        """Learn them again. Keeps the old ones if no node answers."""
         # Other threads go on with the old ones: the library would let them wait for this one.
-        if not self._learning.acquire(blocking=False):
+        learning = self._learning
+        if not learning.acquire(blocking=False):
             return
         failed, self._failed = self._failed, None
         try:
@@ -376,7 +379,7 @@ class ValkeyClient(RemoteClient):
             with suppress(*_FAULTS), self._deadline.at_most(seconds):
                 cluster.nodes_manager.initialize(last_failed_node_name=failed or None)
         finally:
-            self._learning.release()
+            learning.release()
 
     def _ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Replies to commands, in one round trip to each node. Errors that a server answered are
@@ -563,6 +566,8 @@ def _reason(error: BaseException) -> str:
             return f"its certificate is refused: {fault.verify_message}"
         case OSError():
             return fault.strerror or str(fault) or type(fault).__name__
+    if isinstance(error, redis.TimeoutError):
+        return "no answer in time"
     if isinstance(error, redis.ConnectionError | RedisClusterException):
         return printable(str(error))[:200]
     # Without the library's words: they quote what came, which can be anything.
