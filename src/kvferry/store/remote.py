@@ -43,6 +43,9 @@ DESCRIBE_SECONDS = 2.0
 ASK_SECONDS = 0.25
 """How long a look-up waits for the answer to a probe."""
 
+PROBE_SECONDS = 1.0
+"""Deadline of the question itself: a late answer serves the next look-up."""
+
 FRESH_SECONDS = 300.0
 """How long a key is taken to be there before the server is asked again. It may be evicted there
 meanwhile: then the fetch misses."""
@@ -232,7 +235,8 @@ class RemoteStore(Store):
             self._observer.count("store_probe_dropped")
             return
         asked.update(dict.fromkeys(unknown, now + ASK_SECONDS))
-        self._questions.submit(lambda _job: self._ask(asked, unknown, now + ASK_SECONDS))
+        until = time.monotonic() + PROBE_SECONDS
+        self._questions.submit(lambda _job: self._ask(asked, unknown, until))
 
     def _ask(self, asked: dict[ChunkKey, float], keys: Sequence[ChunkKey], until: float) -> None:
         """Runs in: I/O thread."""
