@@ -27,6 +27,7 @@ BENCHMARKS: Mapping[str, str] = {
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "step": "time inside our hooks on a decode step without hits",
+    "stores": "stores of any URL, beside the plain clients of their servers",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
 """Name to what it measures."""
@@ -42,6 +43,7 @@ class BenchOptions:
         threads: for I/O and copies.
         seed: of all random content.
         rounds: of the vllm benchmark; None for its default.
+        stores: URLs for the stores benchmark; empty for its default.
     """
 
     directory: Path
@@ -49,6 +51,7 @@ class BenchOptions:
     threads: int = 2
     seed: int = 0
     rounds: int | None = None
+    stores: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.threads < 1:

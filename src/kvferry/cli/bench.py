@@ -28,6 +28,10 @@ def bench(
     threads: Annotated[int, typer.Option(help="Threads for I/O and copies.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of all random content.")] = 0,
     rounds: Annotated[int | None, typer.Option(help="Rounds of the vllm benchmark.")] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(help="URL for the stores benchmark; may be given several times."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Measure one part of kvferry beside the machine's own limits.
@@ -42,7 +46,12 @@ def bench(
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
         options = BenchOptions(
-            directory=Path(scratch), quick=quick, threads=threads, seed=seed, rounds=rounds
+            directory=Path(scratch),
+            quick=quick,
+            threads=threads,
+            seed=seed,
+            rounds=rounds,
+            stores=tuple(store or ()),
         )
         facts = report.machine(options.directory)
         rows = run(options)

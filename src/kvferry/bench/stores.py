@@ -1,0 +1,202 @@
+"""Stores beside what their plain clients reach for the same bytes, by turns in one run.
+
+Each value is a record as a small model has it. `read_gbps` is a read into given memory;
+`verified_gbps` checks every checksum as well, as an engine's read into a slot does. The plain
+clients are redis-py, obstore and file calls of Python; they return bytes, or fill a buffer once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.bench import BenchOptions, Row
+from kvferry.bench.limits import timed
+from kvferry.config import parse_store_url
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.base import PutResult, Store, SupportsProbe
+from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.store.url import open_store
+from kvferry.types import ChunkKey, KVGroup
+
+CHUNK_TOKENS = 128
+GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
+"""Makes records of 2 MiB."""
+
+ASK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """A client without kvferry."""
+
+    put: Callable[[str, bytes], object]
+    get: Callable[[str, memoryview], object]
+    delete: Callable[[str], object]
+
+
+class Records:
+    """What is written and read: random rows under keys of this run."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.schema = RecordSchema.for_groups(
+            namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(GROUP,)
+        )
+        self.keys = [ChunkKey(os.urandom(32)) for _ in range(count)]
+        self.names = [f"kvferry-bench-{key.hex()}" for key in self.keys]
+        self.image = bytearray(self.schema.record_bytes)
+        payload = memoryview(self.image)[self.schema.head_bytes :]
+        payload[:] = os.urandom(1 << 20) * (len(payload) >> 20)
+        self.table = leaf_digests(self.schema.components[0], payload)
+        self.every = RowRange(0, 0, self.schema.components[0].num_rows)
+
+    def buffer(self) -> memoryview:
+        """Memory for one record; touched, so that the first read does not wait for pages."""
+        return memoryview(bytearray(self.image))
+
+    def put(self, store: Store, image: memoryview, index: int) -> None:
+        key = self.keys[index]
+        if put_record(store, self.schema, key, 0, self.table, image) is not PutResult.STORED:
+            raise ConfigError(f"{store.url} does not store a record of this benchmark")
+
+    def read(self, store: Store, buffer: memoryview, index: int) -> None:
+        if store.read(self.keys[index], [(0, buffer)]) != len(buffer):
+            raise ConfigError(f"{store.url} lost a record of this benchmark; give it more room")
+
+    def verify(self, store: Store, buffer: memoryview, index: int) -> None:
+        head, payload = buffer[: self.schema.head_bytes], buffer[self.schema.head_bytes :]
+        read = RecordRead(
+            key=self.keys[index], first_token=0, head=head, rows=[(self.every, payload)]
+        )
+        if (reason := read_record(store, self.schema, read, Observer())) is not None:
+            raise ConfigError(f"{store.url}: a record of this benchmark is {reason}")
+
+
+def run(options: BenchOptions) -> Sequence[Row]:
+    """Rows: each store with one thread and with several. Stores are those of `--store`, else a
+    directory and memory."""
+    urls = options.stores or (f"file://{options.directory}/store", "memory://bench")
+    count = 8 if options.quick else 64
+    return [
+        _measure(url, threads, count, options)
+        for url in urls
+        for threads in dict.fromkeys((1, options.threads))
+    ]
+
+
+def _measure(url: str, threads: int, count: int, options: BenchOptions) -> Row:
+    records = Records(count, options.seed)
+    plain = plain_client(url, options.directory)
+    gigabytes = count * records.schema.record_bytes / 1e9
+    buffers = [records.buffer() for _ in range(count)]
+
+    def rate(work: Callable[[int], object]) -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            return gigabytes / timed(lambda: list(pool.map(work, range(count)))).wall
+
+    found: dict[str, float | None] = {}
+    with open_store(url, namespace=records.schema.namespace) as store:
+        try:
+            if plain is not None:
+                image = bytes(records.image)
+                found["plain_put_gbps"] = rate(lambda at: plain.put(records.names[at], image))
+            found["put_gbps"] = rate(lambda at: records.put(store, buffers[at], at))
+            reads: dict[str, list[float]] = {"plain_get": [], "read": [], "verified": []}
+            for _ in range(1 if options.quick else 3):
+                if plain is not None:
+                    reads["plain_get"].append(
+                        rate(lambda at: plain.get(records.names[at], buffers[at]))
+                    )
+                reads["read"].append(rate(lambda at: records.read(store, buffers[at], at)))
+                reads["verified"].append(rate(lambda at: records.verify(store, buffers[at], at)))
+            for name, rates in reads.items():
+                found[f"{name}_gbps"] = statistics.median(rates) if rates else None
+            asked = _ask_us(store, records.keys)
+        finally:
+            for key, name in zip(records.keys, records.names, strict=True):
+                store.delete(key)
+                if plain is not None:
+                    plain.delete(name)
+    return {
+        "store": url.partition(":")[0],
+        "threads": threads,
+        **found,
+        "put_ratio": _ratio(found["put_gbps"], found.get("plain_put_gbps")),
+        "read_ratio": _ratio(found["read_gbps"], found["plain_get_gbps"]),
+        "ask_us": asked,
+    }
+
+
+def _ratio(ours: float | None, plain: float | None) -> float | None:
+    return None if ours is None or plain is None else ours / plain
+
+
+def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
+    """Microseconds per key from the probe of a prompt until the answer; None where the store knows
+    by itself."""
+    asking: object = store
+    strange = [ChunkKey(os.urandom(32)) for _ in keys]
+    if not isinstance(asking, SupportsProbe):
+        return None
+    asking.probe(strange)
+    if store.contains(strange[-1]) is not None:
+        return None
+    started = time.perf_counter()
+    while store.contains(strange[-1]) is None and time.perf_counter() - started < ASK_SECONDS:
+        time.sleep(0)
+    return 1e6 * (time.perf_counter() - started) / len(strange)
+
+
+def plain_client(url: str, directory: Path) -> Plain | None:
+    """The client that a store's server is used with otherwise; None where there is none here."""
+    parsed = parse_store_url(url)
+    if parsed.scheme == "file":
+        return Plain(
+            put=lambda name, value: (directory / name).write_bytes(value),
+            get=lambda name, buffer: _read_file(directory / name, buffer),
+            delete=lambda name: (directory / name).unlink(missing_ok=True),
+        )
+    if parsed.scheme in ("valkey", "redis") and "cluster" not in parsed.options:
+        (host, port), *_ = parsed.hosts
+        server: Any = importlib.import_module("redis").Redis(
+            host=host,
+            port=port or 6379,
+            username=parsed.username or None,
+            password=parsed.password or None,
+        )
+        return Plain(
+            put=server.set,
+            get=lambda name, buffer: _copy(server.get(name), buffer),
+            delete=server.unlink,
+        )
+    if parsed.scheme == "s3":
+        obstore: Any = importlib.import_module("obstore")
+        ((bucket, _), *_) = parsed.hosts
+        is_clear = parsed.options.get("endpoint", "").startswith("http:")
+        place = importlib.import_module("obstore.store").S3Store(
+            bucket, config=dict(parsed.options), client_options={"allow_http": is_clear}
+        )
+        return Plain(
+            put=lambda name, value: obstore.put(place, name, value),
+            get=lambda name, buffer: _copy(obstore.get(place, name).bytes(), buffer),
+            delete=lambda name: obstore.delete(place, name),
+        )
+    return None
+
+
+def _read_file(path: Path, buffer: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.readinto(buffer)
+
+
+def _copy(value: bytes, buffer: memoryview) -> None:
+    buffer[:] = memoryview(value)
