@@ -16,7 +16,7 @@ from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.file.directory import record_path
 from kvferry.store.recordio import put_record
-from kvferry.store.url import open_store
+from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
 
 CHUNK_TOKENS = 7
@@ -57,30 +57,33 @@ class MadeStore:
         return {str(path.relative_to(self.root)): path.read_bytes() for path in files}
 
 
+def put_records(
+    url: str, *, num_records: int = 3, seed: int = 5, namespace: bytes | None = None
+) -> tuple[RecordSchema, list[ChunkKey]]:
+    """Store records as an engine does; returns their schema and their keys, in order."""
+    rng = random.Random(seed)
+    schema = RecordSchema.for_groups(
+        namespace=namespace or rng.randbytes(32),
+        chunk_tokens=CHUNK_TOKENS,
+        groups=(
+            KVGroup(num_layers=2, num_kv_heads=3, content_size=10, dtype="float32", block_size=16),
+        ),
+    )
+    keys = [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
+    with open_one(url, namespace=schema.namespace) as store:
+        for number, key in enumerate(keys):
+            payload = rng.randbytes(schema.payload_bytes)
+            table = leaf_digests(schema.components[0], memoryview(payload))
+            image = memoryview(bytearray(schema.head_bytes) + payload)
+            stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
+            assert stored is PutResult.STORED
+    return schema, keys
+
+
 @pytest.fixture
 def make_store(tmp_path: Path) -> Callable[..., MadeStore]:
-    def make(
-        *, num_records: int = 3, seed: int = 5, name: str = "store", namespace: bytes | None = None
-    ) -> MadeStore:
-        rng = random.Random(seed)
-        schema = RecordSchema.for_groups(
-            namespace=namespace or rng.randbytes(32),
-            chunk_tokens=CHUNK_TOKENS,
-            groups=(
-                KVGroup(
-                    num_layers=2, num_kv_heads=3, content_size=10, dtype="float32", block_size=16
-                ),
-            ),
-        )
-        keys = [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
-        with open_store((tmp_path / name).as_uri()) as store:
-            for number, key in enumerate(keys):
-                payload = rng.randbytes(schema.payload_bytes)
-                table = leaf_digests(schema.components[0], memoryview(payload))
-                image = memoryview(bytearray(schema.head_bytes) + payload)
-                stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
-                assert stored is PutResult.STORED
-        return MadeStore(tmp_path / name, schema, keys)
+    def make(*, name: str = "store", **given: object) -> MadeStore:
+        return MadeStore(tmp_path / name, *put_records((tmp_path / name).as_uri(), **given))
 
     return make
 

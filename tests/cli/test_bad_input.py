@@ -45,7 +45,9 @@ EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
         ("file:///nowhere?max_bytes=lots", ["'lots'", "10GiB"]),
         ("file:///nowhere?staging_bytes=1GiB", ["'staging_bytes'"]),
         ("memory://x", ["memory store", "file:///"]),
-        ("valkey://host/kv", ["looks into a directory", "file:///"]),
+        ("valkey://host/kv?clutser=true", ["'clutser'", "'cluster'"]),
+        ("s3://bucket/../kv", ["prefix"]),
+        ("mooncake://host/kv", ["names no single master"]),
         ("file:///caf%e9", ["'/caf%e9'", "not UTF-8"]),
     ],
 )

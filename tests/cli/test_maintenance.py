@@ -171,7 +171,9 @@ def test_verify_finds_a_record_under_another_ones_name(make_store, run):
     made = make_store(num_records=2)
     made.path(1).write_bytes(made.path(0).read_bytes())
     found = json.loads(run("verify", made.url, "--json", "-").out)
-    assert found["bad"] == [{"key": made.keys[1].hex(), "reason": "wrong_key"}]
+    assert found["bad"] == [
+        {"key": made.keys[1].hex(), "reason": "wrong_key", "action": "quarantined"}
+    ]
 
 
 def test_verify_dry_run_reports_and_leaves(make_store, run):

@@ -280,6 +280,18 @@ def test_an_evicting_server_gives_whole_values_or_none():
         client.close()
 
 
+def test_a_scan_says_when_a_value_was_used_and_does_not_use_it(valkey_server):
+    client = make_client(valkey_server.port)
+    client.put("kv/idle/old", [b"abc"], soon())
+    value = valkey_server.ask("DUMP", "kv/idle/old")
+    valkey_server.ask("RESTORE", "kv/idle/old", 0, value, "REPLACE", "IDLETIME", 3600)
+    for _ in range(2):
+        ((_, _, last_used),) = client.scan("kv/idle/", soon())
+        assert abs(time.time() - 3600 - last_used) < 60
+    assert client.delete("kv/idle/old", soon())
+    client.close()
+
+
 def test_the_last_use_is_unknown_where_the_server_counts_uses():
     with running_valkey(maxmemory="50mb", maxmemory_policy="allkeys-lfu") as server:
         client = make_client(server.port)

@@ -171,7 +171,7 @@ def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
     for name, value in facts.items():
         text = _readable(name, value)
         if value is None:
-            text = "no limit"
+            text = "no limit" if name == "max_bytes" else "not known"
         elif name.endswith("_bytes"):
             text = f"{text} ({value} bytes)"
         elif isinstance(value, str):

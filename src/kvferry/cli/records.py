@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_fact_table, make_table
-from kvferry.cli.stores import UrlArgument, check, find, inspect, look, model_names
-from kvferry.config import parse_store_url
+from kvferry.cli.stores import (
+    UrlArgument,
+    as_directory,
+    check,
+    entries,
+    find,
+    inspect,
+    look,
+    model_names,
+    namespaces,
+)
+from kvferry.config import parse_store_url, without_credentials
+from kvferry.errors import ConfigError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
-from kvferry.store.base import Entry, Removal, StoreStat
+from kvferry.store.base import Entry, Removal
 from kvferry.types import FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from kvferry.cli.stores import AnyStore
     from kvferry.store.file import FileStore
 
 _SHOWN_NAMESPACES = 20
-_MAX_REMOVALS = 1 << 30
 
 
 class Order(StrEnum):
@@ -64,26 +76,49 @@ def ls(
 ) -> None:
     """List the records of a store, or those that were removed last.
 
+    A bucket says when a record was written, not used; Mooncake says neither.
+
     Example: kvferry ls file:///var/cache/kvferry --sort size --limit 20
     """
     if removed:
-        _show_removals(look(url, lambda store: store.removals(limit or _MAX_REMOVALS)), json)
+        _show_removals(look(url, lambda store: _removals(store, limit or sys.maxsize)), json)
     else:
         _show_records(*look(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: FileStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
-    """The records to show, the names of their models, and the number of all records. At most one
-    record that is not shown is in memory at a time."""
-    num_records = store.stat().num_records
+def _list(store: AnyStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
+    """The records to show, the names of their models, and the number of all records. A directory
+    has at most one record in memory that is not shown; a server has the names of all."""
+    limit = limit or sys.maxsize
+    num_records = 0
+
+    def every() -> Iterator[Entry]:
+        nonlocal num_records
+        for entry in entries(store):
+            num_records += 1
+            yield entry
+
     if sort is Order.TOKEN:
-        every = (_Shown(entry, inspect(store, entry.key)) for entry in store.scan())
-        shown = heapq.nsmallest(limit or max(1, num_records), every, key=_place)
+        heads = (_Shown(entry, inspect(store, entry.key)) for entry in every())
+        shown = heapq.nsmallest(limit, heads, key=_place)
     else:
-        order = "last_used" if sort is Order.AGE else "num_bytes"
-        chosen: Iterable[Entry] = store.scan(order, limit or -1)  # type: ignore[arg-type]
+        directory = as_directory(store)
+        if sort is Order.SIZE:
+            chosen: Iterable[Entry] = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
+        elif directory is None:
+            chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
+        else:
+            chosen = directory.recent(limit)
+            num_records = directory.stat().num_records
         shown = [_Shown(entry, inspect(store, entry.key)) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
+
+
+def _removals(store: AnyStore, limit: int) -> list[Removal]:
+    directory = as_directory(store)
+    if directory is None:
+        raise ConfigError(f"{store.url} does not remember what was removed; a directory does")
+    return directory.removals(limit)
 
 
 def _place(found: _Shown) -> tuple[bytes, int]:
@@ -123,7 +158,8 @@ def _show_records(
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
-    return {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": entry.last_used}
+    last_used = entry.last_used or None  # 0: unknown
+    return {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": last_used}
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
@@ -150,7 +186,7 @@ def show(
     Example: kvferry show file:///var/cache/kvferry 3f9a
     """
 
-    def look_at(store: FileStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    def look_at(store: AnyStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
         return entry, inspect(store, entry.key), check(store, entry.key)
 
@@ -195,7 +231,8 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
 
 
 def stat(url: UrlArgument, json: JsonOption = None) -> None:
-    """Show the records of a store by model, its quota, and recent removals by reason.
+    """Show the records of a store by model; a directory also has a quota, and recent removals by
+    reason.
 
     `used_bytes` counts the records of all processes that share the store, and its quarantine. The
     quota is that of the URL given here; engines bring their own. `memory_bytes` is the default host
@@ -205,29 +242,22 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     """
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.connectors.registry import default_options
-    from kvferry.store.file.directory import Directory
 
-    counts, namespaces, removals = look(url, _counts)
-    removed = _by_reason(removals)
-    since = removals[-1].at if removals else None
-    quarantine = Directory(parse_store_url(url).path).list_files("quarantine").values()
-    facts: JsonRow = {
-        "url": url,
-        "num_records": counts.num_records,
-        "used_bytes": counts.used_bytes,
-        "max_bytes": counts.max_bytes,
-        "index_complete": counts.index_complete,
-        "quarantined": len(quarantine),
-        "quarantined_bytes": sum(file.num_bytes for file in quarantine),
+    facts, spaces, removals = look(url, _count)
+    facts = {
+        "url": without_credentials(url),
+        **facts,
         "memory_bytes": default_options("shared_storage")["memory_bytes"],
     }
+    removed = _by_reason(removals)
+    since = removals[-1].at if removals else None
     tables = [make_fact_table(facts)]
-    if namespaces:
-        left = len(namespaces) - _SHOWN_NAMESPACES
+    if spaces:
+        left = len(spaces) - _SHOWN_NAMESPACES
         title = "records by namespace" + (f", {left} smaller ones not shown" if left > 0 else "")
         rows = [
             {**row, "namespace": row["namespace"] or "not known yet"}
-            for row in namespaces[:_SHOWN_NAMESPACES]
+            for row in spaces[:_SHOWN_NAMESPACES]
         ]
         columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
         tables.append(make_table({**columns, "model": "model"}, rows, title=title))
@@ -235,16 +265,16 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
         columns = {"why": "reason", "records": "num_records", "size": "num_bytes"}
         title = f"removed in the last {format_age(since)}"
         tables.append(make_table({**columns, "last": "last_at"}, removed, title=title))
-    lists = {"namespaces": list(namespaces), "removed": list(removed), "removed_since": since}
+    lists = {"namespaces": list(spaces), "removed": list(removed), "removed_since": since}
     emit({**facts, **lists}, json, *tables)
 
 
-def _counts(store: FileStore) -> tuple[StoreStat, list[JsonRow], list[Removal]]:
-    """Counts, namespaces (the largest first) and removals (the latest first)."""
-    counts = store.namespaces()
+def _count(store: AnyStore) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
+    """Counts, namespaces (the largest first) and, of a directory, removals (the latest first)."""
+    counts = namespaces(store)
     models = model_names(store, counts)
     largest_first = sorted(counts.items(), key=lambda item: -item[1][1])
-    namespaces: list[JsonRow] = [
+    rows: list[JsonRow] = [
         {
             "namespace": digest.hex() or None,
             "model": models.get(digest),
@@ -253,7 +283,29 @@ def _counts(store: FileStore) -> tuple[StoreStat, list[JsonRow], list[Removal]]:
         }
         for digest, (num_records, num_bytes) in largest_first
     ]
-    return store.stat(), namespaces, store.removals(_MAX_REMOVALS)
+    directory = as_directory(store)
+    if directory is not None:
+        return _directory_facts(directory), rows, directory.removals(sys.maxsize)
+    facts: JsonRow = {
+        "num_records": sum(num_records for num_records, _ in counts.values()),
+        "used_bytes": sum(num_bytes for _, num_bytes in counts.values()),
+    }
+    return facts, rows, []
+
+
+def _directory_facts(store: FileStore) -> JsonRow:
+    from kvferry.store.file.directory import Directory
+
+    counts = store.stat()
+    quarantine = Directory(parse_store_url(store.url).path).list_files("quarantine").values()
+    return {
+        "num_records": counts.num_records,
+        "used_bytes": counts.used_bytes,
+        "max_bytes": counts.max_bytes,
+        "index_complete": counts.index_complete,
+        "quarantined": len(quarantine),
+        "quarantined_bytes": sum(file.num_bytes for file in quarantine),
+    }
 
 
 def _by_reason(removals: list[Removal]) -> list[JsonRow]:

@@ -5,54 +5,63 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from kvferry.config import SERVER_SCHEMES, build_config, parse_store_url, without_credentials
+from kvferry.config import StoreUrl, build_config, parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
 from kvferry.store.checking import verify
-from kvferry.store.url import FileOptions, open_store
+from kvferry.store.url import FileOptions, open_one
 from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
+    from kvferry.store.remote import RemoteStore
+
+    AnyStore = FileStore | RemoteStore
 
 T = TypeVar("T")
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="Store, for example file:///var/cache/kvferry.")
+    str,
+    typer.Argument(
+        metavar="URL", help="Store, for example file:///var/cache/kvferry or s3://bucket/kv."
+    ),
 ]
 
 INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
-def look(url: str, question: Callable[[FileStore], T]) -> T:
-    """Answer `question` about the store at `url`, opened read-only, from its index; from the
-    directory alone if the index is damaged or stays locked.
+def look(url: str, question: Callable[[AnyStore], T]) -> T:
+    """Answer `question` about the store at `url`, opened read-only. A directory whose index is
+    damaged or stays locked is asked without it.
 
     Raises:
         ConfigError: see `open_existing`.
-        StoreError: the directory cannot be listed.
+        StoreError: the directory or the server cannot be listed.
     """
     try:
         with open_existing(url) as store:
             return question(store)
     except StoreError:
         parsed = parse_store_url(url)
+        if parsed.scheme != "file":
+            raise
         # A file that no store has.
         options = {**parsed.options, "index_file": f"{parsed.path}/none.sqlite3"}
         with open_existing(str(dataclasses.replace(parsed, options=options))) as store:
             return question(store)
 
 
-def open_existing(url: str, *, writable: bool = False) -> FileStore:
-    """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
+def open_existing(url: str, *, writable: bool = False) -> AnyStore:
+    """Open the store at `url` without creating, evicting or (unless `writable`) changing anything;
+    what a server keeps changes by `delete` and `discard` only.
 
     Raises:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
@@ -64,27 +73,66 @@ def open_existing(url: str, *, writable: bool = False) -> FileStore:
             f"store URL {url!r}: a memory store ends with its process, so there is nothing to look "
             "at; use file:///absolute/directory"
         )
-    if parsed.scheme in SERVER_SCHEMES:
-        raise ConfigError(
-            f"store URL {without_credentials(url)!r}: this command looks into a directory; use "
-            "file:///absolute/directory"
-        )
-    # First, so that a refusal shows the URL as it was given.
-    given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")
-    if writable and given.read_only:
-        raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
-    options = {**parsed.options, "create": "false", "read_only": str(not writable)}
-    # A file URL opens a FileStore, whose import would slow down the help. No command calls
-    # `contains`, so no command needs the keys in memory.
-    opened = open_store(str(dataclasses.replace(parsed, options=options)), index=writable)
-    store = cast("FileStore", opened)
+    if parsed.scheme == "file":
+        parsed = _existing(url, parsed, writable=writable)
+        url = str(parsed)
+    # The type is not imported: it would slow down the help. No command calls `contains`, so no
+    # command needs the keys in memory.
+    store = cast("AnyStore", open_one(url, index=writable and parsed.scheme == "file"))
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
         time.sleep(0.005)
     return store
 
 
-def find(store: FileStore, key_prefix: str) -> Entry:
+def _existing(url: str, parsed: StoreUrl, *, writable: bool) -> StoreUrl:
+    """The URL of a directory with the options that neither make nor (unless `writable`) change
+    it."""
+    # First, so that a refusal shows the URL as it was given.
+    given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")
+    if writable and given.read_only:
+        raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
+    options = {**parsed.options, "create": "false", "read_only": str(not writable)}
+    return dataclasses.replace(parsed, options=options)
+
+
+def as_directory(store: AnyStore) -> FileStore | None:
+    """The store if it is a directory, whose index knows more than a list of records says."""
+    # Not at the top: the help would wait for it.
+    from kvferry.store.file import FileStore
+
+    return store if isinstance(store, FileStore) else None
+
+
+def entries(store: AnyStore) -> Iterator[Entry]:
+    """Every record.
+
+    Raises:
+        ConfigError: nothing is stored on a server under this URL.
+        StoreError: the store cannot be listed.
+    """
+    is_empty = True
+    for entry in store.scan():
+        is_empty = False
+        yield entry
+    if is_empty:
+        namespaces(store)
+
+
+def namespaces(store: AnyStore) -> dict[bytes, tuple[int, int]]:
+    """Records and their bytes by namespace; raises as `entries`."""
+    found = store.namespaces()
+    # A server has no directory that could be missing: a wrong prefix looks like this. A store that
+    # was emptied still has the description of its namespaces.
+    if not found and as_directory(store) is None:
+        raise ConfigError(
+            f"nothing is stored under {store.url}; check the name and the prefix, unless no engine "
+            "has used it yet"
+        )
+    return found
+
+
+def find(store: AnyStore, key_prefix: str) -> Entry:
     """The one value whose key starts with `key_prefix` (hexadecimal).
 
     Raises:
@@ -93,7 +141,7 @@ def find(store: FileStore, key_prefix: str) -> Entry:
     prefix = key_prefix.lower()
     if not prefix or len(prefix) > 64 or set(prefix) - set("0123456789abcdef"):
         raise ConfigError(f"{key_prefix!r} is not a key; give 1 to 64 hexadecimal digits")
-    matches = [entry for entry in store.scan() if entry.key.hex().startswith(prefix)]
+    matches = [entry for entry in entries(store) if entry.key.hex().startswith(prefix)]
     if len(matches) == 1:
         return matches[0]
     found = "no record" if not matches else f"{len(matches)} records"
@@ -101,13 +149,13 @@ def find(store: FileStore, key_prefix: str) -> Entry:
     raise ConfigError(f"{found} in {store.url} with a key that starts with {prefix}; {hint}")
 
 
-def model_names(store: FileStore, namespaces: Iterable[bytes]) -> dict[bytes, str]:
+def model_names(store: AnyStore, digests: Iterable[bytes]) -> dict[bytes, str]:
     """Names of the models of namespaces, where the store keeps a description that fits."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.keys import Namespace
 
     names = {}
-    for digest in set(namespaces):
+    for digest in set(digests):
         text = store.describe(digest) if digest else None
         namespace = None if text is None else Namespace.from_text(digest, text)
         if namespace is not None:
@@ -131,8 +179,8 @@ def inspect(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
 
 
 def check(store: Store, key: ChunkKey) -> MissReason | None:
-    """Compare every checksum of a record in a read-only store; None if it is right."""
-    report = verify(store, [key])
+    """Compare every checksum of a record, and leave it where it is; None if it is right."""
+    report = verify(store, [key], discards=False)
     if report.bad:
         return report.bad[0][1]
     if report.num_unreadable:

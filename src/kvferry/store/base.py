@@ -76,6 +76,14 @@ class Removal(NamedTuple):
     """The process that took it out, or found it gone."""
 
 
+class GcReport(NamedTuple):
+    """What was removed to make a store smaller, and what is stored now."""
+
+    removed_records: int
+    removed_bytes: int
+    used_bytes: int
+
+
 class Store(ABC):
     """Whole values under content keys: a value never changes, it appears, and it goes.
 

@@ -32,12 +32,19 @@ class VerifyReport(NamedTuple):
 
 
 def verify(
-    store: Store, keys: Iterable[ChunkKey], progress: Progress | None = None
+    store: Store,
+    keys: Iterable[ChunkKey],
+    progress: Progress | None = None,
+    *,
+    discards: bool = True,
 ) -> VerifyReport:
-    """Check every record completely; discard what is wrong, unless the store is read-only.
+    """Check every record completely, and discard what is wrong.
 
     Memory stays below 72 MiB, whatever the records claim. Safe while the store is in use. Raises
     what `keys` raises.
+
+    Args:
+        discards: False leaves what is wrong, as a read-only store does in any case.
     """
     window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
     bad: list[tuple[ChunkKey, MissReason]] = []
@@ -55,7 +62,8 @@ def verify(
         num_bytes += size
         if reason is not None:
             bad.append((key, reason))
-            store.discard(key, reason)
+            if discards:
+                store.discard(key, reason)
         if progress is not None:
             progress(num_records, num_bytes)
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)

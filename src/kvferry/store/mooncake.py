@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,12 @@ class MooncakeClient(RemoteClient):
                         raise StoreError(f"{self._where}: the list of names took too long")
         except OSError as error:
             raise StoreError(f"{self._where}: no list of names: {error}") from error
+        except (ValueError, HTTPException):
+            # Not chained: its text can quote more of the URL than may be shown.
+            raise StoreError(
+                f"{self._where}: no list of names: admin is no URL of a metrics port, such as "
+                "http://10.0.0.1:9003"
+            ) from None
         return content.decode(errors="replace").split()
 
     def _lane(self, what: str, deadline: float) -> _Call:

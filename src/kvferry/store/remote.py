@@ -65,7 +65,8 @@ CLOSE_SECONDS = 2.0
 STALE_SECONDS = 600.0
 """Age of a part file whose writer is taken to be dead."""
 
-_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{64})")
+_ABOUT = "about.json"
+_NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 _SESSION = re.compile(r"[0-9a-f]{32}")
 
 
@@ -272,24 +273,35 @@ class RemoteStore(Store):
 
     def scan(self) -> Iterator[Entry]:
         """Every value of every namespace; they can be read through this store from then on."""
-        if self._closed:
-            return
-        for name, num_bytes, last_used in self._client.scan(self._prefix, NO_DEADLINE):
-            found = _NAME.fullmatch(name[len(self._prefix) :])
-            if found is not None:
-                key = ChunkKey(bytes.fromhex(found[2]))
-                self._listed[key] = name
-                yield Entry(key, num_bytes, last_used, bytes.fromhex(found[1]))
+        return (entry for entry in self._scan() if entry.key)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        """Also those of which nothing but the description is left."""
         found: dict[bytes, tuple[int, int]] = {}
-        for entry in self.scan():
+        for entry in self._scan():
             num_records, num_bytes = found.get(entry.namespace, (0, 0))
-            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
+            if entry.key:
+                num_records, num_bytes = num_records + 1, num_bytes + entry.num_bytes
+            found[entry.namespace] = (num_records, num_bytes)
         return found
 
+    def _scan(self) -> Iterator[Entry]:
+        """Every value once, and with an empty key every description."""
+        if self._closed:
+            return
+        seen: set[str] = set()  # a server may list a name twice
+        for name, num_bytes, last_used in self._client.scan(self._prefix, NO_DEADLINE):
+            found = _NAME.fullmatch(name[len(self._prefix) :])
+            if found is None or name in seen:
+                continue
+            seen.add(name)
+            key = ChunkKey(bytes.fromhex(found[2] or ""))
+            if key:
+                self._listed[key] = name
+            yield Entry(key, num_bytes, last_used, bytes.fromhex(found[1]))
+
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        name = f"{self._prefix}{namespace.hex()}/about.json"
+        name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
         until = time.monotonic() + DESCRIBE_SECONDS
         said = None
         with suppress(StoreError, UnicodeDecodeError):

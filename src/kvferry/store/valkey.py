@@ -448,11 +448,17 @@ class ValkeyClient(RemoteClient):
     ) -> list[tuple[str, int, float]]:
         texts = [key.decode("utf-8", "replace") for key in keys if isinstance(key, bytes)]
         names = list(dict.fromkeys(text for text in texts if text.startswith(prefix)))
-        commands: list[Command] = [("STRLEN", name) for name in names]
+        if not names:
+            return []
+        # STRLEN counts as a use: the last one is asked for first, and stays as it was where the
+        # server knows NO-TOUCH (Valkey, Redis 7.2).
+        commands: list[Command] = [("CLIENT NO-TOUCH", "ON")]
         commands += [("OBJECT IDLETIME", name) for name in names]
-        replies = self._exchange(pool, commands) if commands else []
+        commands += [("STRLEN", name) for name in names]
+        _, *replies, _ = self._exchange(pool, [*commands, ("CLIENT NO-TOUCH", "OFF")])
+        idles, sizes = replies[: len(names)], replies[len(names) :]
         now, found = time.time(), []
-        for name, size, idle in zip(names, replies, replies[len(names) :], strict=False):
+        for name, size, idle in zip(names, sizes, idles, strict=True):
             if isinstance(size, int) and size > 0:  # else it went, or is none of ours
                 found.append((name, size, now - idle if isinstance(idle, int) else 0.0))
         return found

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
@@ -295,19 +295,17 @@ class Index:
         with self._transaction(writes=False) as db:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
-    def entries(
-        self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
-    ) -> Iterator[Entry]:
-        """All records by id, or with an order the `limit` used last, or the largest; -1 for all."""
+    def entries(self, limit: int | None = None) -> Iterator[Entry]:
+        """All records by id, or the `limit` used last."""
         query = "SELECT id, key, num_bytes, last_used, namespace FROM records"
-        part = _NEXT if order is None else f"ORDER BY {order} DESC LIMIT ?"
-        argument = 0 if order is None else limit
+        part = _NEXT if limit is None else "ORDER BY last_used DESC LIMIT ?"
+        argument = 0 if limit is None else limit
         while True:  # in slices, because a long read keeps other processes from writing
             with self._transaction(writes=False) as db:
                 rows = db.execute(f"{query} {part}", (argument,))
                 found = [checked(row, "nkntb") for row in rows]
             yield from (Entry(*row[1:]) for row in found)
-            if order is not None or len(found) < _BATCH:
+            if limit is not None or len(found) < _BATCH:
                 return
             argument = found[-1][0]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
@@ -21,6 +21,7 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
     Entry,
+    GcReport,
     PutResult,
     ReadRange,
     Removal,
@@ -44,14 +45,6 @@ ROOM_SECONDS = 2.0
 """How long a put evicts before it gives up; what is over a quota is evicted in the background."""
 
 _Found = TypeVar("_Found")
-
-
-class GcReport(NamedTuple):
-    """What `gc` removed, and what is stored now."""
-
-    removed_records: int
-    removed_bytes: int
-    used_bytes: int
 
 
 class _Writing(NamedTuple):
@@ -261,15 +254,12 @@ class FileStore(Store):
             self._upkeep.stop(CLOSE_SECONDS, self._abort_all)
         self._known.clear()
 
-    def scan(
-        self, order: Literal["last_used", "num_bytes"] | None = None, limit: int = -1
-    ) -> Iterator[Entry]:
-        """Every record, from the index. With an order, the `limit` that were used last, or are the
-        largest; -1 for all. Raises StoreError if the index cannot be read."""
-        return self._listed(self._index.entries(order, limit))
+    def scan(self) -> Iterator[Entry]:
+        """Every record, from the index. Raises StoreError if the index cannot be read."""
+        return self._listed(self._index.entries())
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        return self.scan("last_used", limit)
+        return self._listed(self._index.entries(limit))
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         found: dict[bytes, tuple[int, int]] = {}

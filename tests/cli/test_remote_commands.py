@@ -1,0 +1,378 @@
+"""ls, show, stat, verify and gc on servers, which are real ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import pytest
+
+from kvferry.keys import ModelIdentity, Namespace
+from kvferry.record.schema import RecordSchema
+from kvferry.store.remote import RemoteStore
+from kvferry.store.url import open_one
+from kvferry.types import ChunkKey, KVGroup
+from tests.cli.conftest import CHUNK_TOKENS, put_records
+from tests.servers.mooncake import mooncake
+from tests.servers.process import LOCALHOST, free_ports
+from tests.servers.proxy import running_proxy
+from tests.servers.seaweed import BUCKET, seaweed
+from tests.servers.valkey import make_certificate, running_valkey, valkey_cluster, valkey_server
+
+__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
+
+KINDS = ["valkey", "s3", "mooncake"]
+COMMANDS = {
+    "ls": [],
+    "show": ["00"],
+    "stat": [],
+    "verify": [],
+    "verify --dry-run": [],
+    "gc": ["--max-bytes", "1GiB"],
+    "gc --dry-run": ["--max-bytes", "1GiB"],
+}
+SECRET = "correct-horse"
+GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
+SPACE = Namespace.of(ModelIdentity(weights=bytes(32), config={}, name="org/model-7b"), (GROUP,), 7)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Records on a server, under a prefix of their own."""
+
+    url: str
+    schema: RecordSchema
+    keys: list[ChunkKey]
+
+    @contextmanager
+    def opened(self) -> Iterator[RemoteStore]:
+        with open_one(self.url, namespace=self.schema.namespace) as store:
+            yield store
+
+    def kept(self) -> list[bool]:
+        with self.opened() as store:
+            return [store.read(key, ()) is not None for key in self.keys]
+
+    def flip_last_bit(self, index: int) -> None:
+        with self.opened() as store:
+            name = store._name(self.keys[index])
+            value = bytearray(self.schema.record_bytes)
+            until = time.monotonic() + 10
+            store._client.read(name, [(0, memoryview(value))], until)
+            value[-1] ^= 1
+            assert store._client.delete(name, until)
+            assert store._client.put(name, [value], until) == "stored"
+
+    def empty(self) -> None:
+        with self.opened() as store:
+            assert all(store.delete(key) for key in self.keys)
+
+
+@pytest.fixture
+def url_of(request, monkeypatch, tmp_path):
+    """The URL of a server by its kind, with a prefix of the test."""
+
+    def url(kind: str) -> str:
+        prefix = tmp_path.name
+        if kind == "valkey":
+            return f"valkey://{LOCALHOST}:{request.getfixturevalue('valkey_server').port}/{prefix}"
+        if kind == "mooncake":
+            server = request.getfixturevalue("mooncake")
+            return f"mooncake://{server.master}/{prefix}?admin={server.admin}"
+        server = request.getfixturevalue("seaweed")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{BUCKET}/{prefix}?endpoint={server.endpoint}&region=us-east-1"
+
+    return url
+
+
+@pytest.fixture
+def fill(url_of):
+    def make(kind: str = "valkey", **given: object) -> Filled:
+        url = url_of(kind)
+        return Filled(url, *put_records(url, **given))
+
+    return make
+
+
+@pytest.fixture
+def set_idle(valkey_server):
+    """Let a record in Valkey count as not used for so many seconds."""
+
+    def idle(filled: Filled, index: int, seconds: int) -> None:
+        with filled.opened() as store:
+            name = store._name(filled.keys[index])
+        value = valkey_server.ask("DUMP", name)
+        valkey_server.ask("RESTORE", name, 0, value, "REPLACE", "IDLETIME", seconds)
+
+    return idle
+
+
+def asked(run, *arguments, code=0):
+    ran = run(*arguments, "--json", "-")
+    assert ran.code == code, ran.err
+    return json.loads(ran.out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_are_listed_shown_and_counted(fill, run, kind):
+    made = fill(kind, namespace=SPACE.digest)
+    with made.opened() as store:
+        store.describe(SPACE.digest, SPACE.as_text())
+    size = made.schema.record_bytes
+    rows = asked(run, "ls", made.url)
+    assert {(row["key"], row["first_token"], row["num_bytes"], row["model"]) for row in rows} == {
+        (key.hex(), number * CHUNK_TOKENS, size, "org/model-7b")
+        for number, key in enumerate(made.keys)
+    }
+    for row in rows:
+        assert (row["last_used"] is None) == (kind == "mooncake")
+        assert row["last_used"] is None or abs(row["last_used"] - time.time()) < 60
+    out = run("ls", made.url, "--limit", 2).out
+    assert "2 of 3 records" in out
+    assert "org/model-7b" in out
+
+    shown = asked(run, "show", made.url, made.keys[1].hex()[:10])
+    assert (shown["key"], shown["verdict"]) == (made.keys[1].hex(), "right")
+    assert shown["first_token"] == CHUNK_TOKENS
+    assert made.keys[1].hex() in run("show", made.url, made.keys[1].hex()).out
+
+    found = asked(run, "stat", made.url)
+    memory_bytes, url = found.pop("memory_bytes"), found.pop("url")
+    assert (memory_bytes, url) == (2**30, made.url)
+    space = {"namespace": SPACE.digest.hex(), "model": "org/model-7b"}
+    assert found == {
+        "num_records": 3,
+        "used_bytes": 3 * size,
+        "namespaces": [{**space, "num_records": 3, "num_bytes": 3 * size}],
+        "removed": [],
+        "removed_since": None,
+    }
+    assert "org/model-7b" in run("stat", made.url).out
+
+
+def test_lists_are_sorted_and_end_at_the_limit(fill, run, set_idle):
+    made = fill(num_records=5)
+    first = asked(run, "ls", made.url, "--sort", "token", "--limit", 2)
+    assert [row["first_token"] for row in first] == [0, CHUNK_TOKENS]
+    with made.opened() as store:
+        store.put(ChunkKey(b"k" * 32), [bytes(2 * made.schema.record_bytes)])
+    (largest,) = asked(run, "ls", made.url, "--sort", "size", "--limit", 1)
+    assert (largest["key"], largest["error"]) == ((b"k" * 32).hex(), "bad_header")
+    set_idle(made, 3, 3600)
+    assert [row["key"] for row in asked(run, "ls", made.url, "--limit", 0)][-1] == (
+        made.keys[3].hex()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_deletes_what_is_wrong(fill, run, kind):
+    made = fill(kind)
+    made.flip_last_bit(1)
+    bad = {"key": made.keys[1].hex(), "reason": "bad_leaf"}
+    assert asked(run, "show", made.url, made.keys[1].hex(), code=1)["verdict"] == "bad_leaf"
+    found = asked(run, "verify", made.url, "--dry-run", code=1)
+    assert (found["records"], found["bad"]) == (3, [{**bad, "action": "left"}])
+    assert made.kept() == [True, True, True]
+    ran = run("verify", made.url)
+    assert ran.code == 1
+    assert "deleted" in ran.out
+    assert made.kept() == [True, False, True]
+    assert asked(run, "verify", made.url) == {
+        "dry_run": False,
+        "records": 2,
+        "num_bytes": 2 * made.schema.record_bytes,
+        "unreadable": 0,
+        "bad": [],
+        "reasons": {},
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gc_keeps_what_fits_while_an_engine_uses_the_store(fill, run, kind):
+    made = fill(kind, num_records=5)
+    size = made.schema.record_bytes
+    options = ["--max-bytes", f"{2 * size + 1}B"]
+    counts = {"removed_records": 3, "removed_bytes": 3 * size, "used_bytes": 2 * size}
+    with made.opened() as engine:
+        assert asked(run, "gc", made.url, *options, "--dry-run") == {"dry_run": True, **counts}
+        assert made.kept() == [True] * 5
+        assert asked(run, "gc", made.url, *options) == {"dry_run": False, **counts}
+        assert [engine.read(key, ()) is not None for key in made.keys] == made.kept()
+        assert sum(made.kept()) == 2
+    assert asked(run, "gc", made.url, *options)["removed_records"] == 0
+
+
+def test_gc_goes_by_last_use(fill, run, set_idle):
+    made = fill(num_records=4)
+    for index, hours in ((0, 1), (1, 5), (3, 30)):
+        set_idle(made, index, hours * 3600)
+    assert asked(run, "gc", made.url, "--older-than", "1d")["removed_records"] == 1
+    assert asked(run, "gc", made.url, "--max-bytes", f"{2 * made.schema.record_bytes}B")
+    assert made.kept() == [True, False, True, False]
+
+
+def test_gc_of_a_bucket_goes_by_the_time_of_writing(fill, run):
+    made = fill("s3")
+    assert asked(run, "gc", made.url, "--older-than", "1h")["removed_records"] == 0
+    assert asked(run, "gc", made.url, "--older-than", "0s")["removed_records"] == 3
+
+
+def test_gc_by_age_where_no_last_use_is_known(fill, run, caplog):
+    made = fill("mooncake")
+    for options in (["--dry-run"], []):
+        ran = run("gc", made.url, "--older-than", "1d", *options)
+        assert ran.code == 2
+        assert "does not say when its records were used" in ran.error_line
+    run("gc", made.url, "--max-bytes", "1GiB", "--dry-run")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "3 of its records" in caplog.text
+    assert made.kept() == [True] * 3
+
+
+def test_removed_records_are_not_remembered(fill, run):
+    ran = run("ls", "--removed", fill().url)
+    assert ran.code == 2
+    assert "does not remember what was removed" in ran.error_line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
+    made = fill(kind, num_records=1)
+    with made.opened() as store:
+        store.describe(made.schema.namespace, "an engine was here")
+    made.empty()
+    for command in ("ls", "verify", "gc --max-bytes 0"):
+        name, *options = command.split()
+        assert run(name, made.url, *options).code == 0
+    assert asked(run, "stat", made.url)["num_records"] == 0
+    scheme, _, rest = made.url.partition("://")
+    host, _, options = rest.partition("?")
+    for command, extra in COMMANDS.items():
+        ran = run(*command.split(), f"{scheme}://{host}x?{options}", *extra)
+        assert ran.code == 2
+        assert f"nothing is stored under {scheme}://{host}x;" in ran.error_line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_server_that_is_not_there_is_one_line(run, command):
+    (port,) = free_ports(1)
+    for url, says in {
+        f"valkey://me:{SECRET}@{LOCALHOST}:{port}/kv": str(port),
+        f"redis://{LOCALHOST}:{port},{LOCALHOST}:{port}/kv?cluster=true": str(port),
+        f"s3://{BUCKET}/kv?endpoint=http://{LOCALHOST}:{port}&region=us-east-1": f"s3://{BUCKET}",
+        f"mooncake://{LOCALHOST}:{port}/kv": "admin=http://host:9003",
+        f"mooncake://{LOCALHOST}:{port}/kv?admin=http://{LOCALHOST}:{port}": "no list of names",
+    }.items():
+        ran = run(*command.split(), url, *COMMANDS[command])
+        assert ran.code == 2
+        assert says in ran.error_line
+        assert SECRET not in ran.err
+
+
+def test_a_master_that_is_not_there_is_one_line(fill, run):
+    (port,) = free_ports(1)
+    place, _, lists = fill("mooncake").url.partition("?")
+    ran = run("ls", f"mooncake://{LOCALHOST}:{port}/{place.rpartition('/')[2]}?{lists}")
+    assert ran.code == 2
+    assert "no connection to the master" in ran.error_line
+
+
+@pytest.mark.parametrize("admin", ["here", "http://me:cor@rect-horse", "file:///none", "http://["])
+def test_a_metrics_port_that_is_none_is_one_line(url_of, run, admin):
+    url = url_of("mooncake").partition("?")[0]
+    ran = run("ls", f"{url}?admin={quote(admin)}")
+    assert ran.code == 2
+    assert "no list of names" in ran.error_line
+    assert "rect-horse" not in ran.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_bucket_or_secret_is_one_line(url_of, run, monkeypatch, command):
+    url = url_of("s3")
+    ran = run(*command.split(), url.replace(BUCKET, "nowhere", 1), *COMMANDS[command])
+    assert ran.code == 2
+    assert "s3://nowhere" in ran.error_line
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    ran = run(*command.split(), url, *COMMANDS[command])
+    assert ran.code == 2
+    assert "AWS_ACCESS_KEY_ID" in ran.error_line
+    assert SECRET not in ran.err
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A server with a password, and a user who may read only."""
+    with running_valkey(requirepass=SECRET) as server:
+        rules = ("on", f">{SECRET}", "~*", "+@read", "+@connection", "-@dangerous")
+        server.ask("ACL", "SETUSER", "reader", *rules)
+        yield server
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_password_is_one_line(run, guarded, tmp_path, command):
+    place = f"{LOCALHOST}:{guarded.port}/kv"
+    file = tmp_path / "password"
+    file.write_text(f"{SECRET}-wrong")
+    for url in (
+        f"valkey://{place}",
+        f"valkey://:{SECRET}-wrong@{place}",
+        f"valkey://{place}?password_file={file}",
+    ):
+        ran = run(*command.split(), url, *COMMANDS[command])
+        assert ran.code == 2
+        assert f"{LOCALHOST}:{guarded.port}" in ran.error_line or "NOAUTH" in ran.error_line
+        assert SECRET not in ran.err
+
+
+def test_no_credential_is_shown(run, guarded, tmp_path):
+    place = f"{LOCALHOST}:{guarded.port}/{tmp_path.name}"
+    url = f"valkey://:{SECRET}@{place}"
+    put_records(url)
+    for command, extra in COMMANDS.items():
+        ran = run(*command.split(), url, *extra)
+        assert SECRET not in ran.out + ran.err
+    assert asked(run, "stat", url)["url"] == f"valkey://***@{place}"
+
+
+def test_a_record_that_may_not_be_deleted_is_left_and_said(run, guarded, tmp_path):
+    place = f"{LOCALHOST}:{guarded.port}/{tmp_path.name}"
+    url = f"valkey://:{SECRET}@{place}"
+    made = Filled(url, *put_records(url))
+    made.flip_last_bit(0)
+    reader = f"valkey://reader:{SECRET}@{place}"
+    assert asked(run, "verify", reader, code=1)["bad"][0]["action"] == "left"
+    ran = run("gc", reader, "--max-bytes", 0)
+    assert ran.code == 2
+    assert "check the right to delete (0 records" in ran.error_line
+    assert made.kept() == [True] * 3
+
+
+def test_tls(fill, run, valkey_server, tmp_path):
+    made = fill(num_records=2)
+    certificate, key = make_certificate(tmp_path)
+    with running_proxy(valkey_server.port, (certificate, key)) as proxy:
+        for scheme in ("valkeys", "rediss"):
+            place = f"{scheme}://{LOCALHOST}:{proxy.port}/{tmp_path.name}"
+            rows = asked(run, "ls", f"{place}?ca_file={certificate}")
+            assert {row["key"] for row in rows} == {each.hex() for each in made.keys}
+        ran = run("ls", place)
+        assert ran.code == 2
+        assert "certificate" in ran.error_line
+
+
+def test_a_cluster(run, valkey_cluster, tmp_path):
+    hosts = ",".join(f"{LOCALHOST}:{node.port}" for node in valkey_cluster.nodes)
+    url = f"valkey://{hosts}/{tmp_path.name}?cluster=true"
+    made = Filled(url, *put_records(url, num_records=20))
+    made.flip_last_bit(7)
+    assert {row["key"] for row in asked(run, "ls", url)} == {key.hex() for key in made.keys}
+    assert asked(run, "stat", url)["num_records"] == 20
+    assert asked(run, "verify", url, code=1)["reasons"] == {"bad_leaf": 1}
+    assert asked(run, "gc", url, "--max-bytes", 0)["removed_records"] == 19
+    assert made.kept() == [False] * 20
