@@ -17,7 +17,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make test        lint, types and all tests"
-	@echo "make test-sweep  every architecture of Transformers, served or refused"
+	@echo "make test-sweep  every architecture of Transformers, and every pair of shapes"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make check       lint and types only"
 

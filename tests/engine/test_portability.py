@@ -99,6 +99,6 @@ def test_what_one_shape_stored_every_other_reads(model_dir, tmp_path, arch):
     check(model_dir(arch), tmp_path / "store", SOME, SOME)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_all_shapes_read_each_other(model_dir, tmp_path):
     check(model_dir(), tmp_path / "store", SHAPES, SHAPES)
