@@ -156,6 +156,7 @@ LAZY = {
         "kvferry.store.mooncake",
         "kvferry.store.objects",
         "kvferry.store.remote",
+        "kvferry.store.tiered",
         "kvferry.store.valkey",
     },
     "store/valkey_wire.py": {"hiredis"},
