@@ -116,7 +116,8 @@ def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(ma
 def test_a_wrong_record_is_not_offered_for_long(make_host):
     store, keys = store_prompt(make_host)
     clock = FakeClock()
-    host = make_host(store=CorruptingStore(store, damage=flip_bit(-1)), clock=clock)
+    corrupting = CorruptingStore(store, damage=flip_bit(-1))
+    host = make_host(store=FailingStore(corrupting, operations={"put"}), clock=clock)
     assert host.run("first", PROMPT).num_external_tokens == 0
     host.settle()
     unreadable = host.scheduler._requests.unreadable
