@@ -277,10 +277,11 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
         time.sleep(0.05)
     (tier,) = store._tiers
     wait_until(lambda: tier._breaker.is_open, "it is left alone")
+    assert not store.takes_values
     assert write[way](make_key(8)) is PutResult.FAILED
     inner.is_away = False
     clock.advance(1.0)
-    wait_until(lambda: tier.is_asked, "it is used again")
+    wait_until(lambda: store.takes_values, "it is used again")
     assert write[way](make_key(9)) is not PutResult.FAILED
 
 

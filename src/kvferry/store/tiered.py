@@ -127,13 +127,18 @@ class Tier:
         self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
         return size
 
+    @property
+    def takes_values(self) -> bool:
+        """False while the store is left alone, and for a while after a write that failed."""
+        return self.is_asked and self._clock() >= self._write_at
+
     def write(self, write: Callable[[float], Answer], deadline: float) -> Answer | PutResult:
         """Do a write, or begin one, unless the store is left alone or did not take the last one.
 
         Args:
             write: gets its deadline: that of the limit, if it is earlier than `deadline`.
         """
-        if not self.is_asked or self._clock() < self._write_at:
+        if not self.takes_values:
             self._observer.count(f"tier{self.number}_put_skipped")
             return PutResult.FAILED
         started, num_opened = time.monotonic(), self._breaker.num_opened
@@ -252,6 +257,10 @@ class TieredStore(Store):
                 tier.store.discard(key, reason)
 
     # -- writes ---------------------------------------------------------------------------------
+
+    @property
+    def takes_values(self) -> bool:
+        return any(tier.takes_values for tier in self._tiers)
 
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
