@@ -15,6 +15,9 @@ import pytest
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.damage import DAMAGES, by_position
 from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_records
+from tests.servers.seaweed import seaweed
+
+__all__ = ["seaweed"]
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -12,7 +13,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store import tiered
 from kvferry.store.base import PutResult
-from kvferry.store.breaker import MAX_FAILURES, Breaker, Limit
+from kvferry.store.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.memory import MemoryStore
 from kvferry.store.remote import RemoteStore
 from kvferry.store.tiered import TieredStore
@@ -213,6 +214,99 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     assert [record.message for record in caplog.records] == [
         "store memory://: answers, but a value could not be stored"
     ]
+
+
+class Deadlines(MemoryStore):
+    """Keeps how many seconds each write was given; takes nothing while `is_away`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+        self.is_away = False
+
+    def _given(self, deadline):
+        self.seconds.append(deadline - time.monotonic())
+
+    def put(self, key, buffers, deadline=math.inf):
+        self._given(deadline)
+        return PutResult.FAILED if self.is_away else super().put(key, buffers)
+
+    def begin(self, key, num_bytes, deadline=math.inf):
+        self._given(deadline)
+        return PutResult.FAILED if self.is_away else key.hex()
+
+    def write_at(self, session, offset, buffers, deadline=math.inf):
+        return True
+
+    def commit(self, session, head, deadline=math.inf):
+        return self.put(bytes.fromhex(session), [head], deadline)
+
+    def abort(self, session):
+        pass
+
+    def read(self, *args):
+        if self.is_away:
+            raise StoreError("away")
+        return super().read(*args)
+
+
+def test_a_write_holds_a_thread_for_seconds_only(make_tiers):
+    near, far = Deadlines(), Deadlines()
+    store = make_tiers(near, far)
+    store.put(make_key(0), [b"value"], time.monotonic() + 30)
+    store.commit(store.begin(make_key(1), 5), b"value")
+    settle(store)
+    assert len(near.seconds) == 3
+    assert len(far.seconds) == 2
+    assert all(1 < each <= MIN_WRITE_SECONDS for each in near.seconds + far.seconds)
+
+
+@pytest.mark.parametrize("way", ["put", "begin"])
+def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
+    clock = FakeClock()
+    inner = Deadlines()
+    store = make_tiers(inner, clock=clock)
+    write = {
+        "put": lambda key: store.put(key, [b"value"]),
+        "begin": lambda key: store.begin(key, 5),
+    }
+    inner.is_away = True
+    for number in range(MAX_FAILURES):
+        write[way](make_key(number))
+        clock.advance(5.0)
+        time.sleep(0.05)
+    (tier,) = store._tiers
+    wait_until(lambda: tier._breaker.is_open, "it is left alone")
+    assert not store.takes_values
+    assert write[way](make_key(8)) is PutResult.FAILED
+    inner.is_away = False
+    clock.advance(1.0)
+    wait_until(lambda: store.takes_values, "it is used again")
+    assert write[way](make_key(9)) is not PutResult.FAILED
+
+
+def test_a_write_that_fails_while_the_store_is_left_alone_is_not_said(make_tiers, caplog):
+    inner = Deadlines()
+    store = make_tiers(inner, clock=FakeClock())
+    (tier,) = store._tiers
+
+    def leave_alone(_deadline):
+        for _ in range(MAX_FAILURES):
+            tier._heard(StoreError("away"))
+        return PutResult.FAILED
+
+    tier.write(leave_alone, math.inf)
+    tier._trials.close(5.0)
+    assert len(caplog.records) == 1
+
+
+def test_what_a_close_cuts_short_is_not_said(caplog):
+    inner = Deadlines()
+    store = TieredStore([inner])
+    store.close()
+    for _ in range(MAX_FAILURES):
+        store._tiers[0]._heard(StoreError("closed"))
+    assert not caplog.records
 
 
 def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_back(make_tiers):

@@ -47,12 +47,12 @@ class MissReason(StrEnum):
     @property
     def is_corruption(self) -> bool:
         """True if the bytes themselves are wrong, so that the record must be taken out."""
-        return self not in _SOUND
+        return self not in SOUND
 
 
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
-_SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
+SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
 """Reasons that say nothing against the bytes."""
 
 

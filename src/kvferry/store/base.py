@@ -1,10 +1,10 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
-`kvferry.store.recordio`, which knows the record. `contains`, `touch`, `stat`, `probe` and
-`note_stored` use memory only. All others may block on I/O, and run on I/O threads, never on a
-scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly after;
-without one, a medium that can hang sets its own.
+`kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
+`probe` and `note_stored` use memory only. All others may block on I/O, and run on I/O threads,
+never on a scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly
+after; without one, a medium that can hang sets its own.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ class Store(ABC):
     url: str
     multi_process: bool
     """True if several processes may open the same URL at once."""
+
+    @property
+    def takes_values(self) -> bool:
+        """Whether a `put` has a chance now. A hint, memory only: while it has none, making the
+        value is lost work."""
+        return True
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool | None:

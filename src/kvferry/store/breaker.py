@@ -19,6 +19,10 @@ LONGEST_PAUSE_SECONDS = 5.0
 MIN_LIMIT_SECONDS = 0.5
 """No call has a shorter limit: below it, what was measured is noise."""
 
+MIN_WRITE_SECONDS = 2.0
+"""No write has a shorter limit: no request waits for it. Nor should it be much longer: a server
+that hangs holds a thread for as long, and the close of an engine waits for that thread."""
+
 MAX_LIMIT_SECONDS = 30.0
 
 
@@ -31,6 +35,7 @@ class Breaker:
 
     Attributes:
         is_open: the store is not asked but for trials.
+        num_opened: how often it was left alone.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,6 +43,7 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self.is_open = False
+        self.num_opened = 0
         self._num_failures = 0
         self._pause = FIRST_PAUSE_SECONDS
         self._opened_at = 0.0
@@ -56,10 +62,10 @@ class Breaker:
             self._try_at = now + self._pause
             return True
 
-    def succeeded(self) -> None:
-        """A call got its answer."""
+    def succeeded(self) -> bool:
+        """A call got its answer. True if the store was left alone until now."""
         if not self._num_failures:
-            return
+            return False
         with self._lock:
             self._num_failures = 0
             was_open, self.is_open = self.is_open, False
@@ -67,6 +73,7 @@ class Breaker:
             logger.warning(
                 "%s: used again after %.1f s", self._what, self._clock() - self._opened_at
             )
+        return was_open
 
     def failed(self, why: object) -> None:
         """A call failed, or took too long."""
@@ -75,6 +82,7 @@ class Breaker:
             if self.is_open or self._num_failures < MAX_FAILURES:
                 return
             self.is_open = True
+            self.num_opened += 1
             self._opened_at = self._clock()
             self._pause = FIRST_PAUSE_SECONDS
             self._try_at = self._opened_at + self._pause
@@ -83,16 +91,21 @@ class Breaker:
 
 class Limit:
     """How long a call may take, from how long such calls took, as TCP sets its timeout: the average
-    and four deviations, twice. Not exact under threads, which does not matter."""
+    and four deviations, twice. Not exact under threads, which does not matter.
 
-    def __init__(self) -> None:
+    Args:
+        least: seconds; the limit is never shorter.
+    """
+
+    def __init__(self, least: float = MIN_LIMIT_SECONDS) -> None:
+        self._least = least
         self._average = 0.0
         self._deviation = 0.0
 
     @property
     def seconds(self) -> float:
         expected = 2 * (self._average + 4 * self._deviation)
-        return min(max(expected, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
+        return min(max(expected, self._least), MAX_LIMIT_SECONDS)
 
     def saw(self, seconds: float) -> None:
         """A call took so long; one that was cut short counts, too, so that the limit grows."""

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -30,11 +31,13 @@ from kvferry.store.base import (
     SupportsRecent,
     SupportsShardedWrite,
 )
-from kvferry.store.breaker import LONGEST_PAUSE_SECONDS, Breaker, Limit
+from kvferry.store.breaker import LONGEST_PAUSE_SECONDS, MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=str)
 
 MAX_BEHIND = 4096
 """Values that wait to be written to the farther tiers; the oldest is dropped for a new one."""
@@ -68,9 +71,11 @@ class Tier:
         self._clock = clock
         self._breaker = Breaker(f"store {store.url}", clock)
         self._limit = Limit()
+        self._write_limit = Limit(MIN_WRITE_SECONDS)
         self._trials = IOPool(1, "kvferry-trial")
         self._write_pause = 0.0
         self._write_at = 0.0
+        self._closed = False
         answering: object = store
         if isinstance(answering, SupportsAnswers):
             answering.on_answer(self._heard)
@@ -93,10 +98,12 @@ class Tier:
         return True
 
     def _heard(self, fault: StoreError | None) -> None:
-        if fault is None:
-            self._breaker.succeeded()
-        else:
+        if self._closed:
+            return  # what is cut short by the close says nothing about the store
+        if fault is not None:
             self._breaker.failed(fault)
+        elif self._breaker.succeeded():
+            self._write_pause = self._write_at = 0.0
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`."""
@@ -121,20 +128,33 @@ class Tier:
         self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
         return size
 
-    def write(self, write: Callable[[], PutResult]) -> PutResult:
-        """Do a write, unless the store is left alone or did not take the last one."""
-        if not self.is_asked or self._clock() < self._write_at:
+    @property
+    def takes_values(self) -> bool:
+        """False while the store is left alone, and for a while after a write that failed."""
+        return self.is_asked and self._clock() >= self._write_at
+
+    def write(self, write: Callable[[float], Answer], deadline: float) -> Answer | PutResult:
+        """Do a write, or begin one, unless the store is left alone or did not take the last one.
+
+        Args:
+            write: gets its deadline: that of the limit, if it is earlier than `deadline`.
+        """
+        if not self.takes_values:
             self._observer.count(f"tier{self.number}_put_skipped")
             return PutResult.FAILED
-        result = write()
-        if result is PutResult.FAILED:
+        started, num_opened = time.monotonic(), self._breaker.num_opened
+        result = write(min(deadline, started + self._write_limit.seconds))
+        self._write_limit.saw(time.monotonic() - started)
+        # One that failed because the server was away needs no pause of its own.
+        if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
             is_first = not self._write_pause
             self._write_pause = min(max(2 * self._write_pause, 0.5), LONGEST_PAUSE_SECONDS)
             self._write_at = self._clock() + self._write_pause
             self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
-        else:
+        elif result is not PutResult.FAILED:
             self._write_pause = 0.0
-        self._observer.count(f"tier{self.number}_put_{result}")
+        if isinstance(result, PutResult):
+            self._observer.count(f"tier{self.number}_put_{result}")
         return result
 
     def _note_failed_write(self, *, is_first: bool) -> None:
@@ -144,6 +164,7 @@ class Tier:
 
     def close(self) -> None:
         """Close the store. A trial that hangs is left behind."""
+        self._closed = True
         self._trials.close(0.1)
         self.store.close()
 
@@ -241,6 +262,10 @@ class TieredStore(Store):
 
     # -- writes ---------------------------------------------------------------------------------
 
+    @property
+    def takes_values(self) -> bool:
+        return any(tier.takes_values for tier in self._tiers)
+
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
@@ -248,8 +273,7 @@ class TieredStore(Store):
         for tier in self._tiers:
             if self._closed:
                 break
-            store = tier.store
-            result = tier.write(lambda store=store: store.put(key, buffers, deadline))  # type: ignore[misc]
+            result = tier.write(partial(tier.store.put, key, buffers), deadline)
             if result is PutResult.STORED:
                 self._write_behind(key, tier)
             if result in (PutResult.STORED, PutResult.EXISTS):
@@ -302,7 +326,7 @@ class TieredStore(Store):
                 return PutResult.FAILED
         except StoreError:
             return PutResult.FAILED
-        return target.write(lambda: target.store.put(key, [value], until))
+        return target.write(partial(target.store.put, key, [value]), until)
 
     def delete(self, key: ChunkKey) -> bool:
         with self._deleting:  # of racing deletes, one removes the value from all tiers
@@ -329,8 +353,8 @@ class TieredStore(Store):
         answer: str | PutResult = PutResult.FAILED
         for tier in self._tiers:
             store: object = tier.store
-            if isinstance(store, SupportsShardedWrite) and tier.is_asked:
-                answer = store.begin(key, num_bytes, deadline)
+            if isinstance(store, SupportsShardedWrite):
+                answer = tier.write(partial(store.begin, key, num_bytes), deadline)
                 if answer is PutResult.EXISTS:
                     return answer
                 if not isinstance(answer, PutResult):
@@ -354,7 +378,7 @@ class TieredStore(Store):
         key = self._begun.pop(session, None)
         if tier is None or store is None or key is None:
             return PutResult.FAILED
-        result = tier.write(lambda: store.commit(name, head, deadline))
+        result = tier.write(partial(store.commit, name, head), deadline)
         if result is PutResult.STORED:
             self._write_behind(key, tier)
         elif result is PutResult.FAILED:

@@ -72,6 +72,10 @@ class WrapperStore(Store):
         self.url = inner.url
         self.multi_process = inner.multi_process
 
+    @property
+    def takes_values(self) -> bool:
+        return self.inner.takes_values
+
     def contains(self, key: ChunkKey) -> bool | None:
         return self.inner.contains(key)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.blocks.copies import BlockCopies
-from kvferry.connectors.shared_storage.requests import UNREADABLE_SECONDS
+from kvferry.connectors.shared_storage.requests import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.connectors.shared_storage.save_plan import SAVES_SECONDS
 from kvferry.contract.faults import RepairedPlan
 from kvferry.contract.guard import GuardedScheduler
@@ -108,9 +108,23 @@ def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(ma
     host.settle()
     assert failing.num_failed == 5
     host.forget_memory()
-    clock.advance(UNREADABLE_SECONDS)
-    host.run("much later", PROMPT)
+    clock.advance(RETRY_SECONDS)
+    host.run("soon", PROMPT)
     assert failing.num_failed == 10
+
+
+def test_a_wrong_record_is_not_offered_for_long(make_host):
+    store, keys = store_prompt(make_host)
+    clock = FakeClock()
+    corrupting = CorruptingStore(store, damage=flip_bit(-1))
+    host = make_host(store=FailingStore(corrupting, operations={"put"}), clock=clock)
+    assert host.run("first", PROMPT).num_external_tokens == 0
+    host.settle()
+    unreadable = host.scheduler._requests.unreadable
+    clock.advance(RETRY_SECONDS)
+    assert keys[0] in unreadable
+    clock.advance(UNREADABLE_SECONDS)
+    assert keys[0] not in unreadable
 
 
 class Gone(WrapperStore):

@@ -16,6 +16,10 @@ UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored again. Not for
 ever, because another process may repair the record unseen."""
 
+RETRY_SECONDS = 3.0
+"""The same where the store did not answer, or no longer had the chunk: nothing is wrong with the
+record, and a server that is back is to be used soon."""
+
 MAX_UNREADABLE = 100_000
 """Beyond this number all are forgotten."""
 
@@ -72,7 +76,7 @@ class RequestState:
 
 
 class UnreadableKeys:
-    """Chunks whose read failed less than `UNREADABLE_SECONDS` ago. Not thread-safe."""
+    """Chunks whose read failed a short time ago. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -81,10 +85,10 @@ class UnreadableKeys:
     def __contains__(self, key: bytes) -> bool:
         return key in self._until and self._clock() < self._until[key]
 
-    def add(self, keys: Iterable[bytes]) -> None:
+    def add(self, keys: Iterable[bytes], seconds: float = UNREADABLE_SECONDS) -> None:
         if len(self._until) > MAX_UNREADABLE:
             self._until.clear()
-        self._until.update(dict.fromkeys(keys, self._clock() + UNREADABLE_SECONDS))
+        self._until.update(dict.fromkeys(keys, self._clock() + seconds))
 
     def discard(self, key: bytes) -> None:
         """The chunk was stored again."""

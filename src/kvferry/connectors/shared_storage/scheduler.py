@@ -35,7 +35,12 @@ from kvferry.connectors.shared_storage.messages import (
 from kvferry.connectors.shared_storage.policy import LoadPolicy
 from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.recording import Recording
-from kvferry.connectors.shared_storage.requests import Requests, RequestState
+from kvferry.connectors.shared_storage.requests import (
+    RETRY_SECONDS,
+    UNREADABLE_SECONDS,
+    Requests,
+    RequestState,
+)
 from kvferry.connectors.shared_storage.save_plan import SavePlan
 from kvferry.connectors.shared_storage.shared_writes import SharedWrites
 from kvferry.contract.messages import (
@@ -48,7 +53,7 @@ from kvferry.contract.messages import (
 )
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
-from kvferry.record.check import MissReason
+from kvferry.record.check import SOUND, MissReason
 from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
@@ -303,7 +308,9 @@ class SharedStorageScheduler(SchedulerRole):
         elif is_missed:
             self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
             if filled.missed != MissReason.CANCELLED:
-                self._requests.unreadable.add((slot.key,))
+                is_sound = filled.missed in SOUND
+                seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
+                self._requests.unreadable.add((slot.key,), seconds)
         elif not slot.filling and not slot.failed:
             self._accounts.ended("fetch", slot, None, slot.seconds)
 

@@ -224,6 +224,10 @@ class SlotIO:
         chunk = copied.chunk
         if not copied.gathered.mark.wait(DEVICE_SECONDS):
             raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
+        if session is None and not self._store.takes_values:
+            self._observer.count(f"put_{PutResult.FAILED}")
+            self._observer.count("save_failed")
+            return Saved(chunk.slot, PutResult.FAILED)  # nothing is hashed that nobody takes
         deadline = time.monotonic() + WRITE_SECONDS
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, copied.gathered.digests)

@@ -1,0 +1,29 @@
+"""A process of its own that stores a prompt in each of several stores, and ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from kvferry.engine import LLM, SamplingParams
+
+
+def main(given: str) -> None:
+    """Args:
+    given: JSON: `model_dir`, `chunk_tokens`, and `writes`, each of which has `store`,
+        `tensor_parallel_size` and `prompt`.
+    """
+    work = json.loads(given)
+    options = {"connector_options": {"chunk_tokens": work["chunk_tokens"]}}
+    for write in work["writes"]:
+        size = write["tensor_parallel_size"]
+        store = write["store"]
+        with LLM(work["model_dir"], store=store, tensor_parallel_size=size, **options) as llm:
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            (completion,) = llm.generate([write["prompt"]], params)
+            assert completion.num_external_tokens == 0, "it was there before"
+            assert llm.drain(20.0), "saves did not end"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

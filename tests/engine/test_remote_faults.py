@@ -1,0 +1,350 @@
+"""Servers that fail while an engine serves: it answers on, right and in time, and uses them again.
+
+Half of the prompts are stored on the server, and the engine's memory is too small to keep them, so
+each of these is a hit from there while the server answers, and is computed while it does not.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.engine import LLM, SamplingParams
+from kvferry.observe import Counters
+from kvferry.store.remote import ASK_SECONDS
+from tests.engine.rank_threads import ThreadedLLM
+from tests.engine.test_llm import prompt
+from tests.servers.process import LOCALHOST
+from tests.servers.proxy import Proxy, running_proxy
+from tests.servers.seaweed import BUCKET
+from tests.servers.valkey import ask, running_valkey
+
+CHUNK_TOKENS, NUM_TOKENS = 32, 230
+HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+NUM_STORED = 6
+LOAD_SECONDS = 1.0
+# What a busy machine adds to a request.
+SLACK_SECONDS = 1.0
+FAULT_SECONDS = 1.0
+BACK_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+FIRST = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
+RECORD_BYTES = 28 << 10
+# A model whose records are of 393 kB.
+LARGE = {"head_dim": 64, "num_key_value_heads": 8}
+
+
+class ColdLogits:
+    """First logits of prompts by seed, of an engine without a store, and how long it takes."""
+
+    def __init__(self, path) -> None:
+        self._llm = LLM(path, prefix_caching=False)
+        self._logits: dict[int, np.ndarray] = {}
+        self.seconds = 0.0
+
+    def of(self, seed: int) -> np.ndarray:
+        if seed not in self._logits:
+            started = time.monotonic()
+            (completion,) = self._llm.generate([prompt(NUM_TOKENS, seed)], FIRST)
+            self.seconds = max(self.seconds, time.monotonic() - started)
+            self._logits[seed] = completion.first_logits
+        return self._logits[seed]
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads of torch that wait for each other are slow where the servers take the processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def cold(model_dir):
+    logits = ColdLogits(model_dir())
+    yield logits
+    logits.close()
+
+
+class Traffic:
+    """Requests to one engine, each of which is checked.
+
+    Attributes:
+        llm: the engine.
+        counts: what it counted.
+    """
+
+    def __init__(self, llm: LLM, cold: ColdLogits, counts: Counters) -> None:
+        self.llm = llm
+        self.counts = counts
+        self._cold = cold
+        self._count = 0
+
+    def ask(self, seed: int) -> int:
+        """Tokens that the store brought."""
+        expected = self._cold.of(seed)
+        started = time.monotonic()
+        (completion,) = self.llm.generate([prompt(NUM_TOKENS, seed)], FIRST)
+        seconds = time.monotonic() - started
+        limit = self._cold.seconds + ASK_SECONDS + LOAD_SECONDS + SLACK_SECONDS
+        assert seconds <= limit, f"{seconds:.2f} s, and {self._cold.seconds:.2f} s cold"
+        assert len(completion.token_ids) == 1
+        assert np.abs(completion.first_logits - expected).max() <= 1e-3
+        return completion.num_external_tokens
+
+    def round(self) -> int:
+        """One stored prompt, the next one at each call, and a new one; how much was stored."""
+        self._count += 1
+        found = self.ask(self._count % NUM_STORED)
+        assert self.ask(1000 + self._count) == 0
+        return found
+
+    def rounds(self, seconds: float) -> int:
+        """Traffic for so long; how many of the stored prompts were found."""
+        end = time.monotonic() + seconds
+        num_found = 0
+        while time.monotonic() < end:
+            num_found += self.round() > 0
+        return num_found
+
+    def wait_used(self) -> float:
+        """Traffic until stored prompts are found again; how long it took. As many as there are, in
+        a row: some may still be in the engine's memory."""
+        started = time.monotonic()
+        in_a_row = 0
+        while in_a_row < NUM_STORED:
+            in_a_row = in_a_row + 1 if self.round() == HIT else 0
+            seconds = time.monotonic() - started
+            assert seconds <= BACK_SECONDS, "the store is not used again"
+        return seconds
+
+
+@contextmanager
+def serving(path, cold, url, caplog, *, record_bytes=RECORD_BYTES, make=LLM, **config):
+    """Traffic to an engine that finds the stored prompts on a server. Its end is bounded, too."""
+    options = {
+        "chunk_tokens": CHUNK_TOKENS,
+        "audit": "off",
+        "load_timeout_seconds": LOAD_SECONDS,
+        "memory_bytes": 20 * record_bytes,  # fewer than three prompts
+    }
+    counts = Counters()
+    config = {"prefix_caching": False, "observer": counts, **config}
+    with make(path, store=url, connector_options=options, **config) as llm:
+        traffic = Traffic(llm, cold, counts)
+        yield traffic
+        started = time.monotonic()
+        llm.close()
+        seconds = time.monotonic() - started
+    assert seconds <= CLOSE_SECONDS
+
+
+@contextmanager
+def serving_hits(*args, **options):
+    """The same, when the prompts are stored and found."""
+    with serving(*args, **options) as traffic:
+        for seed in range(NUM_STORED):
+            traffic.ask(seed)
+            assert traffic.llm.drain(10.0)
+        for _ in range(NUM_STORED):
+            assert traffic.round() == HIT
+        yield traffic
+
+
+def assert_said_once(caplog) -> None:
+    """The log says once that the store is left alone and once that it is used again; and perhaps
+    that one which had just come back took no value."""
+    lines = [record.getMessage() for record in caplog.records]
+    wanted = ("left alone until", "used again", "a value could not be stored")
+    said = [sum(text in line for line in lines) for text in wanted]
+    assert said[0] == said[1] == 1, lines
+    assert said[2] <= 1, lines
+    assert len(lines) == sum(said), lines
+
+
+class Place(NamedTuple):
+    """A server, a store on it, and what stands between."""
+
+    server: Any
+    url: str
+    proxy: Proxy
+
+    def kill(self) -> None:
+        self.server.process.kill()
+        if hasattr(self.server, "lender"):
+            self.server.lender.kill()
+
+
+def valkey_url(port: int, login: str = "") -> str:
+    return f"valkey://{login}{LOCALHOST}:{port}/kv"
+
+
+def s3_url(endpoint: str, prefix: str) -> str:
+    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1"
+
+
+@pytest.fixture
+def valkey():
+    with running_valkey() as server, running_proxy(server.port) as proxy:
+        yield Place(server, valkey_url(proxy.port), proxy)
+
+
+@pytest.fixture
+def prefix(request):
+    """Each test has names of its own on servers that live longer."""
+    return re.sub(r"\W+", "-", request.node.name)
+
+
+@pytest.fixture
+def s3(seaweed, monkeypatch, prefix):
+    for name, value in seaweed.environment.items():
+        monkeypatch.setenv(name, value)
+    with running_proxy(int(seaweed.endpoint.rpartition(":")[2])) as proxy:
+        yield Place(seaweed, s3_url(f"http://{LOCALHOST}:{proxy.port}", prefix), proxy)
+
+
+@pytest.fixture
+def memory_of_others(mooncake, prefix):
+    with running_proxy(int(mooncake.master.rpartition(":")[2])) as proxy:
+        yield Place(mooncake, f"mooncake://{LOCALHOST}:{proxy.port}/{prefix}", proxy)
+
+
+@pytest.fixture(params=["valkey", "s3", "memory_of_others"])
+def place(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_a_server_that_was_killed_is_used_again(model_dir, cold, place, caplog):
+    """It comes back empty."""
+    with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
+        place.kill()
+        place.proxy.refuse()
+        traffic.rounds(FAULT_SECONDS)
+        place.server.start()
+        place.proxy.pass_all()
+        traffic.wait_used()
+    assert_said_once(caplog)
+
+
+def test_a_server_that_stopped_is_used_again(model_dir, cold, place, caplog):
+    with ExitStack() as undo, serving_hits(model_dir(), cold, place.url, caplog) as traffic:
+        place.server.process.pause()
+        undo.callback(place.server.process.resume)
+        traffic.rounds(FAULT_SECONDS)
+        place.server.process.resume()
+        traffic.wait_used()
+    assert_said_once(caplog)
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(LLM, {}), (ThreadedLLM, {"tensor_parallel_size": 2})],
+    ids=["one rank", "two ranks"],
+)
+def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, caplog, make, config):
+    with (
+        ExitStack() as undo,
+        serving(model_dir(), cold, place.url, caplog, make=make, **config) as traffic,
+    ):
+        traffic.ask(0)
+        place.server.process.pause()
+        undo.callback(place.server.process.resume)
+        for seed in range(100, 102):
+            traffic.ask(seed)  # saves it, or tries to
+    lines = [record.getMessage() for record in caplog.records]
+    assert not [line for line in lines if "left alone until" not in line], lines
+    assert len(lines) <= 1, lines
+
+
+@pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
+def test_values_that_are_cut_are_computed(model_dir, cold, place, caplog):
+    with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
+        place.proxy.cut_after(RECORD_BYTES // 2)
+        traffic.rounds(FAULT_SECONDS)
+        place.proxy.pass_all()
+        traffic.wait_used()
+    assert_said_once(caplog)
+
+
+def test_a_full_server_is_still_read(model_dir, cold, valkey, caplog):
+    with serving_hits(model_dir(), cold, valkey.url, caplog) as traffic:
+        memory = re.search(rb"used_memory:(\d+)", valkey.server.ask("INFO", "memory"))
+        valkey.server.ask("CONFIG", "SET", "maxmemory", memory[1])
+        for _ in range(NUM_STORED):
+            assert traffic.round() == HIT
+        assert traffic.counts["put_no_space"] >= NUM_STORED
+        valkey.server.ask("CONFIG", "SET", "maxmemory", 0)
+        num_stored = traffic.counts["put_stored"]
+        traffic.round()
+        assert traffic.llm.drain(10.0)
+        assert traffic.counts["put_stored"] > num_stored
+    assert not caplog.records
+
+
+def test_values_that_are_evicted_under_reads_are_computed(model_dir, cold, caplog):
+    with (
+        running_valkey(maxmemory="3mb", maxmemory_policy="allkeys-lru") as server,
+        serving(model_dir(), cold, valkey_url(server.port), caplog) as traffic,
+    ):
+        for _ in range(4 * NUM_STORED):
+            traffic.round()
+        assert server.ask("INFO", "stats").partition(b"evicted_keys:")[2][:1] != b"0"
+    assert not caplog.records
+
+
+def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
+    with serving_hits(model_dir(), cold, valkey.url, caplog) as traffic:
+        valkey.server.ask("CONFIG", "SET", "requirepass", "new")
+        valkey.proxy.refuse()  # connections that stand stay logged in
+        time.sleep(0.1)
+        valkey.proxy.pass_all()
+        assert traffic.rounds(FAULT_SECONDS) == 0
+        ask(valkey.server.port, "CONFIG", "SET", "requirepass", "", password="new")
+        traffic.wait_used()
+    assert_said_once(caplog)
+
+
+def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
+    with (
+        running_valkey(requirepass="right") as server,
+        serving(model_dir(), cold, valkey_url(server.port, ":wrong@"), caplog) as traffic,
+    ):
+        assert traffic.rounds(FAULT_SECONDS) == 0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "left alone until" in line
+    assert "WRONGPASS" in line
+
+
+@pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
+def test_a_slow_network_makes_no_request_slow(model_dir, place, caplog):
+    """5 MB/s: half a second for what takes some hundredths to compute."""
+    path = model_dir(**LARGE)
+    cold = ColdLogits(path)
+    with (
+        closing(cold),
+        serving_hits(path, cold, place.url, caplog, record_bytes=400 << 10) as traffic,
+    ):
+        place.proxy.limit(5e6 / 4)
+        traffic.rounds(FAULT_SECONDS)
+    assert not caplog.records
+
+
+def test_another_tier_serves_while_one_is_stopped(model_dir, cold, valkey, s3, caplog):
+    with ExitStack() as undo:
+        with serving_hits(model_dir(), cold, [valkey.url, s3.url], caplog) as traffic:
+            valkey.server.process.pause()
+            undo.callback(valkey.server.process.resume)
+            assert traffic.rounds(FAULT_SECONDS) >= 2
+            valkey.server.process.resume()
+            traffic.wait_used()
+        assert_said_once(caplog)
