@@ -411,6 +411,16 @@ def assert_same(
         assert difference <= tolerance, f"prompt {index}: logprobs differ by {difference}"
 
 
+def assert_reused(own: Answers, cold: Answers, warm: Answers, hits: list[int]) -> None:
+    """Both runs say what the engine says without a connector; the second one hit so many tokens of
+    each prompt, and the first none."""
+    assert_same(own, cold)
+    assert_same(own, warm)
+    assert cold.external == 0
+    assert [answer.cached for answer in warm] == hits
+    assert warm.external == sum(hits)
+
+
 def expected_hit(num_tokens: int, *, chunk: int = 128, block: int = 128) -> int:
     """Tokens that a prompt of `num_tokens` finds of an equal one stored before."""
     whole = min(num_tokens // chunk * chunk, num_tokens - 1)

@@ -6,7 +6,15 @@ import time
 from pathlib import Path
 
 from tests.real_vllm.conftest import MakePrompt, Pool
-from tests.real_vllm.harness import Engine, Oracle, Process, assert_same, expected_hit, kvferry
+from tests.real_vllm.harness import (
+    Engine,
+    Oracle,
+    Process,
+    assert_reused,
+    assert_same,
+    expected_hit,
+    kvferry,
+)
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET, SeaweedServer
 from tests.servers.valkey import running_valkey
@@ -39,11 +47,7 @@ def check_reuse(
         wait_stored(engine, sum(len(prompt) // 128 for prompt in prompts))
     with reader.engine(models["plain"], kvferry(url)) as engine:
         warm = engine.generate(prompts)
-    assert_same(own, cold)
-    assert_same(own, warm)
-    assert cold.external == 0
-    assert [answer.cached for answer in warm] == [expected_hit(len(p)) for p in prompts]
-    assert warm.external == sum(expected_hit(len(p)) for p in prompts)
+    assert_reused(own, cold, warm, [expected_hit(len(prompt)) for prompt in prompts])
 
 
 def test_what_one_process_stored_on_valkey_another_reads(

@@ -10,6 +10,7 @@ from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import (
     Oracle,
     Process,
+    assert_reused,
     assert_same,
     expected_hit,
     kvferry,
@@ -35,11 +36,7 @@ def test_a_new_process_reads_what_another_stored_and_says_the_same(
     wait_for_records(tmp_path, num_chunks(prompts))
     with second.engine(models["plain"], kvferry(tmp_path)) as engine:
         warm = engine.generate(prompts)
-    assert_same(own, cold)
-    assert_same(own, warm)
-    assert cold.external == 0
-    assert [answer.cached for answer in warm] == [expected_hit(len(p)) for p in prompts]
-    assert warm.external == sum(expected_hit(len(p)) for p in prompts)
+    assert_reused(own, cold, warm, [expected_hit(len(prompt)) for prompt in prompts])
 
 
 def test_hits_of_several_requests_in_one_step_are_right(
