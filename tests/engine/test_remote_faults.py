@@ -17,7 +17,7 @@ import torch
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
-from kvferry.store.remote import ASK_SECONDS
+from kvferry.store.base import ASK_SECONDS
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
 from tests.servers.process import LOCALHOST

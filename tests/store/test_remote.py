@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.remote import FIRST_BATCH, FRESH_SECONDS, MAX_PROBES, RemoteStore
+from kvferry.store.remote import FRESH_SECONDS, MAX_PROBES, RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
     ProbeTests,
@@ -121,7 +121,53 @@ def test_no_more_is_asked_than_can_hit(make_store, client):
     store.probe(keys)
     wait_until(lambda: store.contains(keys[999]) is False, "the probe ends")
     assert [store.contains(key) for key in keys[:101]] == [True] * 100 + [False]
-    assert [len(names) for names in client.asked] == [FIRST_BATCH, 2 * FIRST_BATCH, 4 * FIRST_BATCH]
+    assert [len(names) for names in client.asked] == [32, 64, 128, 256]
+
+
+def test_a_prefix_with_gaps_is_found(make_store, client):
+    store = make_store()
+    keys = [make_key(number) for number in range(100)]
+    for key in keys[1:60] + keys[61:]:
+        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+    store.probe(keys)
+    wait_until(lambda: store.contains(keys[99]) is True, "the last is known")
+    assert [store.contains(key) for key in (keys[0], keys[1], keys[60])] == [False, True, False]
+
+
+def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
+    clock = FakeClock()
+    store = make_store(clock=clock)
+    for seconds in (0.0, 0.5, 1.5):
+        clock.advance(seconds)
+        store.probe([make_key()])
+        wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
+    assert len(client.asked) == 2
+
+
+def test_what_is_under_way_is_not_asked_for_again(make_store, client):
+    store = make_store(clock=FakeClock())
+    client.gate.clear()
+    for _ in range(20):
+        store.probe([make_key()])
+    client.gate.set()
+    wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
+    assert len(client.asked) == 1
+
+
+def test_prompts_that_wait_are_asked_for_together(make_store, client):
+    counts = Counters()
+    store = make_store(observer=counts)
+    keys = [make_key(number) for number in range(120)]
+    for key in keys:
+        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+    client.gate.clear()
+    for key in keys:
+        store.probe([key])
+    client.gate.set()
+    wait_until(lambda: all(map(store.contains, keys)), "all are known")
+    assert len(client.asked) <= 4
+    assert counts["store_probe_dropped"] == 0
+    assert counts["store_probe_failed"] == 0
 
 
 def test_probes_that_wait_are_few(make_store, client):

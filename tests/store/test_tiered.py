@@ -187,6 +187,74 @@ def test_a_value_that_the_nearest_tier_cannot_take_goes_to_the_next(make_tiers):
     assert not held(near)
 
 
+def test_a_copy_that_fails_in_any_way_stops_no_other(make_tiers, caplog):
+    class Odd(MemoryStore):
+        def read(self, key, ranges, deadline):
+            if key == make_key(0) and ranges:
+                raise MemoryError("too large")
+            return super().read(key, ranges, deadline)
+
+    far = MemoryStore()
+    store = make_tiers(Odd(), far)
+    for number in range(3):
+        store.put(make_key(number), [b"value"])
+    wait_until(lambda: held(far, 2), "the last is written")
+    assert [held(far, number) for number in range(3)] == [False, True, True]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_value_that_a_farther_tier_lost_is_written_there_again(make_tiers):
+    near, far = MemoryStore(), MemoryStore()
+    store = make_tiers(near, far)
+    store.put(make_key(), [b"value"])
+    wait_until(lambda: held(far), "the farther tier has it")
+    far.delete(make_key())
+    assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
+    wait_until(lambda: held(far), "it has it again")
+
+
+def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
+    near, far = MemoryStore(), MemoryStore()
+    far.put(make_key(), [b"wrong"])
+    store = make_tiers(near, far)
+    assert read_value(store, make_key()) == b"wrong"
+    wait_until(lambda: held(near), "it is near")
+    store._served[make_key()] = store._tiers[1]  # as if it was found wrong only now
+    store.discard(make_key(), "bad_leaf")
+    assert not held(near)
+    assert not held(far)
+
+
+def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little(caplog):
+    clock = FakeClock()
+    breaker = Breaker("x", clock)
+    num_opened = 0
+    for _ in range(600):  # a minute: trials succeed, and what comes then fails
+        clock.advance(0.1)
+        if not breaker.is_open:
+            for _ in range(MAX_FAILURES):
+                breaker.failed("why")
+            num_opened += 1
+        elif breaker.take_trial():
+            breaker.succeeded()
+    assert num_opened < 20
+    assert len(caplog.records) == 3
+
+
+def test_trials_that_hang_do_not_pile_up(make_tiers):
+    gate = Gate()
+    clock = FakeClock()
+    store = make_tiers(StallingStore(MemoryStore(), gate=gate, operations={"read"}), clock=clock)
+    (tier,) = store._tiers
+    for _ in range(MAX_FAILURES):
+        tier._heard(StoreError("down"))
+    for _ in range(100):
+        clock.advance(6.0)
+        store.contains(make_key())
+    assert tier._trials.num_waiting <= 1
+    gate.release()
+
+
 def test_a_store_that_is_only_written_is_left_alone_when_it_fails(make_tiers, caplog):
     failing = FailingStore(MemoryStore(), operations={"read", "put"})
     clock = FakeClock()
@@ -317,6 +385,7 @@ def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_bac
     client.down = True
     for number in range(MAX_FAILURES):
         store.probe([make_key(number)])
+        wait_until(lambda at=number: store.contains(make_key(at)) is False, "the probe ends")
     wait_until(lambda: store._tiers[0]._breaker.is_open, "it is left alone")
     asked = len(client.asked)
     store.probe([make_key()])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+import threading
 from urllib.parse import quote
 
 import pytest
@@ -13,6 +14,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_store
 from kvferry.testing.stores import make_key, read_value
+from kvferry.types import ChunkKey
 
 
 def test_examples_in_docstrings_are_true():
@@ -124,3 +126,41 @@ def test_a_store_without_an_index_knows_no_keys(tmp_path):
     with open_store(f"file://{tmp_path}/s", index=False) as store:
         assert isinstance(store, FileStore)
         assert not store.wait_indexed(60.0)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["file:///tmp/kv-tiers", "file:///tmp/kv-tiers/"],
+        ["file:///tmp/kv-tiers", "file:///tmp/other/../kv-tiers?max_bytes=1GiB"],
+        ["valkey://host/kv", "valkey://host:6379/kv"],
+        ["redis://host/kv", "valkey://host/kv"],
+    ],
+)
+def test_two_tiers_at_one_place_are_refused(urls):
+    with pytest.raises(ConfigError, match="two tiers are at one place"):
+        open_store(urls)
+
+
+@pytest.mark.parametrize("urls", [None, 5, {"a": 1}])
+def test_what_is_no_url_and_no_list_is_refused(urls):
+    with pytest.raises(ConfigError, match="a URL or a list"):
+        open_store(urls)
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ConfigError, match="list of stores is empty"):
+        open_store([])
+
+
+def test_several_urls_are_tiers(tmp_path):
+    with open_store([(tmp_path / "near").as_uri(), "memory://far"]) as store:
+        assert store.url == f"{(tmp_path / 'near').as_uri()}, memory://far"
+        assert store.put(ChunkKey(bytes(32)), [b"value"]) is PutResult.STORED
+
+
+def test_of_tiers_none_stays_open_if_one_cannot_be_opened(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(ConfigError):
+        open_store([(tmp_path / "near").as_uri(), "file:///proc/nowhere"])
+    assert threading.active_count() == before

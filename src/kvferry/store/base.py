@@ -25,6 +25,9 @@ ReadRange = tuple[int, memoryview]
 
 NO_DEADLINE = math.inf
 
+ASK_SECONDS = 0.25
+"""How long a look-up waits for the answer to a probe."""
+
 
 class PutResult(StrEnum):
     """Outcome of a write. None of them is an exception: a cache that cannot store goes on."""

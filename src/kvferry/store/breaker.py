@@ -14,6 +14,9 @@ MAX_FAILURES = 3
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
+SOON_SECONDS = 30.0
+"""A store that fails again within this time comes and goes."""
+
 """A store that is back is used again within this time and one trial."""
 
 MIN_LIMIT_SECONDS = 0.5
@@ -47,7 +50,9 @@ class Breaker:
         self._num_failures = 0
         self._pause = FIRST_PAUSE_SECONDS
         self._opened_at = 0.0
+        self._closed_at = -SOON_SECONDS
         self._try_at = 0.0
+        self._num_again = 0
 
     def take_trial(self) -> bool:
         """Whether the caller is to make the trial that is due. The next one is due after a pause,
@@ -69,10 +74,11 @@ class Breaker:
         with self._lock:
             self._num_failures = 0
             was_open, self.is_open = self.is_open, False
-        if was_open:
-            logger.warning(
-                "%s: used again after %.1f s", self._what, self._clock() - self._opened_at
-            )
+            if was_open:
+                self._closed_at = self._clock()
+        if was_open and not self._num_again:
+            seconds = self._clock() - self._opened_at
+            logger.warning("%s: used again after %.1f s", self._what, seconds)
         return was_open
 
     def failed(self, why: object) -> None:
@@ -84,9 +90,17 @@ class Breaker:
             self.is_open = True
             self.num_opened += 1
             self._opened_at = self._clock()
-            self._pause = FIRST_PAUSE_SECONDS
+            if self._opened_at - self._closed_at >= SOON_SECONDS:
+                self._pause = FIRST_PAUSE_SECONDS
+                self._num_again = 0
+            else:  # trials say nothing of what fails: the pauses stay long
+                self._num_again += 1
             self._try_at = self._opened_at + self._pause
-        logger.warning("%s: left alone until it answers: %s", self._what, why)
+            num_again = self._num_again
+        if not num_again:
+            logger.warning("%s: left alone until it answers: %s", self._what, why)
+        elif num_again == 1:
+            logger.warning("%s: fails again; no more is said while it comes and goes", self._what)
 
 
 class Limit:

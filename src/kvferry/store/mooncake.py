@@ -107,12 +107,16 @@ class _MooncakeProcess:
         try:
             # -P: the files beside the script are no top-level modules.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(mooncake_child.__file__)), json.dumps(given)],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", str(Path(mooncake_child.__file__))],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[*theirs, memory],
             )
+            if self._process.stdin is not None:
+                # Not as an argument, which `ps` shows: a URL may hold a password.
+                with suppress(OSError), self._process.stdin as options_pipe:
+                    options_pipe.write(json.dumps(given).encode())
             whole = memoryview(mmap.mmap(memory, _NUM_LANES * _LANE_BYTES))
         finally:
             os.close(memory)

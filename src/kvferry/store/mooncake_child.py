@@ -189,7 +189,7 @@ def main(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(json.loads(sys.argv[1]))
+        main(json.load(sys.stdin))
     finally:
         # Mooncake's own threads may not end.
         os._exit(0)

@@ -8,9 +8,12 @@ lie in memory of obstore until the thread that asked copies them, so nothing is 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
@@ -43,6 +46,7 @@ _GRACE_SECONDS = 0.2
 # time than a request of their own.
 _GAP_BYTES = 1 << 20
 _HEADS_IN_FLIGHT = 32
+_CLOSE_SECONDS = 5.0
 _PAGE = 1000
 
 # Few and quick: a tier that fails is a miss, and the store above decides when to try again.
@@ -122,6 +126,7 @@ class ObjectClient(RemoteClient):
         self._store = _open(scheme, bucket, endpoint, region)
         self._is_checked = False
         self._closed = False
+        self._process_id = os.getpid()
         self._removing: set[str] = set()
         # Held while a request is handed to the loop, so that none is after `close`.
         self._lock = threading.Lock()
@@ -130,6 +135,8 @@ class ObjectClient(RemoteClient):
             target=self._loop.run_forever, name="kvferry-objects", daemon=True
         )
         self._thread.start()
+        # A request under way as the interpreter ends would make a thread of obstore's panic.
+        atexit.register(_close_if_alive, weakref.ref(self))
 
     def check(self, deadline: float, name: str = "") -> None:
         """Ask for a list under the prefix of `name`. For the one who opens a store; the first call
@@ -193,10 +200,13 @@ class ObjectClient(RemoteClient):
             if self._closed:
                 return
             self._closed = True
+            if os.getpid() != self._process_id:
+                return  # a forked child has neither the thread nor its requests
             # After all that was handed over before, which it therefore finds among the tasks.
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _fetch(self, name: str, spans: Sequence[Span]) -> tuple[int, list[memoryview]] | None:
         """The size of the value, and the bytes of each span; None if it is absent."""
@@ -329,6 +339,12 @@ async def _next_page(stream: ListStream[Sequence[ObjectMeta]]) -> Sequence[Objec
         return await anext(stream)
     except StopAsyncIteration:
         return ()
+
+
+def _close_if_alive(client: weakref.ref[ObjectClient]) -> None:
+    alive = client()
+    if alive is not None:
+        alive.close()
 
 
 def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) -> ObjectStore:

@@ -7,6 +7,7 @@ the keys of one prompt, and the answers are remembered for a while.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    ASK_SECONDS,
     NO_DEADLINE,
     Buffer,
     Entry,
@@ -34,14 +37,13 @@ from kvferry.store.base import (
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
+logger = logging.getLogger(__name__)
+
 OPERATION_SECONDS = 30.0
 """Deadline of calls that have none."""
 
 DESCRIBE_SECONDS = 2.0
 """An engine's start waits so long for the description of its namespace to be stored."""
-
-ASK_SECONDS = 0.25
-"""How long a look-up waits for the answer to a probe."""
 
 PROBE_SECONDS = 1.0
 """Deadline of the question itself: a late answer serves the next look-up."""
@@ -50,15 +52,22 @@ FRESH_SECONDS = 300.0
 """How long a key is taken to be there before the server is asked again. It may be evicted there
 meanwhile: then the fetch misses."""
 
-MAX_KNOWN = 1 << 20
-"""Keys that are remembered; the ones learned first are forgotten first."""
+ABSENT_SECONDS = 1.0
+"""How long a key that was absent is not asked for again."""
 
-MAX_PROBES = 64
+MAX_KNOWN = 1 << 18
+"""Keys that are remembered; those that were not used for longest are forgotten first."""
+
+MAX_PROBES = 256
 """Prompts whose keys wait to be asked for; more are not asked for, and miss."""
 
 FIRST_BATCH = 32
-"""Keys of the first question of a probe. Each further question has twice as many, and none follows
-when one was absent: keys behind it cannot hit."""
+"""Keys of a prompt in the first question. Each further question has twice as many, and none follows
+when all of them were absent."""
+
+DELETE_SECONDS = 2.0
+MAX_TEXT_BYTES = 1 << 20
+"""A longer description is somebody else's value."""
 
 CLOSE_SECONDS = 2.0
 
@@ -110,6 +119,14 @@ class _Known(NamedTuple):
     """0 where it was not learned."""
 
 
+class _Question(NamedTuple):
+    """The keys of one prompt that are not known."""
+
+    keys: list[ChunkKey]
+    mark: float
+    """Until when look-ups wait for the answer."""
+
+
 class RemoteStore(Store):
     """Values that a server keeps, and evicts by its own rules.
 
@@ -145,8 +162,11 @@ class RemoteStore(Store):
         self._observer = Observer() if observer is None else observer
         self._clock = clock
         self._closed = False
-        self._known: dict[ChunkKey, _Known] = {}
-        self._asked: dict[ChunkKey, float] | None = {} if index else None
+        self._learns = index
+        self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
+        self._asked: dict[ChunkKey, float] = {}
+        self._absent: dict[ChunkKey, float] = {}
+        self._waiting: deque[_Question] = deque()
         self._listed: dict[ChunkKey, str] = {}
         self._questions = IOPool(2, "kvferry-probe")
         self._parts = PartFiles()
@@ -155,7 +175,7 @@ class RemoteStore(Store):
     # -- values ---------------------------------------------------------------------------------
 
     def contains(self, key: ChunkKey) -> bool | None:
-        if self._asked is None or self._closed:
+        if not self._learns or self._closed:
             return False
         now = self._clock()
         known = self._known.get(key)
@@ -203,7 +223,7 @@ class RemoteStore(Store):
         if self._closed:
             return False
         try:
-            return self._client.delete(self._name(key), self._until(NO_DEADLINE))
+            return self._client.delete(self._name(key), time.monotonic() + DELETE_SECONDS)
         except StoreError:
             self._observer.count("store_delete_failed")
             return False
@@ -225,41 +245,69 @@ class RemoteStore(Store):
     # -- what is there --------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        asked = self._asked
-        if asked is None or self._closed:
+        if not self._learns or self._closed:
             return
         now = self._clock()
-        unknown = [key for key in keys if self._known.get(key, _NEVER).until <= now]
+        # Those under way, and those that have just been absent, are not asked for again.
+        unknown = [
+            key
+            for key in keys
+            if self._known.get(key, _NEVER).until <= now
+            and self._asked.get(key, 0.0) <= now
+            and self._absent.get(key, 0.0) <= now
+        ]
         if not unknown:
             return
-        if self._questions.num_waiting >= MAX_PROBES:
+        if len(self._waiting) >= MAX_PROBES:
             self._observer.count("store_probe_dropped")
             return
-        asked.update(dict.fromkeys(unknown, now + ASK_SECONDS))
-        until = time.monotonic() + PROBE_SECONDS
-        self._questions.submit(lambda _job: self._ask(asked, unknown, until))
+        mark = now + ASK_SECONDS
+        self._asked.update(dict.fromkeys(unknown, mark))
+        self._waiting.append(_Question(unknown, mark))
+        self._questions.submit(lambda _job: self._ask())
 
-    def _ask(self, asked: dict[ChunkKey, float], keys: Sequence[ChunkKey], until: float) -> None:
-        """Runs in: I/O thread."""
-        start, count = 0, FIRST_BATCH
+    def _ask(self) -> None:
+        """Ask for the keys of all prompts that wait, in one question for each length of prefix.
+        Runs in: I/O thread."""
+        questions: list[_Question] = []
+        with suppress(IndexError):
+            while True:
+                questions.append(self._waiting.popleft())
+        waiting, start, count = [each.keys for each in questions], 0, FIRST_BATCH
         try:
-            while start < len(keys):
-                batch = keys[start : start + count]
-                found = self._client.exists([self._name(key) for key in batch], until)
-                for key, is_there in zip(batch, found, strict=True):
-                    if is_there:
-                        self._learn(key)
-                if not all(found):
-                    break
+            while waiting:
+                batches = [keys[start : start + count] for keys in waiting]
+                self._ask_for(list(dict.fromkeys(key for keys in batches for key in keys)))
                 start, count = start + count, 2 * count
+                # Some of a prompt may lie elsewhere, but behind a whole batch nothing hits.
+                waiting = [
+                    keys
+                    for keys, batch in zip(waiting, batches, strict=True)
+                    if len(keys) > start and any(key in self._known for key in batch)
+                ]
         except StoreError as error:
             self._observer.count("store_probe_failed")
             self._heard(error)
-        else:
-            self._heard(None)
         finally:
-            for key in keys:
-                asked.pop(key, None)
+            for keys, mark in questions:
+                for key in keys:
+                    if self._asked.get(key, mark) <= mark:  # else asked for again since
+                        self._asked.pop(key, None)
+
+    def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
+        """One question. Raises StoreError."""
+        found = self._client.exists(
+            [self._name(key) for key in keys], time.monotonic() + PROBE_SECONDS
+        )
+        self._heard(None)
+        if len(self._absent) > MAX_KNOWN:
+            self._absent.clear()
+        until = self._clock() + ABSENT_SECONDS
+        for key, is_there in zip(keys, found, strict=True):
+            if is_there:
+                self._learn(key)
+            else:
+                self._absent[key] = until
 
     def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
         self._heard = heard
@@ -306,7 +354,7 @@ class RemoteStore(Store):
         said = None
         with suppress(StoreError, UnicodeDecodeError):
             size = None if self._closed else self._client.read(name, (), until)
-            if size is not None:
+            if size is not None and size <= MAX_TEXT_BYTES:
                 text = bytearray(size)
                 self._client.read(name, [(0, memoryview(text))], until)
                 said = text.decode()
@@ -363,13 +411,15 @@ class RemoteStore(Store):
         return min(deadline, time.monotonic() + OPERATION_SECONDS)
 
     def _learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
-        if self._asked is None:
+        if not self._learns:
             return
+        self._absent.pop(key, None)
         size = num_bytes or self._known.get(key, _NEVER).num_bytes
         self._known[key] = _Known(self._clock() + FRESH_SECONDS, size)
-        if len(self._known) > MAX_KNOWN:
-            with suppress(RuntimeError, StopIteration, KeyError):  # other threads learn, too
-                del self._known[next(iter(self._known))]
+        with suppress(KeyError):  # another thread forgot it
+            self._known.move_to_end(key)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
 
     def _forget(self, key: ChunkKey) -> None:
         self._known.pop(key, None)
@@ -394,6 +444,7 @@ class PartFiles:
         parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         self._folder = parent / f"kvferry-parts-{os.getuid()}"
         self._lock = threading.Lock()
+        self._has_warned = False
         self._begun: dict[str, ChunkKey] = {}
         with suppress(OSError):
             self._remove_stale()
@@ -413,8 +464,15 @@ class PartFiles:
                 os.ftruncate(fd, num_bytes) if reserve is None else reserve(fd, 0, num_bytes)
             finally:
                 os.close(fd)
-        except OSError:
+        except OSError as error:
             self._unlink(session)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s: no room to put a record together: %s; give /dev/shm some gigabytes",
+                    self._folder,
+                    error.strerror,
+                )
             return PutResult.NO_SPACE
         with self._lock:
             self._begun[session] = key

@@ -42,6 +42,9 @@ Answer = TypeVar("Answer", bound=str)
 MAX_BEHIND = 4096
 """Values that wait to be written to the farther tiers; the oldest is dropped for a new one."""
 
+MAX_COPY_BYTES = 1 << 30
+"""A larger value is no record of ours."""
+
 BEHIND_SECONDS = 30.0
 """Deadline of one write to a farther tier."""
 
@@ -83,7 +86,7 @@ class Tier:
     @property
     def is_asked(self) -> bool:
         """False while the store is left alone. Memory only; lets a trial begin when one is due."""
-        if self._breaker.take_trial():
+        if self._breaker.take_trial() and not self._trials.num_waiting:
             self._trials.submit(lambda _job: self._try())
         return not self._breaker.is_open
 
@@ -150,7 +153,8 @@ class Tier:
             is_first = not self._write_pause
             self._write_pause = min(max(2 * self._write_pause, 0.5), LONGEST_PAUSE_SECONDS)
             self._write_at = self._clock() + self._write_pause
-            self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
+            if not self._trials.num_waiting:
+                self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
         elif result is not PutResult.FAILED:
             self._write_pause = 0.0
         if isinstance(result, PutResult):
@@ -254,10 +258,11 @@ class TieredStore(Store):
             self._copy_later(_Behind(key, tier, self._tiers[0]))
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Only in the tier that served it, where that is known: the others may be right."""
+        """Not in tiers behind the one that served it, which may be right. A nearer one has at most
+        a copy of what was served."""
         served = self._served.pop(key, None)
-        with self._deleting:
-            for tier in self._tiers if served is None else (served,):
+        for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
+            if tier.is_asked:
                 tier.store.discard(key, reason)
 
     # -- writes ---------------------------------------------------------------------------------
@@ -274,15 +279,15 @@ class TieredStore(Store):
             if self._closed:
                 break
             result = tier.write(partial(tier.store.put, key, buffers), deadline)
-            if result is PutResult.STORED:
-                self._write_behind(key, tier)
             if result in (PutResult.STORED, PutResult.EXISTS):
+                self._write_behind(key, tier)
                 break
         return result
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
-            self._copy_later(_Behind(key, tier, farther))
+            if not farther.store.contains(key):
+                self._copy_later(_Behind(key, tier, farther))
 
     def _copy_later(self, behind: _Behind) -> None:
         """Never blocks."""
@@ -309,17 +314,24 @@ class TieredStore(Store):
                     return
                 behind = self._behind.popleft() if self._behind else None
             if behind is not None:
-                self._observer.count(f"tier_behind_{self._copy(behind)}")
+                result = PutResult.FAILED
+                try:
+                    result = self._copy(behind)
+                except Exception:  # outermost loop of the thread: the next copies go on
+                    logger.exception("copying a value to another tier failed")
+                self._observer.count(f"tier_behind_{result}")
 
     def _copy(self, behind: _Behind) -> PutResult:
         """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
         key, source, target = behind
         until = time.monotonic() + BEHIND_SECONDS
         try:
-            if target.number < source.number and target.store.read(key, (), until) is not None:
+            if not (source.is_asked and target.takes_values):
+                return PutResult.FAILED
+            if target.store.read(key, (), until) is not None:
                 return PutResult.EXISTS
-            size = source.store.read(key, (), until) if source.is_asked else None
-            if size is None:
+            size = source.store.read(key, (), until)
+            if size is None or size > MAX_COPY_BYTES:
                 return PutResult.FAILED
             value = memoryview(bytearray(size))
             if source.store.read(key, [(0, value)], until) != size:
@@ -330,7 +342,7 @@ class TieredStore(Store):
 
     def delete(self, key: ChunkKey) -> bool:
         with self._deleting:  # of racing deletes, one removes the value from all tiers
-            removed = [tier.store.delete(key) for tier in self._tiers]
+            removed = [tier.store.delete(key) for tier in self._tiers if tier.is_asked]
         return any(removed)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvferry.store.objects import ObjectClient
     from kvferry.store.remote import RemoteClient
     from kvferry.store.valkey import ValkeyClient
+
+_DEFAULT_PORTS = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), 6379)
 
 # How long the opening of a store waits to hear that its bucket is wrong.
 _CHECK_SECONDS = 2.0
@@ -138,9 +141,11 @@ def open_tiers(
     Raises:
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
     """
+    if not isinstance(urls, str | list | tuple):
+        raise ConfigError(f"a store is a URL or a list of them, not {urls!r}")
     urls = (urls,) if isinstance(urls, str) else tuple(urls)
     parsed = [parse_store_url(url) for url in urls]
-    places = [str(replace(each, options={})) for each in parsed]
+    places = [_place_of(each) for each in parsed]
     if not places:
         raise ConfigError(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
@@ -162,6 +167,15 @@ def open_tiers(
     from kvferry.store.tiered import TieredStore
 
     return TieredStore(stores, observer)
+
+
+def _place_of(url: StoreUrl) -> str:
+    """The same text for URLs that name one place."""
+    schemes = {"redis": "valkey", "rediss": "valkeys"}
+    hosts = tuple((host, port or _DEFAULT_PORTS.get(url.scheme)) for host, port in url.hosts)
+    path = posixpath.normpath(url.path) if url.path else ""
+    scheme = schemes.get(url.scheme, url.scheme)
+    return str(replace(url, scheme=scheme, hosts=hosts, path=path, options={}))
 
 
 def open_store(

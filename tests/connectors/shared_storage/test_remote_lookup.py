@@ -6,7 +6,10 @@ import time
 
 import pytest
 
-from kvferry.store.remote import ASK_SECONDS, RemoteStore
+from kvferry.store.base import ASK_SECONDS
+from kvferry.store.remote import RemoteStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
 from tests.store.remote_client import DictClient
 
 PROMPT = list(range(41))
@@ -60,6 +63,42 @@ def test_a_server_that_goes_between_the_answer_and_the_read_is_a_miss(make_host,
     host = make_host(store=RemoteStore("memory://server", Goes(server)))
     assert host.run("reader", PROMPT).num_external_tokens == 0
     assert host.observer["miss_io_error"] >= 1
+
+
+def test_a_host_that_announces_no_requests_hits_too(make_host, server):
+    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+    host.scheduler.on_new_request = lambda _request: None
+    assert host.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_requests_of_one_prefix_that_keep_coming_do_not_keep_one_waiting(make_host, server):
+    """Each asks for the same absent chunks as it arrives."""
+    client = DictClient(server)
+    clock = FakeClock()
+    host = make_host(store=RemoteStore("memory://server", client, clock=clock), clock=clock)
+    client.gate.clear()
+    prompt = [9] * 41
+    first = host.add("first", prompt)
+    assert host.scheduler.lookup(first, 0).num_tokens is None
+    for number in range(10):
+        clock.advance(0.1)
+        host.scheduler.on_new_request(host.add(f"later {number}", [*prompt, number]))
+    assert host.scheduler.lookup(first, 0) == (0, False, "absent")
+    client.gate.set()
+
+
+def test_a_request_that_waited_long_has_the_server_asked_again(make_host, server):
+    client = DictClient(server)
+    clock = FakeClock()
+    store = RemoteStore("memory://server", client, clock=clock)
+    host = make_host(store=store, clock=clock)
+    request = host.add("queued", PROMPT)
+    host.scheduler.on_new_request(request)
+    wait_until(lambda: store._known, "the answer came")
+    clock.advance(400.0)
+    while host.scheduler.lookup(request, 0).num_tokens is None:
+        host.step([])
+    assert host.scheduler.lookup(request, 0).num_tokens == 40
 
 
 def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_host, server):

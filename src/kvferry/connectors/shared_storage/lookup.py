@@ -26,7 +26,11 @@ from kvferry.connectors.shared_storage.messages import SlotChunk
 from kvferry.connectors.shared_storage.policy import LoadPolicy
 from kvferry.connectors.shared_storage.requests import RequestState, UnreadableKeys
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.store.base import ASK_SECONDS, SupportsProbe
 from kvferry.types import ChunkKey
+
+REPROBE_SECONDS = 60.0
+"""A request that has waited for so long has the store asked again."""
 
 
 class _Candidate(NamedTuple):
@@ -61,6 +65,8 @@ class Lookup:
     ) -> None:
         self._chunk = context.config.chunk_tokens
         self._store = context.store
+        store: object = context.store
+        self._probe = store.probe if isinstance(store, SupportsProbe) else None
         self._tier_of = context.tier_of
         self._tables = context.tables
         self._clock = context.clock
@@ -79,10 +85,15 @@ class Lookup:
             state.awaited.pop()
         if state.awaited and self._clock() < state.deadline:
             return ASK_AGAIN
+        self.probe(state)
         keys = state.keys.keys
         known, state.miss = self._known_until(keys, num_local // self._chunk)
-        if state.miss is None and known < len(keys) and state.fetching_since is None:
-            return ASK_AGAIN
+        if state.miss is None and known < len(keys):
+            if state.asking_until is None:
+                state.asking_until = self._clock() + ASK_SECONDS
+            if state.fetching_since is None and self._clock() < state.asking_until:
+                return ASK_AGAIN
+            state.miss = LookupMiss.ABSENT
         if state.fetching_since is None or state.worth is not None:
             known = self._worth_until(state, num_local // self._chunk, known)
         stop = self._usable(known, num_tokens)
@@ -109,6 +120,14 @@ class Lookup:
             stop = min(shorter, stop - self._tables.block_size)
         self.release(state)
         return LookupResult(0, False, state.miss)
+
+    def probe(self, state: RequestState) -> None:
+        """Have the store find out what it has of a prompt, unless it has just been asked to."""
+        if self._probe is not None:
+            now = self._clock()
+            if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
+                state.probed_at, state.asking_until = now, None
+                self._probe(state.keys.keys)
 
     def limit(self, state: RequestState, num_tokens: int) -> int:
         """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""
@@ -158,14 +177,17 @@ class Lookup:
 
     def _worth_until(self, state: RequestState, first: int, known: int) -> int:
         """Index of the first chunk that is known but computed sooner than loaded."""
+        holds, everything = self._pool.holds, self._tables.all_groups
         if state.worth is not None:
-            if state.worth[0] < known:
+            until = min(known, state.worth[0])
+            while until < known and holds(state.keys.keys[until], everything):
+                until += 1  # in memory since
+            if until < known:
                 state.miss = LookupMiss.SLOWER
-            return min(known, state.worth[0])
+            return until
         if not self._policy.is_any_slow:
             return known
         keys = state.keys.keys
-        holds, everything = self._pool.holds, self._tables.all_groups
         parts = [
             (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
             for number in range(first, known)

@@ -51,6 +51,8 @@ class RequestState:
         gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while everything is.
+        probed_at: when the store was asked what it has of the prompt.
+        asking_until: how long the answer is waited for, from the first look-up on.
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
@@ -69,6 +71,8 @@ class RequestState:
     miss: LookupMiss | None = LookupMiss.NOT_LOADING
     gave_up: LookupMiss | None = None
     worth: tuple[int, float, float] | None = None
+    probed_at: float | None = None
+    asking_until: float | None = None
     barred: bool = False
     next_save: int = 0
     audited: AuditSlots | None = None

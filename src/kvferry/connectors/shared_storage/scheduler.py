@@ -54,7 +54,6 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
 from kvferry.record.check import SOUND, MissReason
-from kvferry.store.base import SupportsProbe
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 logger = logging.getLogger(__name__)
@@ -130,9 +129,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
-            state = self._requests.track(request)
-            if isinstance(self._context.store, SupportsProbe):
-                self._context.store.probe(state.keys.keys)
+            self._lookup.probe(self._requests.track(request))
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:
