@@ -12,12 +12,13 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-.PHONY: help demo test test-sweep test-vllm check fmt clean
+.PHONY: help demo test test-sweep test-mount test-vllm check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-sweep  every architecture of Transformers, and every pair of shapes"
+	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make check       lint and types only"
 
@@ -40,10 +41,13 @@ $(CONNECTORS): scripts/vllm-connectors
 
 test: $(STAMP) $(CONNECTORS)
 	scripts/check
-	scripts/test -m "not sweep"
+	scripts/test -m "not sweep and not mount"
 
 test-sweep: $(STAMP)
 	scripts/test -m sweep
+
+test-mount: $(STAMP)
+	scripts/test -m mount -n 0
 
 $(VLLM_STAMP): pyproject.toml scripts/vllm-venv
 	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)

@@ -53,15 +53,22 @@ def _dying_with_tests(command: list[str]) -> list[str]:
 
 
 class ServerProcess:
-    """One run of a server. Its output goes to `log`, which the error of a failed start shows."""
+    """One run of a server. Its output goes to `log`, which the error of a failed start shows; with
+    `stream`, a socket, it reads and writes that."""
 
-    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        stream: int | None = None,
+    ) -> None:
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 _dying_with_tests(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdin=subprocess.DEVNULL if stream is None else stream,
+                stdout=output if stream is None else stream,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
             )

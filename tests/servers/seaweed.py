@@ -53,6 +53,11 @@ class SeaweedServer:
         """What a client finds its credentials by."""
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
+    @property
+    def filer(self) -> str:
+        """Address for `weed mount`: host, port, port of gRPC."""
+        return f"{LOCALHOST}:{self._ports[3]}.{self._ports[7]}"
+
     def start(self, *, empty: bool = True) -> None:
         """Start it on the same ports as before, and make the bucket."""
         directory = self._root / "data"

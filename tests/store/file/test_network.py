@@ -88,6 +88,43 @@ def test_a_probe_finds_at_once_what_the_other_stored(machine, bench):
     assert [other.contains(make_key(number)) for number in range(4)] == [True] * 3 + [False]
 
 
+def test_an_old_listing_beside_a_new_time_is_not_the_last(machine, bench, monkeypatch):
+    one = machine("one")
+    other = machine("other", wall=FakeClock(time.time() + 10))
+    other.maintain()
+    assert one.put(make_key(), [make_value(1000)]) is PutResult.STORED
+    with monkeypatch.context() as cached:
+        cached.setattr(directory.Directory, "list_shard", lambda *_: set())
+        look(other, bench)
+        assert not other.contains(make_key())
+    look(other, bench)
+    assert other.contains(make_key())
+
+
+def test_a_lock_of_another_mount_of_this_machine_is_not_believed(machine, bench, monkeypatch):
+    one, other = machine("one"), machine("other")
+    session = one.begin(make_key(), 1000)
+    monkeypatch.setattr(directory, "_machine", lambda fd: "0" * 8)
+    monkeypatch.setattr(directory.fcntl, "flock", lambda *_: None)  # it sees none
+    other.maintain()
+    assert one.write_at(session, 0, [make_value(1000)])
+    assert one.commit(session, make_value(1000)[:100]) is PutResult.STORED
+
+
+def test_where_hard_links_get_lost_records_are_renamed(machine, bench, monkeypatch):
+    monkeypatch.setattr(directory, "file_system", lambda root: "fuse.seaweedfs")
+    one, other = machine("one"), machine("other")
+    sessions = [store.begin(make_key(), 1000) for store in (one, other)]
+    results = []
+    for store, session in zip((one, other), sessions, strict=True):
+        assert store.write_at(session, 0, [make_value(1000)])
+        results.append(store.commit(session, make_value(1000)[:100]))
+    assert results == [PutResult.STORED, PutResult.EXISTS]
+    assert read_value(other, make_key()) == make_value(1000)
+    assert bench.io.calls["link"] == 0
+    assert os.listdir(bench.root / "writing") == []
+
+
 @pytest.mark.parametrize("way", ["evicts", "deletes", "discards"])
 def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way):
     one, other = machine("one"), machine("other", max_bytes=10_000)

@@ -2,7 +2,7 @@
 
     kvferry.json                              format marker; a newer version is refused
     records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
-    writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and machine
+    writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and mount
     quarantine/                               values that failed verification
     namespaces/<64 hex>.json                  the model that each namespace is of
     index.sqlite3                             what is there: see `index`
@@ -26,10 +26,12 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
+from kvferry.filesystem import file_system
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
@@ -48,11 +50,13 @@ _FILE_NAMES = {
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
 _MAX_TRIES = 8
-_MACHINE = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+# SeaweedFS lets two machines link to one name at once, and one that saw a file under its first name
+# never finds it under its second.
+_LOSES_LINKS = frozenset({"fuse.seaweedfs"})
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -161,8 +165,8 @@ class Directory:
         """Make a file to be written: its name and its descriptor. The system drops its lock when
         the process dies, so the lock shows that the writer lives."""
         for _ in range(_MAX_TRIES):
-            name = f"{key.hex()}.{_MACHINE}.{secrets.token_hex(12)}"
             with self.opened("writing", make=True) as writing:
+                name = f"{key.hex()}.{_machine(writing)}.{secrets.token_hex(12)}"
                 fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, writing)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,9 +180,10 @@ class Directory:
         raise OSError(errno.EAGAIN, "no file can be locked")
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
-        """Key of a file of `writing`, and whether a process of this machine writes it."""
+        """Key of a file of `writing`, and whether its writer's lock can be seen here."""
         key, machine, _ = name.split(".")
-        return ChunkKey(bytes.fromhex(key)), machine == _MACHINE
+        with self.opened("writing") as writing:
+            return ChunkKey(bytes.fromhex(key)), machine == _machine(writing)
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
@@ -194,9 +199,15 @@ class Directory:
             self.opened("writing") as writing,
             self.opened(*shard_of(key), make=True) as shard,
         ):
+            is_taken = False
             with suppress(FileNotFoundError):
-                if not stat.S_ISREG(_lstat(target, shard).st_mode):
+                is_taken = stat.S_ISREG(_lstat(target, shard).st_mode)
+                if not is_taken:
                     self._remove_any(target, shard)  # no record, and in its way
+            if self._loses_links:
+                if not is_taken:
+                    os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
+                return not is_taken
             try:
                 os.link(name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False)
             except OSError as error:
@@ -209,6 +220,10 @@ class Directory:
                 # one replaces the earlier with equal bytes.
                 os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
             return True
+
+    @cached_property
+    def _loses_links(self) -> bool:
+        return file_system(self.root) in _LOSES_LINKS
 
     def unplace(self, name: str, key: ChunkKey) -> None:
         """Undo `place`, as far as it went. Never raises: what stays is found later."""
@@ -414,6 +429,22 @@ def _write_marker(directory: Directory) -> None:
     # All writers write the same bytes, so that replacing is as good as linking.
     text = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
     directory.write_text(MARKER, text)
+
+
+def _kernel() -> str:
+    """Names this machine, since it started. Host names may be the same on two machines."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
+
+
+_KERNEL = _kernel()
+
+
+def _machine(directory: int) -> str:
+    """Names all whose file locks can be seen here: those that use this mount on this machine."""
+    whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
+    return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
 
 
 def _lstat(name: str, directory: int) -> os.stat_result:

@@ -29,9 +29,12 @@ ABANDONED_SECONDS = 3600.0
 """How long another machine's half-written file is left alone."""
 
 _DUTY = 20
-"""Comparing a shard is followed by so many times its own duration of rest."""
+"""Comparing a shard is followed by so many times its own duration of rest, divided by the rows that
+it corrected: of a thousand records that another machine stored, each costs a look at its file."""
 _SETTLED_SECONDS = 1.0
 """A directory that changed later may change again within the same tick of its clock."""
+_CACHED_SECONDS = 60.0
+"""As long a network mount may show an old listing beside a new time: NFS keeps one for a minute."""
 _MAX_PROBES = 256
 _BATCH = 256
 _QUARANTINE_FRACTION = 20
@@ -40,10 +43,12 @@ _QUARANTINE_FRACTION = 20
 
 class ShardComparison:
     """Corrects the index by the directory: in the first pass all shards, in each later pass those
-    whose directory changed since. The shards left of a pass are `waiting`."""
+    whose directory changed since, or in the last `settled_seconds`. The shards left of a pass are
+    `waiting`."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, settled_seconds: float) -> None:
         self._index = index
+        self._settled_seconds = settled_seconds
         self.restart()
 
     def restart(self) -> None:
@@ -62,7 +67,7 @@ class ShardComparison:
         index = self._index
         mark = index.directory.mark_of_shard(shard)
         self._marks[shard] = (mark[0], -1)
-        is_settled = index.wall() - mark[1] / 1e9 > _SETTLED_SECONDS
+        is_settled = index.wall() - mark[1] / 1e9 > self._settled_seconds
         there = index.directory.list_shard(shard)
         listed = index.keys_of_shard(shard)
         num_wrong = sum(index.add(batch) for batch in _batches(there - listed))
@@ -100,7 +105,9 @@ class Upkeep:
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
-        self._comparison = ShardComparison(index)
+        self._comparison = ShardComparison(
+            index, _CACHED_SECONDS if machines_share else _SETTLED_SECONDS
+        )
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._wake = threading.Event()
@@ -142,13 +149,12 @@ class Upkeep:
             return
         directory = self._index.directory
         for file, found in directory.list_files("writing").items():
-            key, is_of_this_machine = directory.written_by(file)
-            shows_lock = is_of_this_machine or not self._machines_share
             is_old = time.time() - found.modified >= ABANDONED_SECONDS
-            if not (shows_lock or is_old):
-                continue
-            add = partial(self._index.add, [key])
             with self._past_errors_of_files():
+                key, is_of_this_machine = directory.written_by(file)
+                if self._machines_share and not (is_of_this_machine or is_old):
+                    continue  # its lock may not be seen here
+                add = partial(self._index.add, [key])
                 if directory.drop_abandoned(file, is_old=is_old, first=add):
                     self._faults.observer.count("store_recovered_writes")
         self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
@@ -237,6 +243,7 @@ class Upkeep:
         if not comparison.waiting:
             self._due["compare"] = started + COMPARE_SECONDS
             return False
+        num_wrong = 0
         with self._past_errors_of_files():
             num_wrong = comparison.compare(comparison.waiting[0])
             self._faults.observer.count("store_index_corrected", num_wrong)
@@ -246,7 +253,7 @@ class Upkeep:
             return True
         now = self._faults.clock()
         rest = 0.0 if is_first or self._machines_share else COMPARE_SECONDS
-        self._due["compare"] = now + max(rest, _DUTY * (now - started))
+        self._due["compare"] = now + max(rest, _DUTY * (now - started) / max(num_wrong, 1))
         return False
 
     @contextmanager
