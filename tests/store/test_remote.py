@@ -11,7 +11,8 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.remote import FRESH_SECONDS, MAX_PROBES, RemoteStore
+from kvferry.store.remote import RemoteStore
+from kvferry.store.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
     ProbeTests,

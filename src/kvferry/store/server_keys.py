@@ -1,0 +1,187 @@
+"""What is known of a server's keys, for look-ups that may not block, and the questions to it.
+
+No process lists a server. When a request arrives, one question asks for the keys of its prompt; the
+answers are remembered for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvferry.errors import StoreError
+from kvferry.observe import Observer
+from kvferry.store.base import ASK_SECONDS
+from kvferry.store.io_pool import IOPool
+from kvferry.types import ChunkKey
+
+PROBE_SECONDS = 1.0
+"""Deadline of the question itself: a late answer serves the next look-up."""
+
+FRESH_SECONDS = 300.0
+"""How long a key is taken to be there before the server is asked again. It may be evicted there
+meanwhile: then the fetch misses."""
+
+ABSENT_SECONDS = 1.0
+"""How long a key that was absent is not asked for again."""
+
+MAX_KNOWN = 1 << 18
+"""Keys that are remembered; those that were not used for longest are forgotten first."""
+
+MAX_PROBES = 256
+"""Prompts whose keys wait to be asked for; more are not asked for, and miss."""
+
+FIRST_BATCH = 32
+"""Keys of a prompt in the first question. Each further question has twice as many, and none follows
+when all of them were absent."""
+
+CLOSE_SECONDS = 2.0
+
+
+class _Known(NamedTuple):
+    until: float
+    num_bytes: int
+    """0 where it was not learned."""
+
+
+_NEVER = _Known(0.0, 0)
+
+
+class _Question(NamedTuple):
+    """The keys of one prompt that are not known."""
+
+    keys: list[ChunkKey]
+    mark: float
+    """Until when look-ups wait for the answer."""
+
+
+class ServerKeys:
+    """Answers from memory, without a lock; all but `contains` may be called from any thread.
+
+    Args:
+        find: asks the server which keys it has, until a deadline; raises StoreError.
+        learns: False where keys are never looked up: then none is remembered.
+        clock: monotonic seconds.
+
+    Attributes:
+        heard: called on an I/O thread after each question: None, or what failed.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[Sequence[ChunkKey], float], list[bool]],
+        observer: Observer,
+        *,
+        learns: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._find = find
+        self._observer = observer
+        self._learns = learns
+        self._clock = clock
+        self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
+        self._asked: dict[ChunkKey, float] = {}
+        self._absent: dict[ChunkKey, float] = {}
+        self._waiting: deque[_Question] = deque()
+        self._threads = IOPool(2, "kvferry-probe")
+        self.heard: Callable[[StoreError | None], None] = lambda _fault: None
+
+    def contains(self, key: ChunkKey) -> bool | None:
+        """See `Store.contains`."""
+        now = self._clock()
+        known = self._known.get(key)
+        if known is not None and now < known.until:
+            return True
+        return None if now < self._asked.get(key, 0.0) else False
+
+    def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
+        """The server has it; 0 for a size that is not known."""
+        if not self._learns:
+            return
+        self._absent.pop(key, None)
+        size = num_bytes or self._known.get(key, _NEVER).num_bytes
+        self._known[key] = _Known(self._clock() + FRESH_SECONDS, size)
+        with suppress(KeyError):  # another thread forgot it
+            self._known.move_to_end(key)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def forget(self, key: ChunkKey) -> None:
+        """The server does not have it."""
+        self._known.pop(key, None)
+
+    def totals(self) -> tuple[int, int]:
+        """Number of the keys known, and their bytes."""
+        known = list(self._known.values())
+        return len(known), sum(each.num_bytes for each in known)
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        """See `SupportsProbe.probe`."""
+        if not self._learns:
+            return
+        now = self._clock()
+        # Those under way, and those that have just been absent, are not asked for again.
+        unknown = [
+            key
+            for key in keys
+            if self._known.get(key, _NEVER).until <= now
+            and self._asked.get(key, 0.0) <= now
+            and self._absent.get(key, 0.0) <= now
+        ]
+        if not unknown:
+            return
+        if len(self._waiting) >= MAX_PROBES:
+            self._observer.count("store_probe_dropped")
+            return
+        mark = now + ASK_SECONDS
+        self._asked.update(dict.fromkeys(unknown, mark))
+        self._waiting.append(_Question(unknown, mark))
+        self._threads.submit(lambda _job: self._ask())
+
+    def _ask(self) -> None:
+        """Ask for the keys of all prompts that wait, in one question for each length of prefix.
+        Runs in: I/O thread."""
+        questions: list[_Question] = []
+        with suppress(IndexError):
+            while True:
+                questions.append(self._waiting.popleft())
+        waiting, start, count = [each.keys for each in questions], 0, FIRST_BATCH
+        try:
+            while waiting:
+                batches = [keys[start : start + count] for keys in waiting]
+                self._ask_for(list(dict.fromkeys(key for keys in batches for key in keys)))
+                start, count = start + count, 2 * count
+                # Some of a prompt may lie elsewhere, but behind a whole batch nothing hits.
+                waiting = [
+                    keys
+                    for keys, batch in zip(waiting, batches, strict=True)
+                    if len(keys) > start and any(key in self._known for key in batch)
+                ]
+        except StoreError as error:
+            self._observer.count("store_probe_failed")
+            self.heard(error)
+        finally:
+            for keys, mark in questions:
+                for key in keys:
+                    if self._asked.get(key, mark) <= mark:  # else asked for again since
+                        self._asked.pop(key, None)
+
+    def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
+        """One question. Raises StoreError."""
+        found = self._find(keys, time.monotonic() + PROBE_SECONDS)
+        self.heard(None)
+        if len(self._absent) > MAX_KNOWN:
+            self._absent.clear()
+        until = self._clock() + ABSENT_SECONDS
+        for key, is_there in zip(keys, found, strict=True):
+            if is_there:
+                self.learn(key)
+            else:
+                self._absent[key] = until
+
+    def close(self) -> None:
+        """End the threads; a question that hangs is left behind."""
+        self._threads.close(CLOSE_SECONDS)
