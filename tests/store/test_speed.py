@@ -8,8 +8,10 @@ import pytest
 
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.remote import RemoteStore
 from kvferry.store.speed import StoreSpeed, measure
 from kvferry.types import ChunkKey
+from tests.store.remote_client import DictClient
 
 
 def test_a_directory_is_written_and_read_and_as_it_was(tmp_path: Path):
@@ -47,3 +49,11 @@ def test_memory_is_only_read(max_bytes):
         speed = measure(store, 1 << 16)
     assert speed.read is not None
     assert speed.read > 0
+
+
+def test_a_server_is_not_measured_and_not_touched():
+    client = DictClient()
+    with RemoteStore("s3://bucket", client) as store:
+        store.put(ChunkKey(b"k" * 32), [b"v" * 5000])
+        assert measure(store, 1 << 16) == StoreSpeed(None, None)
+    assert client.asked == []
