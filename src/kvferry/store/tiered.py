@@ -181,6 +181,97 @@ class _Behind(NamedTuple):
     target: Tier
 
 
+class Copies:
+    """Copies values between tiers, on a thread of its own that starts with the first one."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._waiting: deque[_Behind] = deque()
+        self._removed: dict[ChunkKey, None] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, behind: _Behind) -> None:
+        """Copy a value later. Never blocks."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._waiting) >= MAX_BEHIND:
+                self._waiting.popleft()
+                self._observer.count("tier_behind_dropped")
+            self._waiting.append(behind)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="kvferry-behind", daemon=True
+                )
+                self._thread.start()
+        self._wake.release()
+
+    def removes(self, key: ChunkKey) -> None:
+        """A value is about to be removed: a copy under way must not bring it back."""
+        if len(self._removed) >= MAX_BEHIND:
+            self._removed.clear()
+        self._removed[key] = None
+
+    def stores(self, key: ChunkKey) -> None:
+        """A value is about to be stored."""
+        self._removed.pop(key, None)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            with self._lock:
+                if self._closed and not self._waiting:
+                    return
+                behind = self._waiting.popleft() if self._waiting else None
+            if behind is not None:
+                result = PutResult.FAILED
+                try:
+                    result = self._copy(behind)
+                except Exception:  # outermost loop of the thread: the next copies go on
+                    logger.exception("copying a value to another tier failed")
+                self._observer.count(f"tier_behind_{result}")
+
+    def _copy(self, behind: _Behind) -> PutResult:
+        """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
+        key, source, target = behind
+        until = time.monotonic() + BEHIND_SECONDS
+        try:
+            if not (source.is_asked and target.takes_values):
+                return PutResult.FAILED
+            if target.store.read(key, (), until) is not None:
+                return PutResult.EXISTS
+            size = source.store.read(key, (), until)
+            if size is None or size > MAX_COPY_BYTES:
+                return PutResult.FAILED
+            value = memoryview(bytearray(size))
+            if source.store.read(key, [(0, value)], until) != size:
+                return PutResult.FAILED
+        except StoreError:
+            return PutResult.FAILED
+        result = target.write(partial(target.store.put, key, [value]), until)
+        if key in self._removed:  # since it was read
+            target.store.delete(key)
+        return result
+
+    def close(self) -> None:
+        """Go on for a limited time; what is left then is not copied. Idempotent."""
+        with self._lock:
+            thread, was_closed = self._thread, self._closed
+            self._closed = True
+        self._wake.release()
+        if thread is not None and not was_closed:
+            thread.join(CLOSE_SECONDS)
+            with self._lock:
+                self._waiting.clear()
+
+
 class TieredStore(Store):
     """Tiers as one store; see the module. Closing it closes them.
 
@@ -207,11 +298,8 @@ class TieredStore(Store):
         self.multi_process = all(store.multi_process for store in stores)
         self._served: dict[ChunkKey, Tier] = {}
         self._begun: dict[str, ChunkKey] = {}
-        self._behind: deque[_Behind] = deque()
-        self._wake = threading.Semaphore(0)
+        self._copies = Copies(self._observer)
         self._closed = False
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._deleting = threading.Lock()
 
     # -- reads ----------------------------------------------------------------------------------
@@ -255,12 +343,13 @@ class TieredStore(Store):
             self._served.clear()
         self._served[key] = tier
         if tier.number:
-            self._copy_later(_Behind(key, tier, self._tiers[0]))
+            self._copies.add(_Behind(key, tier, self._tiers[0]))
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Not in tiers behind the one that served it, which may be right. A nearer one has at most
         a copy of what was served."""
         served = self._served.pop(key, None)
+        self._copies.removes(key)
         for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
             if tier.is_asked:
                 tier.store.discard(key, reason)
@@ -275,6 +364,7 @@ class TieredStore(Store):
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
         result = PutResult.FAILED
+        self._copies.stores(key)
         for tier in self._tiers:
             if self._closed:
                 break
@@ -287,60 +377,10 @@ class TieredStore(Store):
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
             if not farther.store.contains(key):
-                self._copy_later(_Behind(key, tier, farther))
-
-    def _copy_later(self, behind: _Behind) -> None:
-        """Never blocks."""
-        with self._lock:
-            if self._closed:
-                return
-            if len(self._behind) >= MAX_BEHIND:
-                self._behind.popleft()
-                self._observer.count("tier_behind_dropped")
-            self._behind.append(behind)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._copy_all, name="kvferry-behind", daemon=True
-                )
-                self._thread.start()
-        self._wake.release()
-
-    def _copy_all(self) -> None:
-        """Runs in: a thread of its own, until closed."""
-        while True:
-            self._wake.acquire()
-            with self._lock:
-                if self._closed and not self._behind:
-                    return
-                behind = self._behind.popleft() if self._behind else None
-            if behind is not None:
-                result = PutResult.FAILED
-                try:
-                    result = self._copy(behind)
-                except Exception:  # outermost loop of the thread: the next copies go on
-                    logger.exception("copying a value to another tier failed")
-                self._observer.count(f"tier_behind_{result}")
-
-    def _copy(self, behind: _Behind) -> PutResult:
-        """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
-        key, source, target = behind
-        until = time.monotonic() + BEHIND_SECONDS
-        try:
-            if not (source.is_asked and target.takes_values):
-                return PutResult.FAILED
-            if target.store.read(key, (), until) is not None:
-                return PutResult.EXISTS
-            size = source.store.read(key, (), until)
-            if size is None or size > MAX_COPY_BYTES:
-                return PutResult.FAILED
-            value = memoryview(bytearray(size))
-            if source.store.read(key, [(0, value)], until) != size:
-                return PutResult.FAILED
-        except StoreError:
-            return PutResult.FAILED
-        return target.write(partial(target.store.put, key, [value]), until)
+                self._copies.add(_Behind(key, tier, farther))
 
     def delete(self, key: ChunkKey) -> bool:
+        self._copies.removes(key)
         with self._deleting:  # of racing deletes, one removes the value from all tiers
             removed = [tier.store.delete(key) for tier in self._tiers if tier.is_asked]
         return any(removed)
@@ -463,15 +503,9 @@ class TieredStore(Store):
         )
 
     def close(self) -> None:
-        """Writes behind go on for a limited time; what is left then is not written."""
-        with self._lock:
-            thread, was_closed = self._thread, self._closed
-            self._closed = True
-        self._wake.release()
-        if thread is not None and not was_closed:
-            thread.join(CLOSE_SECONDS)
-            with self._lock:
-                self._behind.clear()
+        """Copies go on for a limited time first."""
+        self._closed = True
+        self._copies.close()
         for tier in self._tiers:
             tier.close()
 

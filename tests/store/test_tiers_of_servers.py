@@ -1,0 +1,59 @@
+"""The conformance suite on three tiers that are real: a directory, Valkey, and S3."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from kvferry.store.url import open_one
+from kvferry.testing.stores import ProbeTests, RemoteStoreTests, ShardedWriteTests
+from tests.servers.process import LOCALHOST
+from tests.servers.seaweed import BUCKET
+from tests.servers.valkey import valkey_server
+from tests.store.test_tiered import OfNearest
+
+__all__ = ["valkey_server"]
+
+SPACE = b"t" * 32
+
+
+class TestTiersOfServers(ProbeTests, ShardedWriteTests, RemoteStoreTests):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _servers(self, valkey_server, seaweed, monkeypatch):
+        for name, value in seaweed.environment.items():
+            monkeypatch.setenv(name, value)
+        self.valkey, self.s3 = valkey_server, seaweed
+        self.prefix = secrets.token_hex(8)  # of this test
+
+    def _urls(self, tmp_path):
+        place = f"{self.prefix}-{tmp_path.name}"
+        options = f"endpoint={self.s3.endpoint}&region=us-east-1"
+        return [
+            (tmp_path / "near").as_uri(),
+            f"valkey://{LOCALHOST}:{self.valkey.port}/{place}",
+            f"s3://{BUCKET}/{place}?{options}",
+        ]
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        assert max_bytes is None
+        near, *servers = self._urls(tmp_path)
+        return OfNearest(
+            [
+                open_one(near, observer=observer),
+                *(open_one(url, namespace=SPACE) for url in servers),
+            ]
+        )
+
+    def poke(self, store, key, value):
+        for tier in store._tiers:
+            tier.store.delete(key)
+            if value is not None:
+                tier.store.put(key, [value])
+
+    def peek(self, store, key):
+        found = [*Path(store._tiers[0].store._directory.root).glob(f"records/*/{key.hex()}*")]
+        return found[0].read_bytes() if found else None
