@@ -83,6 +83,12 @@ def make_tiers():
         store.close()
 
 
+def settle(store):
+    """Wait until nothing waits to be written to other tiers."""
+    wait_until(lambda: not store._copies.num_waiting, "all is begun")
+    time.sleep(0.05)
+
+
 def held(store, number=0):
     return read_value(store, make_key(number)) is not None
 

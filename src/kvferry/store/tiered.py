@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -25,19 +25,15 @@ from kvferry.store.base import (
     ReadRange,
     Store,
     StoreStat,
-    SupportsAnswers,
     SupportsNamespaces,
     SupportsProbe,
     SupportsRecent,
     SupportsShardedWrite,
 )
-from kvferry.store.breaker import LONGEST_PAUSE_SECONDS, MIN_WRITE_SECONDS, Breaker, Limit
-from kvferry.store.io_pool import IOPool
+from kvferry.store.tier import Tier
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer", bound=str)
 
 MAX_BEHIND = 4096
 """Values that wait to be written to the farther tiers; the oldest is dropped for a new one."""
@@ -48,129 +44,8 @@ MAX_COPY_BYTES = 1 << 30
 BEHIND_SECONDS = 30.0
 """Deadline of one write to a farther tier."""
 
-TRIAL_SECONDS = 2.0
-MIN_BLAMED_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
 _MAX_SERVED = 4096
-_TRIAL_KEY = ChunkKey(b"\xff" * 32)
-"""Of no record: a trial reads it to see whether a store answers."""
-
-
-class Tier:
-    """One store, whether it is asked, and how long. Thread-safe.
-
-    Reads and probes decide whether the store is left alone. A write that fails does not: the store
-    may be full or read-only, and still be read. It has a trial read begin, and the next writes are
-    skipped for a while.
-    """
-
-    def __init__(
-        self, store: Store, number: int, observer: Observer, clock: Callable[[], float]
-    ) -> None:
-        self.store = store
-        self.number = number
-        self.name = store.url.partition(":")[0]
-        self._observer = observer
-        self._clock = clock
-        self._breaker = Breaker(f"store {store.url}", clock)
-        self._limit = Limit()
-        self._write_limit = Limit(MIN_WRITE_SECONDS)
-        self._trials = IOPool(1, "kvferry-trial")
-        self._write_pause = 0.0
-        self._write_at = 0.0
-        self._closed = False
-        answering: object = store
-        if isinstance(answering, SupportsAnswers):
-            answering.on_answer(self._heard)
-
-    @property
-    def is_asked(self) -> bool:
-        """False while the store is left alone. Memory only; lets a trial begin when one is due."""
-        if self._breaker.take_trial() and not self._trials.num_waiting:
-            self._trials.submit(lambda _job: self._try())
-        return not self._breaker.is_open
-
-    def _try(self) -> bool:
-        """Runs in: I/O thread."""
-        try:
-            self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
-        except StoreError as error:
-            self._heard(error)
-            return False
-        self._heard(None)
-        return True
-
-    def _heard(self, fault: StoreError | None) -> None:
-        if self._closed:
-            return  # what is cut short by the close says nothing about the store
-        if fault is not None:
-            self._breaker.failed(fault)
-        elif self._breaker.succeeded():
-            self._write_pause = self._write_at = 0.0
-
-    def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """See `Store.read`."""
-        started = time.monotonic()
-        try:
-            size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
-        except StoreError as error:
-            seconds = time.monotonic() - started
-            self._limit.saw(seconds)
-            self._observer.count(f"tier{self.number}_failed")
-            # A read that was given little time and took all of it says nothing about the store.
-            if time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS:
-                self._heard(error)
-            raise
-        self._heard(None)
-        if size is None:
-            self._observer.count(f"tier{self.number}_miss")
-            return None
-        self._limit.saw(time.monotonic() - started)
-        self._observer.count(f"tier{self.number}_hit")
-        num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
-        self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
-        return size
-
-    @property
-    def takes_values(self) -> bool:
-        """False while the store is left alone, and for a while after a write that failed."""
-        return self.is_asked and self._clock() >= self._write_at
-
-    def write(self, write: Callable[[float], Answer], deadline: float) -> Answer | PutResult:
-        """Do a write, or begin one, unless the store is left alone or did not take the last one.
-
-        Args:
-            write: gets its deadline: that of the limit, if it is earlier than `deadline`.
-        """
-        if not self.takes_values:
-            self._observer.count(f"tier{self.number}_put_skipped")
-            return PutResult.FAILED
-        started, num_opened = time.monotonic(), self._breaker.num_opened
-        result = write(min(deadline, started + self._write_limit.seconds))
-        self._write_limit.saw(time.monotonic() - started)
-        # One that failed because the server was away needs no pause of its own.
-        if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
-            is_first = not self._write_pause
-            self._write_pause = min(max(2 * self._write_pause, 0.5), LONGEST_PAUSE_SECONDS)
-            self._write_at = self._clock() + self._write_pause
-            if not self._trials.num_waiting:
-                self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
-        elif result is not PutResult.FAILED:
-            self._write_pause = 0.0
-        if isinstance(result, PutResult):
-            self._observer.count(f"tier{self.number}_put_{result}")
-        return result
-
-    def _note_failed_write(self, *, is_first: bool) -> None:
-        """Runs in: I/O thread."""
-        if self._try() and is_first:
-            logger.warning("store %s: answers, but a value could not be stored", self.store.url)
-
-    def close(self) -> None:
-        """Close the store. A trial that hangs is left behind."""
-        self._closed = True
-        self._trials.close(0.1)
-        self.store.close()
 
 
 class _Behind(NamedTuple):
