@@ -30,10 +30,11 @@ HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 NUM_STORED = 6
 LOAD_SECONDS = 1.0
 # What a busy machine adds to a request.
-SLACK_SECONDS = 1.0
+SLACK_SECONDS = 4.0
 FAULT_SECONDS = 1.0
-BACK_SECONDS = 10.0
-CLOSE_SECONDS = 5.0
+# Ten, and what a busy machine adds: its loads are cut short, too.
+BACK_SECONDS = 10.0 + 30.0
+CLOSE_SECONDS = 10.0
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
 RECORD_BYTES = 28 << 10
 # A model whose records are of 393 kB.
