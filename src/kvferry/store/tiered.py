@@ -67,6 +67,7 @@ class Copies:
         self._wake = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._is_copying = False
 
     def add(self, behind: _Behind) -> None:
         """Copy a value later. Never blocks."""
@@ -96,7 +97,8 @@ class Copies:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """With the one under way."""
+        return len(self._waiting) + self._is_copying
 
     def _run(self) -> None:
         while True:
@@ -105,12 +107,14 @@ class Copies:
                 if self._closed and not self._waiting:
                     return
                 behind = self._waiting.popleft() if self._waiting else None
+                self._is_copying = behind is not None
             if behind is not None:
                 result = PutResult.FAILED
                 try:
                     result = self._copy(behind)
                 except Exception:  # outermost loop of the thread: the next copies go on
                     logger.exception("copying a value to another tier failed")
+                self._is_copying = False
                 self._observer.count(f"tier_behind_{result}")
 
     def _copy(self, behind: _Behind) -> PutResult:

@@ -148,11 +148,11 @@ def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, sto
     counts = Counters()
     # The first chunk takes one look and two reads.
     store = _StallsLater(open_store(store_url), gate=gate, num_free=2)
-    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 0.3, "io_threads": 1}
+    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 1.0, "io_threads": 1}
     with StoredKV(model, store, observer=counts, **options) as kv:
         started = time.monotonic()
         cache = kv.load(prompt(64))
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 5
         assert cache.get_seq_length() == 2 * CHUNK
         assert counts["miss_deadline"] == 1
         sequences, logits = generate(model, prompt(64), cache)
