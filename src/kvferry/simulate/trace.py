@@ -1,6 +1,6 @@
 """Traces: which blocks each request asked for, in order of arrival. No tokens, no text.
 
-Two formats of JSON lines are read, told apart by their fields:
+Two formats of JSON lines are read, distinguished by their fields:
 
 - Mooncake's: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (of blocks
   of 512 tokens; the last one may be partial);

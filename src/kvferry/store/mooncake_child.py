@@ -2,7 +2,7 @@
 imports nothing of kvferry.
 
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
-its master is dead. In a process of its own, that stops nobody; neither does a crash of its code.
+its master is dead. In a process of its own, that stops no thread of ours; nor does its crash.
 
 Each lane is a socket and a part of shared memory, registered with Mooncake. A lane reads one
 command, works, and sends one answer: lines of JSON. The first answer says that the lane is ready.

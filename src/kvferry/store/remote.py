@@ -35,7 +35,7 @@ DESCRIBE_SECONDS = 2.0
 
 DELETE_SECONDS = 2.0
 MAX_TEXT_BYTES = 1 << 20
-"""A longer description is somebody else's value."""
+"""A longer value is no description of ours."""
 
 _ABOUT = "about.json"
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")

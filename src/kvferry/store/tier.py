@@ -16,7 +16,7 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bound=str)
+Begun = TypeVar("Begun", bound=str)
 
 TRIAL_SECONDS = 2.0
 MIN_BLAMED_SECONDS = 0.25
@@ -104,7 +104,7 @@ class Tier:
         """False while the store is left alone, and for a while after a write that failed."""
         return self.is_asked and self._clock() >= self._write_at
 
-    def write(self, write: Callable[[float], Answer], deadline: float) -> Answer | PutResult:
+    def write(self, write: Callable[[float], Begun], deadline: float) -> Begun | PutResult:
         """Do a write, or begin one, unless the store is left alone or did not take the last one.
 
         Args:

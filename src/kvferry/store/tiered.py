@@ -56,7 +56,7 @@ class _Behind(NamedTuple):
     target: Tier
 
 
-class Copies:
+class TierCopies:
     """Copies values between tiers, on a thread of its own that starts with the first one."""
 
     def __init__(self, observer: Observer) -> None:
@@ -177,7 +177,7 @@ class TieredStore(Store):
         self.multi_process = all(store.multi_process for store in stores)
         self._served: dict[ChunkKey, Tier] = {}
         self._begun: dict[str, ChunkKey] = {}
-        self._copies = Copies(self._observer)
+        self._copies = TierCopies(self._observer)
         self._closed = False
         self._deleting = threading.Lock()
 
@@ -338,7 +338,7 @@ class TieredStore(Store):
                 store.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
-        """In the nearest tier that tells one process from another: there it was written."""
+        """In the nearest tier that several processes share: there it was written."""
         for tier in self._tiers:
             store: object = tier.store
             if isinstance(store, SupportsProbe) and tier.is_asked:

@@ -25,7 +25,7 @@ AUDIT_SECONDS = 10.0
 """How long a step waits for a comparison that decides whether its tokens are right."""
 
 CLOSE_SECONDS = 0.5
-"""How long `close` waits for comparisons, which nobody needs then."""
+"""How long `close` waits for comparisons, which no request needs then."""
 
 
 class Comparisons:

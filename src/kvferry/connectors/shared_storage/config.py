@@ -62,11 +62,6 @@ class SharedStorageConfig:
     weights_version: str | None = None
     record: str | None = None
 
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """URLs, nearest first."""
-        return (self.store,) if isinstance(self.store, str) else self.store
-
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")

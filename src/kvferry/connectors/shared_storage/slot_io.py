@@ -227,7 +227,7 @@ class SlotIO:
         if session is None and not self._store.takes_values:
             self._observer.count(f"put_{PutResult.FAILED}")
             self._observer.count("save_failed")
-            return Saved(chunk.slot, PutResult.FAILED)  # nothing is hashed that nobody takes
+            return Saved(chunk.slot, PutResult.FAILED)  # hashing would be in vain
         deadline = time.monotonic() + WRITE_SECONDS
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, copied.gathered.digests)
