@@ -12,7 +12,7 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-.PHONY: help demo test test-sweep test-mount test-vllm check fmt clean
+.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-sweep  every architecture of Transformers, and every pair of shapes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
+	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
 	@echo "make check       lint and types only"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -54,7 +55,10 @@ $(VLLM_STAMP): pyproject.toml scripts/vllm-venv
 	touch $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP)
-	scripts/test-vllm $(VLLM_VENV) $(VLLM)
+	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m "not sweep"
+
+test-vllm-sweep: $(VLLM_STAMP)
+	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix-only --quiet src tests scripts examples

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
 import pytest
 
 from kvferry.bench import BenchOptions, stores
-from kvferry.errors import ConfigError
-from tests.servers.valkey import valkey_server
+from kvferry.errors import ConfigError, KVError
+from tests.servers.mooncake import mooncake
+from tests.servers.valkey import running_valkey, valkey_server
 
-__all__ = ["valkey_server"]
+__all__ = ["mooncake", "valkey_server"]
+
+KVFERRY = Path(sys.executable).parent / "kvferry"
 
 
 def measured(tmp_path, *urls):
@@ -30,6 +39,37 @@ def test_a_server_is_measured_beside_its_plain_client(tmp_path, valkey_server):
     assert row["read_ratio"] > 0
     assert row["ask_us"] > 0
     assert valkey_server.ask("DBSIZE") == 0
+
+
+def test_mooncake_is_measured_beside_its_plain_client(tmp_path, mooncake):
+    """In a process of its own, since Mooncake's client ends with its process."""
+    url, out = f"mooncake://{mooncake.master}/bench", tmp_path / "rows.json"
+    command = ["bench", "stores", "--quick", "--store", url, "--json", str(out)]
+    subprocess.run([str(KVFERRY), *command], check=True, timeout=120)
+    assert [row["put_ratio"] > 0 for row in json.loads(out.read_text())["rows"]] == [True, True]
+    with urllib.request.urlopen(f"{mooncake.admin}/get_all_keys", timeout=5) as response:
+        assert "bench" not in response.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("valkey://127.0.0.1:9/kv", "Connection refused"),
+        ("mooncake://127.0.0.1:9/kv", "no connection to the master"),
+        ("s3://bucket/kv?bogus=1", "unknown option 'bogus'"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_one_line(tmp_path, url, message):
+    with pytest.raises(KVError, match=message):
+        measured(tmp_path, url)
+
+
+def test_a_password_of_a_file_is_given_to_both(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("correct-horse")
+    with running_valkey(requirepass="correct-horse") as server:
+        (row,) = measured(tmp_path, f"valkey://127.0.0.1:{server.port}/kv?password_file={file}")
+    assert row["put_ratio"] > 0
 
 
 def test_a_store_without_room_is_one_line(tmp_path):

@@ -6,23 +6,35 @@ each of these is a hit from there while the server answers, and is computed whil
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple
 
 import numpy as np
+import obstore
 import pytest
 import torch
+from obstore.store import S3Store
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from kvferry.store.base import ASK_SECONDS
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
-from tests.servers.process import LOCALHOST
-from tests.servers.proxy import Proxy, running_proxy
-from tests.servers.seaweed import BUCKET
+from tests.servers.mooncake import MooncakeServer
+from tests.servers.places import (
+    FAULT_SECONDS,
+    mooncake_place,
+    name_of,
+    num_said,
+    s3_place,
+    s3_url,
+    valkey_place,
+    valkey_url,
+)
+from tests.servers.seaweed import BUCKET, SeaweedServer
 from tests.servers.valkey import ask, running_valkey
 
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
@@ -31,7 +43,6 @@ NUM_STORED = 6
 LOAD_SECONDS = 1.0
 # What a busy machine adds to a request.
 SLACK_SECONDS = 4.0
-FAULT_SECONDS = 1.0
 # Ten, and what a busy machine adds: its loads are cut short, too.
 BACK_SECONDS = 10.0 + 30.0
 CLOSE_SECONDS = 10.0
@@ -39,6 +50,7 @@ FIRST = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
 RECORD_BYTES = 28 << 10
 # A model whose records are of 393 kB.
 LARGE = {"head_dim": 64, "num_key_value_heads": 8}
+LARGE_BYTES = 400 << 10
 
 
 class ColdLogits:
@@ -163,60 +175,32 @@ def serving_hits(*args, **options):
 
 def assert_said_once(caplog) -> None:
     """The log says once that the store is left alone and once that it is used again; and perhaps
-    that one which had just come back took no value."""
-    lines = [record.getMessage() for record in caplog.records]
-    wanted = ("left alone until", "used again", "a value could not be stored")
-    said = [sum(text in line for line in lines) for text in wanted]
-    assert said[0] == said[1] == 1, lines
-    assert said[2] <= 1, lines
-    assert len(lines) == sum(said), lines
-
-
-class Place(NamedTuple):
-    """A server, a store on it, and what stands between."""
-
-    server: Any
-    url: str
-    proxy: Proxy
-
-    def kill(self) -> None:
-        self.server.process.kill()
-        if hasattr(self.server, "lender"):
-            self.server.lender.kill()
-
-
-def valkey_url(port: int, login: str = "") -> str:
-    return f"valkey://{login}{LOCALHOST}:{port}/kv"
-
-
-def s3_url(endpoint: str, prefix: str) -> str:
-    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1"
+    that it answers and takes no value: a busy server may well not store its first in time."""
+    said = num_said(
+        caplog.messages, "left alone until", "used again", "a value could not be stored"
+    )
+    assert said[0] == said[1] == 1, caplog.messages
+    assert said[2] <= 1, caplog.messages
 
 
 @pytest.fixture
 def valkey():
-    with running_valkey() as server, running_proxy(server.port) as proxy:
-        yield Place(server, valkey_url(proxy.port), proxy)
+    with valkey_place() as place:
+        yield place
 
 
 @pytest.fixture
-def prefix(request):
-    """Each test has names of its own on servers that live longer."""
-    return re.sub(r"\W+", "-", request.node.name)
-
-
-@pytest.fixture
-def s3(seaweed, monkeypatch, prefix):
+def s3(seaweed, monkeypatch, request):
     for name, value in seaweed.environment.items():
         monkeypatch.setenv(name, value)
-    with running_proxy(int(seaweed.endpoint.rpartition(":")[2])) as proxy:
-        yield Place(seaweed, s3_url(f"http://{LOCALHOST}:{proxy.port}", prefix), proxy)
+    with s3_place(seaweed, name_of(request.node.name)) as place:
+        yield place
 
 
 @pytest.fixture
-def memory_of_others(mooncake, prefix):
-    with running_proxy(int(mooncake.master.rpartition(":")[2])) as proxy:
-        yield Place(mooncake, f"mooncake://{LOCALHOST}:{proxy.port}/{prefix}", proxy)
+def memory_of_others(mooncake, request):
+    with mooncake_place(mooncake, name_of(request.node.name)) as place:
+        yield place
 
 
 @pytest.fixture(params=["valkey", "s3", "memory_of_others"])
@@ -228,10 +212,8 @@ def test_a_server_that_was_killed_is_used_again(model_dir, cold, place, caplog):
     """It comes back empty."""
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.kill()
-        place.proxy.refuse()
         traffic.rounds(FAULT_SECONDS)
-        place.server.start()
-        place.proxy.pass_all()
+        place.start()
         traffic.wait_used()
     assert_said_once(caplog)
 
@@ -261,9 +243,8 @@ def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, capl
         undo.callback(place.server.process.resume)
         for seed in range(100, 102):
             traffic.ask(seed)  # saves it, or tries to
-    lines = [record.getMessage() for record in caplog.records]
-    assert not [line for line in lines if "left alone until" not in line], lines
-    assert len(lines) <= 1, lines
+    said = num_said(caplog.messages, "left alone until", "a value could not be stored")
+    assert max(said) <= 1, caplog.messages
 
 
 @pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
@@ -288,7 +269,8 @@ def test_a_full_server_is_still_read(model_dir, cold, valkey, caplog):
         traffic.round()
         assert traffic.llm.drain(10.0)
         assert traffic.counts["put_stored"] > num_stored
-    assert not caplog.records
+    (line,) = caplog.messages
+    assert "answers, but it has no room for a value" in line
 
 
 def test_values_that_are_evicted_under_reads_are_computed(model_dir, cold, caplog):
@@ -300,6 +282,49 @@ def test_values_that_are_evicted_under_reads_are_computed(model_dir, cold, caplo
             traffic.round()
         assert server.ask("INFO", "stats").partition(b"evicted_keys:")[2][:1] != b"0"
     assert not caplog.records
+
+
+def test_memory_of_others_that_is_full_makes_room(model_dir, tmp_path, caplog):
+    """Mooncake evicts what others may be reading."""
+    path, segment_bytes = model_dir(**LARGE), 32 << 20
+    cold, server = ColdLogits(path), MooncakeServer(tmp_path, segment_bytes)
+    url = f"mooncake://{server.master}/kv"
+    with ExitStack() as undo:
+        undo.callback(server.stop)
+        undo.callback(cold.close)
+        traffic = undo.enter_context(serving(path, cold, url, caplog, record_bytes=LARGE_BYTES))
+        num_hits, until = None, time.monotonic() + 120.0
+        for seed in itertools.count(3):
+            traffic.ask(seed)
+            traffic.ask(seed - 3)  # longer ago than host memory goes back
+            traffic.llm.drain(5.0)
+            if num_hits is not None and traffic.counts["tier0_hit"] > num_hits:
+                break
+            if num_hits is None and traffic.counts["put_stored"] * LARGE_BYTES > 2 * segment_bytes:
+                num_hits = traffic.counts["tier0_hit"]
+            assert time.monotonic() < until, "nothing was evicted, or nothing is found"
+    (said,) = num_said(caplog.messages, "it has no room for a value")
+    assert said <= 1, caplog.messages
+
+
+def test_a_full_bucket_is_still_read(model_dir, s3, tmp_path, caplog):
+    """`s3` gives the credentials."""
+    path, server = model_dir(**LARGE), SeaweedServer(tmp_path, volumes=24, volume_megabytes=4)
+    cold, url = ColdLogits(path), s3_url(server.endpoint, "kv")
+    with ExitStack() as undo:
+        undo.callback(server.stop)
+        undo.callback(cold.close)
+        traffic = undo.enter_context(
+            serving_hits(path, cold, url, caplog, record_bytes=LARGE_BYTES)
+        )
+        until = time.monotonic() + 120.0
+        while not traffic.counts["put_failed"]:
+            traffic.round()
+            traffic.llm.drain(5.0)
+            assert time.monotonic() < until, "the bucket is not full"
+        traffic.wait_used()
+    (line,) = caplog.messages
+    assert "answers, but a value could not be stored" in line
 
 
 def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
@@ -320,9 +345,38 @@ def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
         serving(model_dir(), cold, valkey_url(server.port, ":wrong@"), caplog) as traffic,
     ):
         assert traffic.rounds(FAULT_SECONDS) == 0
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert "left alone until" in line
     assert "WRONGPASS" in line
+
+
+def test_an_engine_with_wrong_credentials_does_not_start(model_dir, s3, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-horse")
+    with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as said:
+        LLM(model_dir(), store=s3.url)
+    assert "wrong-horse" not in str(said.value)
+
+
+def test_objects_that_are_deleted_under_reads_are_computed(model_dir, cold, s3, request, caplog):
+    """As by the rule of a bucket that lets objects expire."""
+    bucket = S3Store(
+        BUCKET,
+        endpoint=s3.server.endpoint,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    with serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
+        names = [
+            each["path"]
+            for page in obstore.list(bucket, name_of(request.node.name))
+            for each in page
+        ]
+        assert len(names) >= NUM_STORED
+        for start in range(0, len(names), 8):
+            obstore.delete(bucket, names[start : start + 8])
+            traffic.round()
+        traffic.wait_used()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
@@ -332,7 +386,7 @@ def test_a_slow_network_makes_no_request_slow(model_dir, place, caplog):
     cold = ColdLogits(path)
     with (
         closing(cold),
-        serving_hits(path, cold, place.url, caplog, record_bytes=400 << 10) as traffic,
+        serving_hits(path, cold, place.url, caplog, record_bytes=LARGE_BYTES) as traffic,
     ):
         place.proxy.limit(5e6 / 4)
         traffic.rounds(FAULT_SECONDS)

@@ -352,16 +352,16 @@ class Oracle:
             self._process.call("stop", STOP_SECONDS)
 
 
-def kvferry(store: Path | str, policy: str = "fail", **options: Any) -> dict[str, Any]:
+def kvferry(store: Path | str | list[str], policy: str = "fail", **options: Any) -> dict[str, Any]:
     """The connector's JSON, as an operator writes it.
 
     Args:
-        store: directory, or a URL.
+        store: directory, or a URL, or those of tiers.
         policy: `kv_load_failure_policy`.
         options: of `kv_connector_extra_config`. Hits are not audited unless they say so, and so of
             the same length in every process.
     """
-    url = store if isinstance(store, str) else f"file://{store}"
+    url = f"file://{store}" if isinstance(store, Path) else store
     return {
         **CONNECTOR,
         "kv_load_failure_policy": policy,

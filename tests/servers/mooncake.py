@@ -40,7 +40,7 @@ threading.Event().wait()
 
 
 class MooncakeServer:
-    """A master and a lender of 192 MiB.
+    """A master and a process that lends memory.
 
     Attributes:
         master: `host:port`.
@@ -49,8 +49,9 @@ class MooncakeServer:
         lender: the process that holds the values.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._root = root
+        self._segment_bytes = segment_bytes
         self._rpc, self._admin = free_ports(2)
         self.master = f"{LOCALHOST}:{self._rpc}"
         self.admin = f"http://{LOCALHOST}:{self._admin}"
@@ -69,7 +70,7 @@ class MooncakeServer:
         )
         self.process.wait_ready(lambda: accepts(self._rpc) and accepts(self._admin))
         self.lender = ServerProcess(
-            [sys.executable, "-c", _LENDER, self.master, str(SEGMENT_BYTES)],
+            [sys.executable, "-c", _LENDER, self.master, str(self._segment_bytes)],
             self._root / "lender.log",
         )
         self.lender.wait_ready(self._has_segment)

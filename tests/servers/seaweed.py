@@ -28,8 +28,10 @@ class SeaweedServer:
         process: the running server.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, volumes: int = 24, volume_megabytes: int = 64) -> None:
+        """Room for so many volumes of such a size."""
         self._root = root
+        self._room = [f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_megabytes}"]
         self._ports = free_ports(8)
         self.endpoint = f"http://{LOCALHOST}:{self._ports[0]}"
         self._config = root / "s3.json"
@@ -59,13 +61,14 @@ class SeaweedServer:
         return f"{LOCALHOST}:{self._ports[3]}.{self._ports[7]}"
 
     def start(self, *, empty: bool = True) -> None:
-        """Start it on the same ports as before, and make the bucket."""
+        """Start it on the same ports as before, and make the bucket. The first object of a bucket
+        may take seconds, so it is written here."""
         directory = self._root / "data"
         if empty:
             shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(exist_ok=True)
         self.process = ServerProcess(self._command(directory), self._root / "weed.log")
-        self.process.wait_ready(self._has_bucket)
+        self.process.wait_ready(self._takes_objects)
 
     def stop(self) -> None:
         self.process.kill()
@@ -83,24 +86,28 @@ class SeaweedServer:
             f"-ip={LOCALHOST}", f"-ip.bind={LOCALHOST}", "-filer", "-s3",
             f"-s3.config={self._config}", f"-s3.localSocket={self._root / 's3.sock'}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false",
-            "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-volume.max=24",
-            "-volume.minFreeSpace=1", "-volume.preStopSeconds=0", *ports,
+            "-master.telemetry=false", "-volume.minFreeSpace=1", "-volume.preStopSeconds=0",
+            *self._room, *ports,
         ]  # fmt: skip
 
-    def _has_bucket(self) -> bool:
-        """Make the bucket, a directory of the filer; False while the parts of the server do not
-        know each other yet."""
-        _, _, _, filer = self._ports[:4]
-        if not accepts(self._ports[0]) or not accepts(filer):
+    def _takes_objects(self) -> bool:
+        """Make the bucket, a directory of the filer, and write an object; False while the parts of
+        the server do not know each other yet."""
+        if not all(accepts(port) for port in self._ports[:4]):
             return False
-        request = urllib.request.Request(
-            f"http://{LOCALHOST}:{filer}/buckets/{BUCKET}/", method="POST"
-        )
+        name = f"{BUCKET}/first"
         try:
-            with urllib.request.urlopen(request, timeout=5) as response:
-                return 200 <= response.status < 300
+            self._ask_filer("POST", f"{BUCKET}/")
+            self._ask_filer("PUT", name, b"value")
+            self._ask_filer("DELETE", name)
         except OSError:
             return False
+        return True
+
+    def _ask_filer(self, method: str, path: str, body: bytes | None = None) -> None:
+        address = f"http://{LOCALHOST}:{self._ports[3]}/buckets/{path}"
+        request = urllib.request.Request(address, body, method=method)
+        urllib.request.urlopen(request, timeout=10).close()
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ class ValkeyCluster:
             undo.callback(self.stop)
             for _ in range(3):
                 self.nodes.append(
-                    ValkeyServer(root, cluster_enabled="yes", cluster_node_timeout=2000)
+                    ValkeyServer(root, cluster_enabled="yes", cluster_node_timeout=20_000)
                 )
             self._join()
             undo.pop_all()

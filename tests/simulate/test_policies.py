@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvferry.connectors.shared_storage.eviction import Lru
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.errors import ConfigError
+from kvferry.simulate import policies
 from kvferry.simulate.policies import MAX_CHANCES, ORDERS, Chances, check_policy, replay
 from kvferry.simulate.trace import make_trace
 from kvferry.testing.stores import make_key
@@ -64,6 +65,22 @@ def test_prompts_with_gaps_and_repetitions_keep_within_the_capacity(prompts, nam
     order = ORDERS[name](3)
     replay(make_trace(prompts, 16), 3, order)
     assert len(order) == min(3, len({block for prompt in prompts for block in prompt}))
+
+
+def test_what_one_request_uses_is_not_taken_if_only_repeated_blocks_are():
+    trace = make_trace([[1, 2], [1, 3], [1, 2], [1, 2]], 16)
+    outcome = replay(trace, 3, Lru(), repeated=True)
+    assert outcome.hits.tolist() == [False] * 4 + [True, False] + [True] * 2
+    assert outcome.num_written == 2
+
+
+@pytest.mark.parametrize(("num_remembered", "num_written"), [(2, 2), (1, 0)])
+def test_blocks_that_one_request_used_are_forgotten_after_others(
+    monkeypatch, num_remembered, num_written
+):
+    monkeypatch.setattr(policies, "MAX_USED_ONCE", num_remembered)
+    trace = make_trace([[1], [2], [1], [2]], 128)
+    assert replay(trace, 3, Lru(), repeated=True).num_written == num_written
 
 
 def test_a_prompt_that_fits_half_keeps_its_beginning():

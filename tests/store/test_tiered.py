@@ -16,6 +16,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.memory import MemoryStore
 from kvferry.store.remote import RemoteStore
+from kvferry.store.tier import TAKES_AGAIN_SECONDS
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -85,7 +86,7 @@ def make_tiers():
 
 def settle(store):
     """Wait until nothing waits to be written to other tiers."""
-    wait_until(lambda: not store._copies.num_waiting, "all is begun")
+    wait_until(lambda: not any(each.num_waiting for each in store._copies), "all is begun")
     time.sleep(0.05)
 
 
@@ -275,13 +276,69 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     store = make_tiers(failing, clock=clock)
     for number in range(1, 20):
         store.put(make_key(number), [b"value"])
-        clock.advance(1.0)
+        clock.advance(0.2)
         time.sleep(0.01)
     assert store.read(make_key(), ()) == 5
     assert failing.num_failed < 10
-    assert [record.message for record in caplog.records] == [
-        "store memory://: answers, but a value could not be stored"
-    ]
+    assert said(caplog) == ["answers, but a value could not be stored"]
+
+
+def said(caplog):
+    return [record.message.removeprefix("store memory://: ") for record in caplog.records]
+
+
+def test_a_store_that_is_full_says_so_once_each_way(make_tiers, caplog):
+    class Full(MemoryStore):
+        is_full = False
+
+        def put(self, *args):
+            return PutResult.NO_SPACE if self.is_full else super().put(*args)
+
+    clock, inner = FakeClock(), Full()
+    store = make_tiers(inner, clock=clock)
+    for number in range(600):  # some are taken, and some are not
+        inner.is_full = number % 30 == 20
+        store.put(make_key(number), [b"value"])
+        clock.advance(1.0)
+        time.sleep(0.001)
+    wait_until(lambda: not store._tiers[0]._trials.num_waiting, "it is said")
+    assert said(caplog) == ["answers, but it has no room for a value"]
+    inner.is_full = False
+    clock.advance(TAKES_AGAIN_SECONDS)
+    for number in range(600, 603):
+        store.put(make_key(number), [b"value"])
+        time.sleep(0.01)
+    wait_until(lambda: len(caplog.records) == 2, "it is said")
+    assert said(caplog)[1] == "takes values again"
+
+
+def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
+    """One write of many fails: no other value is lost."""
+    far = FailingStore(MemoryStore(), operations={"put"}, num_failures=1)
+    clock, counts = FakeClock(), Counters()
+    store = make_tiers(MemoryStore(), far, observer=counts, clock=clock)
+    store.put(make_key(0), [b"value"])
+    wait_until(lambda: counts["tier_behind_failed"] == 1, "one failed")
+    for number in range(1, 20):
+        store.put(make_key(number), [b"value"])
+    time.sleep(0.2)
+    assert not any(held(far.inner, number) for number in range(20))
+    clock.advance(60.0)
+    settle(store)
+    assert all(held(far.inner, number) for number in range(1, 20))
+    assert counts["tier_behind_stored"] == 19
+
+
+def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
+    far = FailingStore(MemoryStore(), operations={"put"})
+    store = TieredStore([MemoryStore(), far], clock=FakeClock())
+    for number in range(100):
+        store.put(make_key(number), [b"value"])
+    wait_until(lambda: far.num_failed == 1, "one failed")
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 2
+    assert far.num_failed == 1
 
 
 class Deadlines(MemoryStore):
@@ -374,6 +431,18 @@ def test_what_a_close_cuts_short_is_not_said(caplog):
     store.close()
     for _ in range(MAX_FAILURES):
         store._tiers[0]._heard(StoreError("closed"))
+    assert not caplog.records
+
+
+def test_a_trial_that_is_answered_after_the_close_is_not_said(caplog):
+    gate = Gate()
+    store = TieredStore([StallingStore(MemoryStore(), gate=gate, operations={"read"})])
+    (tier,) = store._tiers
+    tier.write(lambda _deadline: PutResult.FAILED, math.inf)
+    assert gate.wait_for_arrival()
+    store.close()
+    gate.release()
+    tier._trials.close(5.0)
     assert not caplog.records
 
 

@@ -26,7 +26,9 @@ class Settled(OfNearest):
 
     def put(self, key, buffers, *deadline):
         result = super().put(key, buffers, *deadline)
-        wait_until(lambda: not self._copies.num_waiting, "the value is in all tiers")
+        wait_until(
+            lambda: not any(each.num_waiting for each in self._copies), "the value is in all tiers"
+        )
         return result
 
 

@@ -12,7 +12,7 @@ from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, open_tiers
 from kvferry.testing.stores import make_key, read_value
 from kvferry.types import ChunkKey
 
@@ -140,6 +140,20 @@ def test_a_store_without_an_index_knows_no_keys(tmp_path):
 def test_two_tiers_at_one_place_are_refused(urls):
     with pytest.raises(ConfigError, match="two tiers are at one place"):
         open_store(urls)
+
+
+def test_two_paths_of_one_directory_are_one_place(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="two tiers are at one place"):
+        open_store([(tmp_path / name).as_uri() for name in ("real", "link")])
+
+
+def test_one_bucket_name_at_two_servers_is_two_places():
+    urls = ["s3://kv/x?endpoint=http://one", "s3://kv/x?endpoint=http://two"]
+    open_tiers(urls, Counters(), MemoryStore).close()
+    with pytest.raises(ConfigError, match="two tiers are at one place"):
+        open_tiers([*urls, urls[0]], Counters(), MemoryStore)
 
 
 @pytest.mark.parametrize("urls", [None, 5, {"a": 1}])

@@ -2,7 +2,8 @@
 
 Each value is a record as a small model has it. `read_gbps` is a read into given memory;
 `verified_gbps` checks every checksum as well, as an engine's read into a slot does. The plain
-clients are redis-py, obstore and file calls of Python; they return bytes, or fill a buffer once.
+clients are redis-py, obstore, Mooncake's own and file calls of Python; they return bytes, or fill a
+buffer once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvferry.bench import BenchOptions, Row
 from kvferry.bench.limits import timed
-from kvferry.config import parse_store_url
+from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
@@ -33,6 +35,10 @@ GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16
 """Makes records of 2 MiB."""
 
 ASK_SECONDS = 10.0
+"""Limit of an answer."""
+
+MOONCAKE_BYTES = 256 << 20
+"""Of the plain client, for values on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class Plain:
     put: Callable[[str, bytes], object]
     get: Callable[[str, memoryview], object]
     delete: Callable[[str], object]
+    close: Callable[[], object] = lambda: None
 
 
 class Records:
@@ -95,7 +102,6 @@ def run(options: BenchOptions) -> Sequence[Row]:
 
 def _measure(url: str, threads: int, count: int, options: BenchOptions) -> Row:
     records = Records(count, options.seed)
-    plain = plain_client(url, options.directory)
     gigabytes = count * records.schema.record_bytes / 1e9
     buffers = [records.buffer() for _ in range(count)]
 
@@ -104,7 +110,13 @@ def _measure(url: str, threads: int, count: int, options: BenchOptions) -> Row:
             return gigabytes / timed(lambda: list(pool.map(work, range(count)))).wall
 
     found: dict[str, float | None] = {}
-    with open_store(url, namespace=records.schema.namespace) as store:
+    with ExitStack() as undo:
+        store = undo.enter_context(open_store(url, namespace=records.schema.namespace))
+        # First: it says in one line what is wrong with the server, or with what is known of it.
+        store.read(records.keys[0], (), time.monotonic() + ASK_SECONDS)
+        plain = plain_client(url, options.directory)
+        if plain is not None:
+            undo.callback(plain.close)
         try:
             if plain is not None:
                 image = bytes(records.image)
@@ -170,13 +182,13 @@ def plain_client(url: str, directory: Path) -> Plain | None:
         server: Any = importlib.import_module("redis").Redis(
             host=host,
             port=port or 6379,
-            username=parsed.username or None,
-            password=parsed.password or None,
+            credential_provider=_login(parsed),
         )
         return Plain(
             put=server.set,
             get=lambda name, buffer: _copy(server.get(name), buffer),
             delete=server.unlink,
+            close=server.close,
         )
     if parsed.scheme == "s3":
         obstore: Any = importlib.import_module("obstore")
@@ -190,7 +202,47 @@ def plain_client(url: str, directory: Path) -> Plain | None:
             get=lambda name, buffer: _copy(obstore.get(place, name).bytes(), buffer),
             delete=lambda name: obstore.delete(place, name),
         )
+    if parsed.scheme == "mooncake":
+        return _mooncake(parsed)
     return None
+
+
+def _login(url: StoreUrl) -> object:
+    options = url.options
+    login: Any = importlib.import_module("kvferry.store.valkey").Login
+    return login(
+        options.get("username") or url.username, url.password, options.get("password_file")
+    )
+
+
+def _mooncake(url: StoreUrl) -> Plain:
+    """Mooncake's own client in this process. It copies a value into memory that it has registered,
+    and out of its own."""
+    ((host, port), *_) = url.hosts
+    client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    options = dict(url.options)
+    code = client.setup(
+        importlib.import_module("kvferry.store.mooncake").own_address(host),
+        options.get("metadata", "P2PHANDSHAKE"),
+        0,
+        MOONCAKE_BYTES,
+        options.get("protocol", "tcp"),
+        options.get("device", ""),
+        f"{host}:{port}",
+    )
+    if code != 0:
+        raise ConfigError(f"{url.scheme}: Mooncake's set-up answers {code}")
+
+    def put(name: str, value: bytes) -> None:
+        if (code := client.put(name, value)) != 0:
+            raise ConfigError(f"{url.scheme}: Mooncake's put answers {code}; give it more room")
+
+    return Plain(
+        put=put,
+        get=lambda name, buffer: _copy(client.get(name), buffer),
+        delete=lambda name: client.remove(name, True),  # also while a lease of a read lasts
+        close=client.close,
+    )
 
 
 def _read_file(path: Path, buffer: memoryview) -> None:
@@ -199,4 +251,6 @@ def _read_file(path: Path, buffer: memoryview) -> None:
 
 
 def _copy(value: bytes, buffer: memoryview) -> None:
+    if len(value) != len(buffer):
+        raise ConfigError("a plain client lost a value of this benchmark; give it more room")
     buffer[:] = memoryview(value)

@@ -36,7 +36,7 @@ def simulate(
         str, typer.Option(metavar="SIZE,...", help="Caches, nearest first: blocks, or e.g. 64GiB.")
     ] = "10000",
     policy: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of: lru, pool (what runs), chances.")
+        str, typer.Option(metavar="NAME,...", help="Of: lru, pool (what runs), chances, repeated.")
     ] = "pool",
     bytes_per_token: Annotated[
         str | None, typer.Option(metavar="SIZE", help="KV of one token, e.g. 128KiB.")

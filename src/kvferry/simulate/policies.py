@@ -15,7 +15,9 @@ from typing import Final, Generic
 import numpy as np
 
 from kvferry.config import unknown
+from kvferry.connectors.shared_storage.config import DEFAULT_CHUNK_TOKENS
 from kvferry.connectors.shared_storage.eviction import EvictionOrder, K, Lru
+from kvferry.connectors.shared_storage.save_plan import MAX_USED_ONCE
 from kvferry.errors import ConfigError
 from kvferry.simulate.reuse import Outcome
 from kvferry.simulate.trace import Trace
@@ -89,7 +91,10 @@ ORDERS: Final[Mapping[str, Callable[[int], EvictionOrder[int]]]] = MappingProxyT
 LRU = "lru"
 """LRU in the order of the prompt, which `reuse` computes without a replay."""
 
-POLICIES: Final = (LRU, *ORDERS)
+REPEATED = "repeated"
+"""`pool`, of a store with `save_repeated`: it takes what a second request uses."""
+
+POLICIES: Final = (LRU, *ORDERS, REPEATED)
 
 
 def check_policy(name: str) -> None:
@@ -98,17 +103,25 @@ def check_policy(name: str) -> None:
         raise ConfigError(unknown("policy", name, POLICIES))
 
 
-def replay(trace: Trace, capacity: int, order: EvictionOrder[int]) -> Outcome:
+def replay(
+    trace: Trace, capacity: int, order: EvictionOrder[int], *, repeated: bool = False
+) -> Outcome:
     """One request after another through a pool of `capacity` blocks, as the host pool works.
 
     A request pins the leading blocks that are held; these are its hits. The others take a place
     each, while there is one: blocks of its own are not evicted for it. At its end all become idle,
     and the whole prefix counts as used.
+
+    Args:
+        repeated: a block is stored for the second request that uses it, if the first one is still
+            remembered, as the connector does with `save_repeated` and chunks of the default size.
     """
     hits = bytearray(trace.num_references)
     starts = trace.starts.tolist()
     blocks = trace.blocks
     held = bytearray(trace.num_unique)
+    used_once: OrderedDict[int, None] = OrderedDict()
+    num_remembered = MAX_USED_ONCE * DEFAULT_CHUNK_TOKENS // trace.block_tokens
     num_free = capacity
     num_written = 0
     add, remove, evict = order.add, order.remove, order.evict
@@ -125,6 +138,11 @@ def replay(trace: Trace, capacity: int, order: EvictionOrder[int]) -> Outcome:
         for key in keys[num_hit:]:
             if held[key]:  # behind a gap, or twice in this request
                 remove(key)
+            elif repeated and key not in used_once:
+                used_once[key] = None
+                if len(used_once) > num_remembered:
+                    used_once.popitem(last=False)
+                continue
             else:
                 if num_free:
                     num_free -= 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.simulate.policies import LRU, ORDERS, replay
+from kvferry.simulate.policies import LRU, ORDERS, REPEATED, replay
 from kvferry.simulate.reuse import (
     NEVER,
     Outcome,
@@ -33,7 +33,13 @@ Curve = Sequence[Mapping[str, float]]
 """Hit rates by policy, beside `capacity_blocks` and maybe `capacity_bytes`."""
 
 _PERCENTILES = (25, 50, 75, 90, 99)
-_COLOURS = {OPTIMUM: "#8d99ae", LRU: "#2a7f62", "pool": "#2a7f62", "chances": "#c8553d"}
+_COLOURS = {
+    OPTIMUM: "#8d99ae",
+    LRU: "#2a7f62",
+    "pool": "#2a7f62",
+    "chances": "#c8553d",
+    REPEATED: "#6a4c93",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,8 @@ class Simulator:
             return optimum(self._previous, capacity)
         if policy == LRU:
             return lru_outcome(self.distances, capacity)
+        if policy == REPEATED:
+            return replay(self.trace, capacity, ORDERS["pool"](capacity), repeated=True)
         return replay(self.trace, capacity, ORDERS[policy](capacity))
 
     def facts(self) -> Facts:

@@ -14,10 +14,10 @@ MAX_FAILURES = 3
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
+"""A store that is back is used again within this time and one trial."""
+
 SOON_SECONDS = 30.0
 """A store that fails again within this time comes and goes."""
-
-"""A store that is back is used again within this time and one trial."""
 
 MIN_LIMIT_SECONDS = 0.5
 """No call has a shorter limit: below it, what was measured is noise."""

@@ -179,7 +179,7 @@ class MooncakeClient(RemoteClient):
             raise ConfigError(f"{self._where}: the master is host:port, such as 10.0.0.1:50051")
         self._options: dict[str, object] = {
             "master": master,
-            "host": _own_address(host),
+            "host": own_address(host),
             "metadata": metadata,
             "segment_bytes": segment_bytes,
             "protocol": protocol,
@@ -432,7 +432,7 @@ def _batches(
     return batches
 
 
-def _own_address(host: str) -> str:
+def own_address(host: str) -> str:
     """The address under which the machine `host` reaches this one."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

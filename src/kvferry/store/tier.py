@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import PutResult, ReadRange, Store, SupportsAnswers
-from kvferry.store.breaker import LONGEST_PAUSE_SECONDS, MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.breaker import MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
@@ -20,6 +20,14 @@ Begun = TypeVar("Begun", bound=str)
 
 TRIAL_SECONDS = 2.0
 MIN_BLAMED_SECONDS = 0.25
+WRITE_PAUSE_SECONDS = 0.5
+"""No write follows one that failed for so long, and four times what it took: a fifth of a thread's
+time at most goes into writes that fail."""
+
+TAKES_AGAIN_SECONDS = 60.0
+"""A store that stores a value after so long without a refusal takes them again. One that takes some
+values and not others has one log line."""
+
 _TRIAL_KEY = ChunkKey(b"\xff" * 32)
 """Of no record: a trial reads it to see whether a store answers."""
 
@@ -29,7 +37,7 @@ class Tier:
 
     Reads and probes decide whether the store is left alone. A write that fails does not: the store
     may be full or read-only, and still be read. It has a trial read begin, and the next writes are
-    skipped for a while.
+    skipped for a while. One log line when a store that answers takes no values, one when it does.
     """
 
     def __init__(
@@ -44,8 +52,8 @@ class Tier:
         self._limit = Limit()
         self._write_limit = Limit(MIN_WRITE_SECONDS)
         self._trials = IOPool(1, "kvferry-trial")
-        self._write_pause = 0.0
         self._write_at = 0.0
+        self._refused_at: float | None = None
         self._closed = False
         answering: object = store
         if isinstance(answering, SupportsAnswers):
@@ -54,19 +62,19 @@ class Tier:
     @property
     def is_asked(self) -> bool:
         """False while the store is left alone. Memory only; lets a trial begin when one is due."""
-        if self._breaker.take_trial() and not self._trials.num_waiting:
-            self._trials.submit(lambda _job: self._try())
+        if self._breaker.take_trial():
+            self._submit(self._try)
         return not self._breaker.is_open
 
     def _try(self) -> bool:
-        """Runs in: I/O thread."""
+        """Whether the store answered before it was closed. Runs in: I/O thread."""
         try:
             self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
         except StoreError as error:
             self._heard(error)
             return False
         self._heard(None)
-        return True
+        return not self._closed
 
     def _heard(self, fault: StoreError | None) -> None:
         if self._closed:
@@ -74,7 +82,7 @@ class Tier:
         if fault is not None:
             self._breaker.failed(fault)
         elif self._breaker.succeeded():
-            self._write_pause = self._write_at = 0.0
+            self._write_at = 0.0
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`."""
@@ -115,24 +123,42 @@ class Tier:
             return PutResult.FAILED
         started, num_opened = time.monotonic(), self._breaker.num_opened
         result = write(min(deadline, started + self._write_limit.seconds))
-        self._write_limit.saw(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._write_limit.saw(seconds)
         # One that failed because the server was away needs no pause of its own.
         if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
-            is_first = not self._write_pause
-            self._write_pause = min(max(2 * self._write_pause, 0.5), LONGEST_PAUSE_SECONDS)
-            self._write_at = self._clock() + self._write_pause
-            if not self._trials.num_waiting:
-                self._trials.submit(lambda _job: self._note_failed_write(is_first=is_first))
-        elif result is not PutResult.FAILED:
-            self._write_pause = 0.0
+            self._write_at = self._clock() + WRITE_PAUSE_SECONDS + 4 * seconds
+            self._submit(self._ask_why)
+        elif result is PutResult.NO_SPACE:
+            self._submit(lambda: self._refused("it has no room for a value"))
+        elif result is PutResult.STORED and self._refused_at is not None:
+            self._submit(self._takes_again)
         if isinstance(result, PutResult):
             self._observer.count(f"tier{self.number}_put_{result}")
         return result
 
-    def _note_failed_write(self, *, is_first: bool) -> None:
+    def _submit(self, work: Callable[[], object]) -> None:
+        """Do this on the thread of trials, unless something waits for it."""
+        if not self._trials.num_waiting:
+            self._trials.submit(lambda _job: work())
+
+    def _ask_why(self) -> None:
+        """A write failed. Runs in: I/O thread."""
+        if self._try():
+            self._refused("a value could not be stored")
+
+    def _refused(self, why: str) -> None:
         """Runs in: I/O thread."""
-        if self._try() and is_first:
-            logger.warning("store %s: answers, but a value could not be stored", self.store.url)
+        if self._refused_at is None:
+            logger.warning("store %s: answers, but %s", self.store.url, why)
+        self._refused_at = self._clock()
+
+    def _takes_again(self) -> None:
+        """Runs in: I/O thread."""
+        refused_at = self._refused_at
+        if refused_at is not None and self._clock() >= refused_at + TAKES_AGAIN_SECONDS:
+            self._refused_at = None
+            logger.warning("store %s: takes values again", self.store.url)
 
     def close(self) -> None:
         """Close the store. A trial that hangs is left behind."""

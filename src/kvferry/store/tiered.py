@@ -1,8 +1,8 @@
 """Several stores as one, nearest first; each behind a breaker and a limit of its own.
 
 A value is read from the first tier that has it and brought nearer. It is written to the nearest
-tier at once, and to the others by a thread that reads it back from there. A tier that fails is left
-alone: then it has nothing, and nothing is written to it.
+tier at once, and to the others by a thread of each that reads it back from there. A tier that fails
+is left alone: then it has nothing, and what is to be written to it waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 MAX_BEHIND = 4096
-"""Values that wait to be written to the farther tiers; the oldest is dropped for a new one."""
+"""Values that wait to be copied to one tier; the oldest is dropped for a new one."""
 
 MAX_COPY_BYTES = 1 << 30
 """A larger value is no record of ours."""
@@ -45,21 +45,24 @@ BEHIND_SECONDS = 30.0
 """Deadline of one write to a farther tier."""
 
 CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+"""How often is looked whether a tier takes values again."""
 _MAX_SERVED = 4096
 
 
 class _Behind(NamedTuple):
-    """A value to copy from one tier to another."""
+    """A value to copy from another tier."""
 
     key: ChunkKey
     source: Tier
-    target: Tier
 
 
 class TierCopies:
-    """Copies values between tiers, on a thread of its own that starts with the first one."""
+    """Copies values to one tier, on a thread of its own that starts with the first one. They wait
+    while the tier takes none."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, target: Tier, observer: Observer) -> None:
+        self._target = target
         self._observer = observer
         self._waiting: deque[_Behind] = deque()
         self._removed: dict[ChunkKey, None] = {}
@@ -103,6 +106,8 @@ class TierCopies:
     def _run(self) -> None:
         while True:
             self._wake.acquire()
+            while not self._closed and not self._target.takes_values:
+                time.sleep(_LOOK_SECONDS)
             with self._lock:
                 if self._closed and not self._waiting:
                     return
@@ -119,7 +124,7 @@ class TierCopies:
 
     def _copy(self, behind: _Behind) -> PutResult:
         """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
-        key, source, target = behind
+        (key, source), target = behind, self._target
         until = time.monotonic() + BEHIND_SECONDS
         try:
             if not (source.is_asked and target.takes_values):
@@ -139,14 +144,14 @@ class TierCopies:
             target.store.delete(key)
         return result
 
-    def close(self) -> None:
-        """Go on for a limited time; what is left then is not copied. Idempotent."""
+    def close(self, until: float) -> None:
+        """Go on until a monotonic time; what is left then is not copied. Idempotent."""
         with self._lock:
             thread, was_closed = self._thread, self._closed
             self._closed = True
         self._wake.release()
         if thread is not None and not was_closed:
-            thread.join(CLOSE_SECONDS)
+            thread.join(max(0.0, until - time.monotonic()))
             with self._lock:
                 self._waiting.clear()
 
@@ -177,7 +182,7 @@ class TieredStore(Store):
         self.multi_process = all(store.multi_process for store in stores)
         self._served: dict[ChunkKey, Tier] = {}
         self._begun: dict[str, ChunkKey] = {}
-        self._copies = TierCopies(self._observer)
+        self._copies = tuple(TierCopies(tier, self._observer) for tier in self._tiers)
         self._closed = False
         self._deleting = threading.Lock()
 
@@ -222,13 +227,13 @@ class TieredStore(Store):
             self._served.clear()
         self._served[key] = tier
         if tier.number:
-            self._copies.add(_Behind(key, tier, self._tiers[0]))
+            self._copies[0].add(_Behind(key, tier))
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Not in tiers behind the one that served it, which may be right. A nearer one has at most
         a copy of what was served."""
         served = self._served.pop(key, None)
-        self._copies.removes(key)
+        self._removes(key)
         for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
             if tier.is_asked:
                 tier.store.discard(key, reason)
@@ -243,7 +248,8 @@ class TieredStore(Store):
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
         result = PutResult.FAILED
-        self._copies.stores(key)
+        for copies in self._copies:
+            copies.stores(key)
         for tier in self._tiers:
             if self._closed:
                 break
@@ -256,10 +262,14 @@ class TieredStore(Store):
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
             if not farther.store.contains(key):
-                self._copies.add(_Behind(key, tier, farther))
+                self._copies[farther.number].add(_Behind(key, tier))
+
+    def _removes(self, key: ChunkKey) -> None:
+        for copies in self._copies:
+            copies.removes(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        self._copies.removes(key)
+        self._removes(key)
         with self._deleting:  # of racing deletes, one removes the value from all tiers
             removed = [tier.store.delete(key) for tier in self._tiers if tier.is_asked]
         return any(removed)
@@ -384,7 +394,9 @@ class TieredStore(Store):
     def close(self) -> None:
         """Copies go on for a limited time first."""
         self._closed = True
-        self._copies.close()
+        until = time.monotonic() + CLOSE_SECONDS
+        for copies in self._copies:
+            copies.close(until)
         for tier in self._tiers:
             tier.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import time
 from collections.abc import Callable, Sequence
@@ -174,8 +175,11 @@ def _place_of(url: StoreUrl) -> str:
     schemes = {"redis": "valkey", "rediss": "valkeys"}
     hosts = tuple((host, port or _DEFAULT_PORTS.get(url.scheme)) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
+    if url.scheme == "file":
+        path = os.path.realpath(path)
     scheme = schemes.get(url.scheme, url.scheme)
-    return str(replace(url, scheme=scheme, hosts=hosts, path=path, options={}))
+    endpoint = {name: url.options[name] for name in ("endpoint",) if name in url.options}
+    return str(replace(url, scheme=scheme, hosts=hosts, path=path, options=endpoint))
 
 
 def open_store(

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from kvferry.connectors.shared_storage.eviction import Lru
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file import store as store_module
@@ -93,6 +94,38 @@ def test_the_least_recently_used_of_many_go_first(bench):
     evicted = [age for age, key in enumerate(keys) if not bench.path(key).exists()]
     assert evicted == list(range(5, 5 + len(evicted)))
     assert len(evicted) == 11
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
+    choose, capacity = random.Random(seed), 12
+    store, order = bench.open(max_bytes=capacity), Lru()
+
+    def use(keys):
+        store.touch(keys)
+        order.touch(keys)
+        bench.clock.advance(60)  # uses are written back from time to time
+        store.maintain()
+        bench.wall.advance(1)
+
+    num_evicted = 0
+    for _ in range(60):
+        # Prompts of a tree: the first chunks are shared.
+        path = [choose.randrange(2) for _ in range(choose.randrange(1, 8))]
+        prefix = [make_key(int("1" + "".join(map(str, path[:end])), 2)) for end in range(len(path))]
+        use(prefix)
+        for key in prefix:
+            if key not in order:
+                if len(order) == capacity:
+                    order.evict()
+                    num_evicted += 1
+                order.add(key)
+                assert store.put(key, [b"v"]) is PutResult.STORED
+                bench.wall.advance(0.01)
+        use(prefix)
+        stored = {entry.key for entry in store.scan()}
+        assert stored == {key for key in map(make_key, range(1, 128)) if key in order}
+    assert num_evicted > 20
 
 
 def test_quarantine_goes_first_and_is_bounded(bench):

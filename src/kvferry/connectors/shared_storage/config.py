@@ -15,6 +15,8 @@ from kvferry.observe import Observer
 from kvferry.store.base import Store, SupportsTiers
 from kvferry.types import ChunkKey
 
+DEFAULT_CHUNK_TOKENS = 128
+
 REPLACED = {
     "staging_bytes": "memory_bytes replaces it",
     "keep_bytes": "memory_bytes replaces it",
@@ -33,6 +35,8 @@ class SharedStorageConfig:
         chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
             value are not read.
         save_generated: also store chunks that end in confirmed generated tokens.
+        save_repeated: only store chunks that a second request uses, to spare the store what is
+            never asked for.
         memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
             every store, through which all reads and writes pass. Where ranks hold the same kv
             heads, each has its own copy.
@@ -49,8 +53,9 @@ class SharedStorageConfig:
     """
 
     store: str | tuple[str, ...]
-    chunk_tokens: int = 128
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     save_generated: bool = False
+    save_repeated: bool = False
     memory_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0

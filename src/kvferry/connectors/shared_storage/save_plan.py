@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Collection
 
 from kvferry.connectors.shared_storage.config import Context
@@ -28,6 +29,9 @@ SAVES_SECONDS = 5.0
 """An idle host is kept stepping until the saves under way are reported, but for no longer than this
 after the last save was planned: a store that stalls must not keep an engine busy."""
 
+MAX_USED_ONCE = 1 << 17
+"""The last so many chunks that one request used are remembered: some 30 MB."""
+
 
 class SavePlan:
     """Runs in: scheduler thread; memory only.
@@ -52,6 +56,7 @@ class SavePlan:
         self._requests = requests
         self._shared_writes = shared_writes
         self._unsaved: dict[str, RequestState] = {}
+        self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
 
@@ -123,7 +128,8 @@ class SavePlan:
         keys = state.keys.keys
         while state.next_save < whole:
             index = state.next_save
-            if self._has(keys[index]):
+            key = keys[index]
+            if self._has(key) or not self._is_worth_saving(key, request.request_id):
                 state.next_save += 1
                 continue
             first = index * chunk_tokens
@@ -132,13 +138,13 @@ class SavePlan:
                 self._context.observer.count("save_out_of_window")
                 state.next_save += 1
                 continue
-            slot = self._pool.save(keys[index], first)
+            slot = self._pool.save(key, first)
             if slot is None:
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
             if self._shared_writes is not None:
                 self._shared_writes.begin(slot)
-            saves.append(Save(SlotChunk(slot.index, keys[index], first), blocks))
+            saves.append(Save(SlotChunk(slot.index, key, first), blocks))
             state.next_save += 1
 
     def _has(self, key: ChunkKey) -> bool:
@@ -149,6 +155,17 @@ class SavePlan:
         if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
             return True
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
+
+    def _is_worth_saving(self, key: ChunkKey, request_id: str) -> bool:
+        """Whether another request has used the chunk before; always, without `save_repeated`."""
+        if not self._context.config.save_repeated:
+            return True
+        if key not in self._used_once:
+            self._used_once[key] = request_id
+            if len(self._used_once) > MAX_USED_ONCE:
+                self._used_once.popitem(last=False)
+            self._context.observer.count("save_used_once")
+        return self._used_once[key] != request_id
 
     def writes(self) -> tuple[Write, ...]:
         """The parts of saved chunks that the ranks can write now."""

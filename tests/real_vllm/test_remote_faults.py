@@ -1,0 +1,253 @@
+"""Servers that fail while vLLM serves from them: it answers on, right and in time, and uses them
+again.
+
+The prompts are stored on the server, and the engine's memory is too small to keep them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.real_vllm.conftest import MakePrompt, Pool
+from tests.real_vllm.harness import (
+    Answer,
+    Engine,
+    Oracle,
+    Process,
+    assert_same,
+    expected_hit,
+    kvferry,
+)
+from tests.servers.mooncake import MooncakeServer
+from tests.servers.places import (
+    FAULT_SECONDS,
+    Place,
+    mooncake_place,
+    name_of,
+    num_said,
+    s3_place,
+    valkey_place,
+)
+from tests.servers.seaweed import SeaweedServer
+from tests.servers.valkey import ask
+
+NUM_STORED, NUM_TOKENS = 4, 650
+HIT = expected_hit(NUM_TOKENS)
+MEMORY = "3MiB"  # five records, of one prompt
+RECORD_BYTES = 512 << 10
+LOAD_SECONDS = 1.0
+# A first look-up that asks, and what a busy machine adds.
+SLACK_SECONDS = 0.25 + 2.0
+BACK_SECONDS = 10.0 + 10.0
+
+
+class Traffic:
+    """Requests to an engine that has a store on a server, each of which is checked.
+
+    Attributes:
+        place: the server.
+    """
+
+    def __init__(
+        self, place: Place, process: Process, prompts: list[list[int]], own: list[Answer]
+    ) -> None:
+        self.place = place
+        self._process = process
+        self._engine = Engine(process)
+        self._prompts = prompts
+        self._own = own
+        self._turn = 0
+        self._salts = (f"new {number}" for number in count())
+        # Of a first request, without what only the very first one does.
+        self._cold_seconds = [self._ask(0, next(self._salts)).seconds or 0.0 for _ in range(2)][1]
+
+    def round(self) -> int:
+        """One of the stored prompts, the next one at each call, and a new one; how many tokens
+        were stored."""
+        self._turn += 1
+        index = self._turn % NUM_STORED
+        found = self._check(index, self._ask(index, None))
+        assert self._check(index, self._ask(index, next(self._salts))) == 0
+        return found
+
+    def rounds(self, seconds: float = FAULT_SECONDS) -> int:
+        """Traffic for so long; tokens found."""
+        until = time.monotonic() + seconds
+        found = 0
+        while time.monotonic() < until:
+            found += self.round()
+        return found
+
+    def wait_used(self) -> None:
+        """Traffic until each stored prompt is found whole, one after the other."""
+        until = time.monotonic() + BACK_SECONDS
+        in_a_row = 0
+        while in_a_row < NUM_STORED:
+            in_a_row = in_a_row + 1 if self.round() == HIT else 0
+            assert time.monotonic() < until, "the store is not used again"
+
+    def lines(self, start: int) -> list[str]:
+        """What was said of the store from this byte of the engine's log on."""
+        said = self._process.log.read_bytes()[start:].decode(errors="replace").splitlines()
+        name = self.place.url.partition("?")[0]
+        return [line for line in said if name in line]
+
+    def log_size(self) -> int:
+        return self._process.log.stat().st_size
+
+    def _ask(self, index: int, salt: str | None) -> Answer:
+        self._process.call("reset", 30, connector=False)
+        prompt = {"token_ids": self._prompts[index], "salt": salt}
+        return self._engine.generate([prompt])[0]
+
+    def _check(self, index: int, answer: Answer) -> int:
+        assert_same([self._own[index]], [answer])
+        limit = self._cold_seconds + LOAD_SECONDS + SLACK_SECONDS
+        assert answer.seconds is not None
+        assert answer.seconds <= limit, f"{answer.seconds:.2f} s, {self._cold_seconds:.2f} s cold"
+        assert answer.cached is not None
+        return answer.cached
+
+
+@pytest.fixture
+def valkey() -> Iterator[Place]:
+    with valkey_place() as place:
+        yield place
+
+
+@pytest.fixture
+def s3(seaweed: SeaweedServer, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with s3_place(seaweed, name_of(request.node.name)) as place:
+        yield place
+
+
+@pytest.fixture
+def memory_of_others(mooncake: MooncakeServer, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with mooncake_place(mooncake, name_of(request.node.name)) as place:
+        yield place
+
+
+ON_S3 = pytest.param("s3", marks=pytest.mark.sweep)
+IN_MOONCAKE = pytest.param("memory_of_others", marks=pytest.mark.sweep)
+ALL = pytest.mark.parametrize("traffic", ["valkey", ON_S3, IN_MOONCAKE], indirect=True)
+THROUGH_PROXY = pytest.mark.parametrize("traffic", ["valkey", ON_S3], indirect=True)
+VALKEY = pytest.mark.parametrize("traffic", ["valkey"], indirect=True)
+
+
+@pytest.fixture
+def traffic(
+    request: pytest.FixtureRequest,
+    pool: Pool,
+    seaweed: SeaweedServer,
+    mooncake: MooncakeServer,
+    models: dict[str, Path],
+    oracle: Oracle,
+    make_prompt: MakePrompt,
+) -> Iterator[Traffic]:
+    """To a new engine, when all stored prompts are found. `mooncake` makes its libraries known to
+    the process, which serves all tests."""
+    place: Place = request.getfixturevalue(request.param)
+    prompts = [make_prompt(NUM_TOKENS) for _ in range(NUM_STORED)]
+    own = list(oracle(prompts))
+    process = pool.get("using servers", **seaweed.environment)
+    connector = kvferry(place.url, memory_bytes=MEMORY, load_timeout_seconds=LOAD_SECONDS)
+    with process.engine(models["plain"], connector):
+        traffic = Traffic(place, process, prompts, own)
+        traffic.wait_used()
+        yield traffic
+
+
+def assert_said_once(lines: list[str]) -> None:
+    """The scheduler and the worker each have a store. Each says once that it is left alone and once
+    that it is used again; and perhaps, before and after, that it answers and takes no value."""
+    said = num_said(lines, "left alone until", "used again", "a value could not be stored")
+    assert 1 <= said[0] == said[1] <= 2, lines
+    assert said[2] <= 2, lines
+
+
+@ALL
+def test_a_server_that_is_killed_and_comes_back_empty(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    traffic.place.kill()
+    traffic.rounds()
+    traffic.place.start()
+    traffic.wait_used()
+    assert_said_once(traffic.lines(start))
+
+
+@ALL
+def test_a_server_that_stops_and_goes_on(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    with ExitStack() as undo:
+        traffic.place.server.process.pause()
+        undo.callback(traffic.place.server.process.resume)
+        traffic.rounds()
+    traffic.wait_used()
+    assert_said_once(traffic.lines(start))
+
+
+@THROUGH_PROXY
+def test_values_that_are_cut(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    traffic.place.proxy.cut_after(RECORD_BYTES // 2)
+    traffic.rounds()
+    traffic.place.proxy.pass_all()
+    traffic.wait_used()
+    assert_said_once(traffic.lines(start))
+
+
+@THROUGH_PROXY
+def test_a_network_of_five_megabytes_a_second(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    traffic.place.proxy.limit(5e6)
+    traffic.rounds()
+    traffic.place.proxy.pass_all()
+    traffic.wait_used()
+    assert not traffic.lines(start)
+
+
+@VALKEY
+def test_a_full_server(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    server = traffic.place.server
+    used = re.search(rb"used_memory:(\d+)", server.ask("INFO", "memory"))
+    server.ask("CONFIG", "SET", "maxmemory", used[1])
+    assert traffic.rounds() > 0
+    server.ask("CONFIG", "SET", "maxmemory", 0)
+    traffic.wait_used()
+    (line,) = traffic.lines(start)  # of the worker, which writes
+    assert "it has no room for a value" in line
+
+
+@VALKEY
+def test_values_that_are_evicted_under_reads(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    server = traffic.place.server
+    server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
+    server.ask("CONFIG", "SET", "maxmemory", 16 << 20)
+    traffic.rounds()
+    server.ask("CONFIG", "SET", "maxmemory", 0)
+    assert b"evicted_keys:0\r" not in server.ask("INFO", "stats")
+    traffic.wait_used()
+    assert not traffic.lines(start)
+
+
+@VALKEY
+def test_a_password_that_changes(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    server = traffic.place.server
+    server.ask("CONFIG", "SET", "requirepass", "new")
+    traffic.place.proxy.refuse()  # connections that stand stay logged in
+    time.sleep(0.2)
+    traffic.place.proxy.pass_all()
+    assert traffic.rounds() == 0
+    ask(server.port, "CONFIG", "SET", "requirepass", "", password="new")
+    traffic.wait_used()
+    assert_said_once(traffic.lines(start))

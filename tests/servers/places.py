@@ -1,0 +1,111 @@
+"""Servers that tests break while an engine serves from them, each behind a proxy."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.servers.mooncake import MooncakeServer
+from tests.servers.process import LOCALHOST
+from tests.servers.proxy import Proxy, running_proxy
+from tests.servers.seaweed import BUCKET, SeaweedServer
+from tests.servers.valkey import ValkeyCluster, ValkeyServer, running_valkey
+
+# How long a fault lasts; CONTRIBUTING.md says when it is longer.
+FAULT_SECONDS = float(os.environ.get("KVFERRY_TEST_FAULT_SECONDS", "1"))
+
+
+class Place(NamedTuple):
+    """A server, a store on it, and the proxy that the store's clients reach it by."""
+
+    server: Any
+    url: str
+    proxy: Proxy
+
+    def kill(self) -> None:
+        """End the server, and what holds its values; those who connect are refused."""
+        self.server.process.kill()
+        if hasattr(self.server, "lender"):
+            self.server.lender.kill()
+        self.proxy.refuse()
+
+    def start(self) -> None:
+        """Start it again, empty."""
+        self.server.start()
+        self.proxy.pass_all()
+
+
+def valkey_url(port: int, login: str = "", prefix: str = "kv") -> str:
+    return f"valkey://{login}{LOCALHOST}:{port}/{prefix}"
+
+
+def s3_url(endpoint: str, prefix: str) -> str:
+    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1"
+
+
+class AllServers(NamedTuple):
+    """One of each kind, and a directory."""
+
+    valkey: ValkeyServer
+    cluster: ValkeyCluster
+    s3: SeaweedServer
+    mooncake: MooncakeServer
+    directory: Path
+
+    def urls(self, prefix: str) -> dict[str, str | list[str]]:
+        """A store of each kind, and one of three tiers, that no other prefix shares."""
+        valkey = valkey_url(self.valkey.port, prefix=prefix)
+        nodes = ",".join(f"{LOCALHOST}:{node.port}" for node in self.cluster.nodes)
+        directory = (self.directory / prefix).as_uri()
+        return {
+            "valkey": valkey,
+            "cluster": f"valkey://{nodes}/{prefix}?cluster=true",
+            "s3": s3_url(self.s3.endpoint, prefix),
+            "mooncake": f"mooncake://{self.mooncake.master}/{prefix}",
+            "tiers": [
+                f"{directory}?max_bytes=64MiB",
+                f"{valkey}-tier",
+                s3_url(self.s3.endpoint, f"{prefix}-tier"),
+            ],
+        }
+
+
+def num_said(lines: Sequence[str], *texts: str) -> list[int]:
+    """How many lines have each text. The log has no others."""
+    said = [sum(text in line for line in lines) for text in texts]
+    assert len(lines) == sum(said), lines
+    return said
+
+
+def name_of(test: str) -> str:
+    """A prefix for one test, on servers that live longer."""
+    return re.sub(r"\W+", "-", test)
+
+
+@contextmanager
+def valkey_place() -> Iterator[Place]:
+    """A server of its own."""
+    with running_valkey() as server, running_proxy(server.port) as proxy:
+        yield Place(server, valkey_url(proxy.port), proxy)
+
+
+@contextmanager
+def s3_place(server: SeaweedServer, prefix: str) -> Iterator[Place]:
+    """Clients need the environment of the server."""
+    with running_proxy(_port_of(server.endpoint)) as proxy:
+        yield Place(server, s3_url(f"http://{LOCALHOST}:{proxy.port}", prefix), proxy)
+
+
+@contextmanager
+def mooncake_place(server: MooncakeServer, prefix: str) -> Iterator[Place]:
+    """The proxy stands before the master; values do not pass it."""
+    with running_proxy(_port_of(server.master)) as proxy:
+        yield Place(server, f"mooncake://{LOCALHOST}:{proxy.port}/{prefix}", proxy)
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
