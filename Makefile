@@ -23,11 +23,11 @@ help:
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
 	@echo "make check       lint and types only"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints/test.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints/test.txt --editable '.[test]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -50,7 +50,7 @@ test-sweep: $(STAMP)
 test-mount: $(STAMP)
 	scripts/test -m mount -n 0
 
-$(VLLM_STAMP): pyproject.toml scripts/vllm-venv
+$(VLLM_STAMP): pyproject.toml scripts/vllm-venv $(wildcard constraints/vllm-$(VLLM).txt)
 	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)
 	touch $(VLLM_STAMP)
 

@@ -28,9 +28,7 @@ def main(model_dir: str, store: str) -> None:
             started = time.perf_counter()
             cache = kv.load(input_ids)
             read = cache.get_seq_length()
-            output = model.generate(
-                input_ids, past_key_values=cache, max_new_tokens=8, do_sample=False
-            )
+            output = model.generate(input_ids, cache=cache, max_new_tokens=8, do_sample=False)
             seconds = time.perf_counter() - started
             kv.save(output, cache, num_tokens=input_ids.shape[1])
             answer = tokenizer.decode(output[0, input_ids.shape[1] :])

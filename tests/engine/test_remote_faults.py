@@ -27,6 +27,7 @@ from tests.servers.mooncake import MooncakeServer
 from tests.servers.places import (
     FAULT_SECONDS,
     mooncake_place,
+    mooncake_values_place,
     name_of,
     num_said,
     s3_place,
@@ -34,7 +35,7 @@ from tests.servers.places import (
     valkey_place,
     valkey_url,
 )
-from tests.servers.seaweed import BUCKET, SeaweedServer
+from tests.servers.seaweed import BUCKET, SECRET_KEY, SeaweedServer
 from tests.servers.valkey import ask, running_valkey
 
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
@@ -203,6 +204,16 @@ def memory_of_others(mooncake, request):
         yield place
 
 
+@pytest.fixture
+def values_of_others(tmp_path):
+    with mooncake_values_place(tmp_path) as place:
+        yield place
+
+
+# Where values pass the proxy.
+THROUGH_PROXY = ["valkey", "s3", "values_of_others"]
+
+
 @pytest.fixture(params=["valkey", "s3", "memory_of_others"])
 def place(request):
     return request.getfixturevalue(request.param)
@@ -247,7 +258,7 @@ def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, capl
     assert max(said) <= 1, caplog.messages
 
 
-@pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
+@pytest.mark.parametrize("place", THROUGH_PROXY, indirect=True)
 def test_values_that_are_cut_are_computed(model_dir, cold, place, caplog):
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.proxy.cut_after(RECORD_BYTES // 2)
@@ -339,6 +350,17 @@ def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
     assert_said_once(caplog)
 
 
+def test_a_secret_that_changes_is_said_once(model_dir, cold, s3, caplog):
+    with ExitStack() as undo, serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
+        s3.server.take_secret("another")
+        undo.callback(s3.server.take_secret, SECRET_KEY)
+        traffic.rounds(FAULT_SECONDS)
+        s3.server.take_secret(SECRET_KEY)
+        traffic.wait_used()
+    assert_said_once(caplog)
+    assert "SignatureDoesNotMatch" in caplog.text
+
+
 def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
     with (
         running_valkey(requirepass="right") as server,
@@ -379,7 +401,7 @@ def test_objects_that_are_deleted_under_reads_are_computed(model_dir, cold, s3, 
     assert not caplog.records
 
 
-@pytest.mark.parametrize("place", ["valkey", "s3"], indirect=True)
+@pytest.mark.parametrize("place", THROUGH_PROXY, indirect=True)
 def test_a_slow_network_makes_no_request_slow(model_dir, place, caplog):
     """5 MB/s: half a second for what takes some hundredths to compute."""
     path = model_dir(**LARGE)

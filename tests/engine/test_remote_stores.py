@@ -20,6 +20,7 @@ from kvferry.observe import Counters
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import own_generation, prompt
 from tests.servers.places import AllServers
+from tests.transformers_cache import with_cache
 
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
 HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
@@ -136,5 +137,5 @@ def test_transformers_reads_what_the_engine_stored(model_dir, written, name):
         cache = kv.load(input_ids)
     assert cache.get_seq_length() == HIT
     with torch.inference_mode():
-        output = model(input_ids[:, HIT:], past_key_values=cache)
+        output = model(input_ids[:, HIT:], **with_cache(cache))
     assert np.abs(output.logits[0, -1].numpy() - logits).max() <= 1e-3

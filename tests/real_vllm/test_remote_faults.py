@@ -30,12 +30,13 @@ from tests.servers.places import (
     FAULT_SECONDS,
     Place,
     mooncake_place,
+    mooncake_values_place,
     name_of,
     num_said,
     s3_place,
     valkey_place,
 )
-from tests.servers.seaweed import SeaweedServer
+from tests.servers.seaweed import SECRET_KEY, SeaweedServer
 from tests.servers.valkey import ask
 
 NUM_STORED, NUM_TOKENS = 4, 650
@@ -134,10 +135,18 @@ def memory_of_others(mooncake: MooncakeServer, request: pytest.FixtureRequest) -
         yield place
 
 
+@pytest.fixture
+def values_of_others(tmp_path: Path) -> Iterator[Place]:
+    with mooncake_values_place(tmp_path) as place:
+        yield place
+
+
 ON_S3 = pytest.param("s3", marks=pytest.mark.sweep)
 IN_MOONCAKE = pytest.param("memory_of_others", marks=pytest.mark.sweep)
+OF_MOONCAKE = pytest.param("values_of_others", marks=pytest.mark.sweep)
 ALL = pytest.mark.parametrize("traffic", ["valkey", ON_S3, IN_MOONCAKE], indirect=True)
-THROUGH_PROXY = pytest.mark.parametrize("traffic", ["valkey", ON_S3], indirect=True)
+THROUGH_PROXY = pytest.mark.parametrize("traffic", ["valkey", ON_S3, OF_MOONCAKE], indirect=True)
+S3 = pytest.mark.parametrize("traffic", [ON_S3], indirect=True)
 VALKEY = pytest.mark.parametrize("traffic", ["valkey"], indirect=True)
 
 
@@ -249,5 +258,16 @@ def test_a_password_that_changes(traffic: Traffic) -> None:
     traffic.place.proxy.pass_all()
     assert traffic.rounds() == 0
     ask(server.port, "CONFIG", "SET", "requirepass", "", password="new")
+    traffic.wait_used()
+    assert_said_once(traffic.lines(start))
+
+
+@S3
+def test_a_secret_that_changes(traffic: Traffic) -> None:
+    start = traffic.log_size()
+    with ExitStack() as undo:
+        traffic.place.server.take_secret("another")
+        undo.callback(traffic.place.server.take_secret, SECRET_KEY)
+        traffic.rounds()
     traffic.wait_used()
     assert_said_once(traffic.lines(start))

@@ -12,6 +12,7 @@ from kvferry.store.base import SupportsProbe
 from kvferry.store.url import open_store
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import TOLERANCE, Process, expected_hit, kvferry, wait_for_records
+from tests.transformers_cache import with_cache
 
 
 def test_plain_transformers_and_vllm_read_each_other(
@@ -24,7 +25,7 @@ def test_plain_transformers_and_vllm_read_each_other(
         cache = kv.load(prompt)
         num_loaded = cache.get_seq_length()
         output = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=4, min_new_tokens=4,
+            torch.tensor([prompt]), **with_cache(cache), max_new_tokens=4, min_new_tokens=4,
             do_sample=False, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         cold = model.generate(

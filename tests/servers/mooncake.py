@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +34,8 @@ _LENDER = """
 import sys, threading
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-master, num_bytes = sys.argv[1:]
-code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(num_bytes), 0, "tcp", "", master)
+master, metadata, num_bytes = sys.argv[1:]
+code = store.setup("127.0.0.1", metadata, int(num_bytes), 0, "tcp", "", master)
 assert code == 0, code
 threading.Event().wait()
 """
@@ -42,35 +44,46 @@ threading.Event().wait()
 class MooncakeServer:
     """A master and a process that lends memory.
 
+    Args:
+        segment_bytes: of the memory that is lent.
+        has_metadata: the master also says where each lender is; else lenders say it themselves.
+
     Attributes:
         master: `host:port`.
         admin: URL of its metrics port.
+        metadata: what clients take as `metadata`.
         process: the running master.
         lender: the process that holds the values.
     """
 
-    def __init__(self, root: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, root: Path, segment_bytes: int = SEGMENT_BYTES, *, has_metadata: bool = False
+    ) -> None:
         self._root = root
         self._segment_bytes = segment_bytes
-        self._rpc, self._admin = free_ports(2)
+        self._rpc, self._admin, self._places = free_ports(3)
+        self.metadata = "P2PHANDSHAKE"
+        if has_metadata:
+            self.metadata = f"http://{LOCALHOST}:{self._places}/metadata"
         self.master = f"{LOCALHOST}:{self._rpc}"
         self.admin = f"http://{LOCALHOST}:{self._admin}"
         self.start()
 
     def start(self) -> None:
         """Start both, on the same ports as before and empty."""
-        self.process = ServerProcess(
-            [
-                str(_package() / "mooncake_master"),
-                f"-rpc_port={self._rpc}",
-                f"-metrics_port={self._admin}",
-                "-logtostderr=1",
-            ],
-            self._root / "master.log",
-        )
+        command = [
+            str(_package() / "mooncake_master"),
+            f"-rpc_port={self._rpc}",
+            f"-metrics_port={self._admin}",
+            "-logtostderr=1",
+        ]
+        if self.metadata != "P2PHANDSHAKE":
+            command += ["-enable_http_metadata_server=true"]
+            command += [f"-http_metadata_server_port={self._places}"]
+        self.process = ServerProcess(command, self._root / "master.log")
         self.process.wait_ready(lambda: accepts(self._rpc) and accepts(self._admin))
         self.lender = ServerProcess(
-            [sys.executable, "-c", _LENDER, self.master, str(self._segment_bytes)],
+            [sys.executable, "-c", _LENDER, self.master, self.metadata, str(self._segment_bytes)],
             self._root / "lender.log",
         )
         self.lender.wait_ready(self._has_segment)
@@ -79,9 +92,37 @@ class MooncakeServer:
         self.lender.kill()
         self.process.kill()
 
+    @property
+    def values_port(self) -> int:
+        """Where the lender listens for reads and writes of values. Needs metadata."""
+        return int(self._lender_place()["tcp_data_port"])
+
+    def move_values(self, port: int) -> None:
+        """Have clients that come later read and write values by this port of loopback."""
+        place = self._lender_place() | {"tcp_data_host": LOCALHOST, "tcp_data_port": port}
+        self._ask(self._lender_url(), json.dumps(place).encode())
+
+    def _lender_place(self) -> dict[str, object]:
+        return dict(json.loads(self._ask(self._lender_url())))
+
+    def _lender_url(self) -> str:
+        (lender,) = self._ask(f"{self.admin}/get_all_segments").split()
+        return f"{self.metadata}?key={urllib.parse.quote(f'mooncake/ram/{lender}', safe='')}"
+
     def _has_segment(self) -> bool:
-        with urllib.request.urlopen(f"{self.admin}/get_all_segments", timeout=5) as response:
-            return bool(response.read().strip())
+        if not self._ask(f"{self.admin}/get_all_segments").strip():
+            return False
+        try:
+            return self.metadata == "P2PHANDSHAKE" or self.values_port > 0
+        except OSError:  # the lender has not said yet where it is
+            return False
+
+    @staticmethod
+    def _ask(url: str, body: bytes | None = None) -> str:
+        """The answer to a GET, or to a PUT of `body`."""
+        request = urllib.request.Request(url, body, method="GET" if body is None else "PUT")
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return str(response.read().decode())
 
 
 def _package() -> Path:

@@ -107,5 +107,17 @@ def mooncake_place(server: MooncakeServer, prefix: str) -> Iterator[Place]:
         yield Place(server, f"mooncake://{LOCALHOST}:{proxy.port}/{prefix}", proxy)
 
 
+@contextmanager
+def mooncake_values_place(root: Path) -> Iterator[Place]:
+    """A server of its own; the proxy stands before the memory that is lent, and values pass it."""
+    server = MooncakeServer(root, has_metadata=True)
+    try:
+        with running_proxy(server.values_port) as proxy:
+            server.move_values(proxy.port)
+            yield Place(server, f"mooncake://{server.master}/kv?metadata={server.metadata}", proxy)
+    finally:
+        server.stop()
+
+
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])

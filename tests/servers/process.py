@@ -96,6 +96,10 @@ class ServerProcess:
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    def hang_up(self) -> None:
+        """Ask it to read its configuration again, as many servers do then."""
+        self._process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """End it at once; nothing happens if it has ended."""
         self._process.kill()

@@ -35,19 +35,7 @@ class SeaweedServer:
         self._ports = free_ports(8)
         self.endpoint = f"http://{LOCALHOST}:{self._ports[0]}"
         self._config = root / "s3.json"
-        self._config.write_text(
-            json.dumps(
-                {
-                    "identities": [
-                        {
-                            "name": "tests",
-                            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-                            "actions": ["Read", "Write", "List", "Tagging"],
-                        },
-                    ]
-                }
-            )
-        )
+        self._write_config(SECRET_KEY)
         self.start()
 
     @property
@@ -72,6 +60,19 @@ class SeaweedServer:
 
     def stop(self) -> None:
         self.process.kill()
+
+    def take_secret(self, secret: str) -> None:
+        """Take this one from now on, and no other; it reads its configuration again."""
+        self._write_config(secret)
+        self.process.hang_up()
+
+    def _write_config(self, secret: str) -> None:
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": secret}],
+            "actions": ["Read", "Write", "List", "Tagging"],
+        }
+        self._config.write_text(json.dumps({"identities": [identity]}))
 
     def _command(self, directory: Path) -> list[str]:
         weed = Path(sys.executable).parent / "weed"

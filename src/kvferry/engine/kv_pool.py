@@ -109,7 +109,7 @@ class LatentCodec(KVCodec):
         self._offered: dict[int, torch.Tensor] = {}
 
     def update(
-        self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int
+        self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the layer as a cache's `update`; `[1, 1, num_tokens, size]` each."""
         rows = rotated

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
 import threading
@@ -60,6 +61,13 @@ _PROBE_TOKENS = 5
 _SPLIT_TOLERANCE = 0.05
 """How far logits of a split model may be from those of the whole, against the largest of them. A
 wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
+
+
+def cache_argument(model: Any) -> str:
+    """The argument of `forward` that takes a cache: `cache` since Transformers 5.24; before, and in
+    models that keep their own code, `past_key_values`."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def unknown_arguments(rest: Mapping[str, Any]) -> set[str]:
@@ -150,8 +158,10 @@ class PagedModel:
         self.device = _usable_device(device)
         self._model_dir = config.model_dir
         self._model = _load_weights(config).to(self.device).eval()
-        self._latents = _latent_codec(self._model, config)
-        self.codec = self._latents or KVCodec()
+        latents = _latent_codec(self._model, config)
+        self.codec = latents or KVCodec()
+        # Only latents are taken from the model where it would hand them to a cache.
+        self._cache = {} if latents is None else {cache_argument(self._model): latents}
         self.eos_token_ids = _eos_token_ids(self._model)
         try:
             self._probe()
@@ -223,10 +233,10 @@ class PagedModel:
         output = self._model(
             input_ids=token_ids[None].to(self.device),
             position_ids=positions[None].to(self.device),
-            past_key_values=self._latents,
             use_cache=False,
             logits_to_keep=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
             kvferry_context=context,
+            **self._cache,
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()

@@ -8,6 +8,7 @@ import torch
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.observe import Counters
+from tests.transformers_cache import with_cache
 
 CHUNK = 16
 
@@ -48,7 +49,7 @@ def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: i
     output = model.generate(
         input_ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **with_cache(cache),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,

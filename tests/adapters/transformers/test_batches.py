@@ -21,6 +21,7 @@ from tests.adapters.transformers.generating import (
     prompt,
     reuse,
 )
+from tests.transformers_cache import cache_of, with_cache
 
 ARCHITECTURES = [
     *("llama", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3_text", "deepseek_v2"),
@@ -121,7 +122,7 @@ def test_the_mask_that_was_used_judges_padding_and_not_the_ids(load_model, store
     ids = prompt(60)
     ids[0, 20] = 7
     cache = DynamicCache()
-    model(ids, past_key_values=cache)
+    model(ids, **with_cache(cache))
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         assert kv.save(ids, cache) == 16, "without a mask, the padding token ends the prompt"
         assert kv.save(ids, cache, attention_mask=torch.ones_like(ids)) == 32
@@ -172,7 +173,7 @@ def test_a_row_without_a_visible_token_stops_nothing(load_model, store_url):
     rows.attention_mask[1] = 0
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(*rows[:1], attention_mask=rows.attention_mask)
-        model(**rows._asdict(), past_key_values=cache)
+        model(**rows._asdict(), **with_cache(cache))
         assert kv.save(rows.input_ids, cache) == 32
         cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
         assert cache.get_seq_length() == 32
@@ -189,17 +190,17 @@ def test_other_positions_than_those_of_generate_are_not_stored(
         for options in ({}, {"position_ids": torch.arange(90)[None].repeat(2, 1)}):
             # A forward counts positions from the padding on.
             cache = DynamicCache()
-            model(**rows._asdict(), **options, past_key_values=cache)
+            model(**rows._asdict(), **options, **with_cache(cache))
             with pytest.raises(ConfigError, match="37 hidden tokens in front"):
                 kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90)
         # Nothing was hidden.
         cache = DynamicCache()
         positions = (rows.attention_mask.cumsum(-1) - 1).clamp_min(0)
-        model(rows.input_ids, position_ids=positions, past_key_values=cache)
+        model(rows.input_ids, position_ids=positions, **with_cache(cache))
         with pytest.raises(ConfigError, match="save it with the attention_mask that was used"):
             kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90)
         cache = DynamicCache()
-        model(**rows._asdict(), position_ids=positions, past_key_values=cache)
+        model(**rows._asdict(), position_ids=positions, **with_cache(cache))
         assert kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90) == 80
 
 
@@ -263,7 +264,7 @@ def test_sampled_answers_to_one_prompt_are_all_stored(load_model, store_url):
             cache = kv.load(prompt(50))
             assert cache.get_seq_length() == num_loaded
             torch.manual_seed(1)
-            output = model.generate(prompt(50), past_key_values=cache, min_new_tokens=20, **options)
+            output = model.generate(prompt(50), **with_cache(cache), min_new_tokens=20, **options)
             assert kv.save(output, cache) == (0 if num_loaded else 48 + 3 * 16)
     for row in output:
         again = reuse(model, store_url, row[None], save=False)
@@ -277,8 +278,8 @@ def test_a_cache_of_several_rows_from_elsewhere_needs_the_prompts_length(load_mo
     output = model.generate(prompt(50), max_new_tokens=20, **options)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         with pytest.raises(ConfigError, match="3 rows and is not from load"):
-            kv.save(output.sequences, output.past_key_values)
-        assert kv.save(output.sequences, output.past_key_values, num_tokens=50) == 48
+            kv.save(output.sequences, cache_of(output))
+        assert kv.save(output.sequences, cache_of(output), num_tokens=50) == 48
     assert_same_as_cold(model, prompt(50), reuse(model, store_url, prompt(50)))
 
 
@@ -288,7 +289,7 @@ def test_rows_that_were_picked_by_hand_are_not_stored(load_model, store_url):
     rows.input_ids[1] = prompt(50, seed=4)[0]
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(rows.input_ids)
-        model(rows.input_ids, past_key_values=cache)
+        model(rows.input_ids, **with_cache(cache))
         cache.batch_select_indices(torch.tensor([1, 0]))
         assert kv.save(rows.input_ids, cache) == 0
 

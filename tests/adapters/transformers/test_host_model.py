@@ -29,6 +29,7 @@ from tests.adapters.transformers.generating import (
     reuse,
 )
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
+from tests.transformers_cache import with_cache
 
 
 def test_other_weights_of_the_same_shape_read_nothing(model_dir, load_model, store_url):
@@ -348,21 +349,21 @@ def test_padding_without_a_mask_is_left_alone(load_model, store_url):
     padded = torch.cat([torch.zeros((1, 20), dtype=torch.int64), prompt(60)], dim=1)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(padded)
-        output = model.generate(padded, past_key_values=cache, max_new_tokens=2)
+        output = model.generate(padded, **with_cache(cache), max_new_tokens=2)
         assert kv.save(output, cache) == 0
         # Padding in the middle hides nothing of what stands before it.
         inner = torch.cat([prompt(40), padded], dim=1)
         cache = kv.load(inner)
-        output = model.generate(inner, past_key_values=cache, max_new_tokens=2)
+        output = model.generate(inner, **with_cache(cache), max_new_tokens=2)
         assert kv.save(output, cache) == 32
         assert kv.load(inner).get_seq_length() == 32
         # A padding token that ends sequences is a token like any other, but not at the front.
         model.generation_config.eos_token_id = [2, 0]
         cache = DynamicCache()
-        model(inner, past_key_values=cache)
+        model(inner, **with_cache(cache))
         assert kv.save(inner, cache) == 80
         cache = DynamicCache()
-        model(padded, past_key_values=cache)
+        model(padded, **with_cache(cache))
         assert kv.save(padded, cache) == 0
         assert kv.load(padded).get_seq_length() == 0
 
@@ -373,11 +374,11 @@ def test_caches_of_other_kinds_models_and_prompts_are_refused(model_dir, load_mo
     other = DynamicCache()
     generate(load_model(model_dir("qwen3")), prompt(40), other)
     beams = DynamicCache()
-    model(prompt(40).repeat(2, 1), past_key_values=beams)
+    model(prompt(40).repeat(2, 1), **with_cache(beams))
     half = DynamicCache()
-    load_model(dtype=torch.bfloat16)(prompt(40), past_key_values=half)
+    load_model(dtype=torch.bfloat16)(prompt(40), **with_cache(half))
     shallow = DynamicCache()
-    load_model(model_dir(num_hidden_layers=2))(prompt(40), past_key_values=shallow)
+    load_model(model_dir(num_hidden_layers=2))(prompt(40), **with_cache(shallow))
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         for cache, message in (
             (StaticCache(config=model.config, max_cache_len=64), "made of StaticLayer"),

@@ -27,6 +27,7 @@ from tests.adapters.transformers.generating import (
     prompt,
     reuse,
 )
+from tests.transformers_cache import cache_of, with_cache
 
 # Plain, norms on keys, windows, no grouped heads, full and windowed layers in turn, latents.
 ARCHITECTURES = [
@@ -144,7 +145,7 @@ def test_the_own_cache_of_generate_is_stored_too(load_model, store_url):
     model = load_model()
     output = model.generate(prompt(40), max_new_tokens=3, return_dict_in_generate=True)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        assert kv.save(output.sequences, output.past_key_values) == 32
+        assert kv.save(output.sequences, cache_of(output)) == 32
     assert_same_as_cold(model, prompt(40), reuse(model, store_url, prompt(40)))
 
 
@@ -157,10 +158,10 @@ def test_of_layers_that_dropped_tokens_only_what_is_left_is_stored(
     short = model.generate(prompt(34, seed=5), max_new_tokens=2, return_dict_in_generate=True)
     with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
         # 91 tokens, of which the last 36 are kept: the chunk from 64 to 80 is the only whole one.
-        assert kv.save(long.sequences, long.past_key_values) == 16
+        assert kv.save(long.sequences, cache_of(long)) == 16
         assert counts["save_windowed"] == 1
         # Before the window is full nothing is lost.
-        assert kv.save(short.sequences, short.past_key_values) == 32
+        assert kv.save(short.sequences, cache_of(short)) == 32
         assert counts["save_windowed"] == 1
         assert kv.load(prompt(90)).get_seq_length() == 0
     again = reuse(model, store_url, prompt(90))
@@ -179,7 +180,7 @@ def test_a_prefill_in_pieces_takes_the_cache(load_model, store_url):
         cache = kv.load(prompt(50)[:, :30])
         assert cache.get_seq_length() == 16
         options = {"max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": 5}
-        output = model.generate(prompt(50)[:, :30], past_key_values=cache, **options)
+        output = model.generate(prompt(50)[:, :30], **with_cache(cache), **options)
         kv.save(output, cache)
     assert torch.equal(output, model.generate(prompt(50)[:, :30], max_new_tokens=8))
     again = reuse(model, store_url, output)
@@ -205,7 +206,7 @@ def test_assisted_generation_computes_the_prompt_anew(
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(prompt(60))
         assert cache.get_seq_length() == (48 if is_stored else 0)
-        output = model.generate(prompt(60), past_key_values=cache, **options, **help_of[assistant])
+        output = model.generate(prompt(60), **with_cache(cache), **options, **help_of[assistant])
         kv.save(output, cache)
     assert torch.equal(output, cold)
     again = reuse(model, store_url, output)
@@ -223,7 +224,7 @@ def test_assisted_generation_with_a_part_of_the_prompt_is_stopped(load_model, st
         model.generate(
             prompt(60)[:, 48:],
             attention_mask=torch.ones((1, 60)),
-            past_key_values=kv.load(prompt(60)),
+            **with_cache(kv.load(prompt(60))),
             prompt_lookup_num_tokens=3,
             max_new_tokens=9,
         )
@@ -235,8 +236,8 @@ def test_a_forward_of_the_whole_prompt_is_stopped(load_model, store_url):
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         cache = kv.load(prompt(60))
         with pytest.raises(ContractError, match="60 tokens are computed on top of 48"):
-            model(prompt(60), past_key_values=cache)
-        model(prompt(60)[:, 48:], past_key_values=cache)
+            model(prompt(60), **with_cache(cache))
+        model(prompt(60)[:, 48:], **with_cache(cache))
         assert kv.save(prompt(60), cache) == 0
 
 

@@ -25,6 +25,7 @@ from kvferry.blocks.audit import tolerances_for
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
+from kvferry.engine.model import cache_argument
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.errors import ConfigError
 
@@ -119,7 +120,8 @@ class HostModel:
         """Append the KV of these tokens to a cache; one list of ids for each of its rows."""
         with torch.inference_mode():
             input_ids = torch.tensor(rows, device=self._model.device)
-            self._model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+            arguments = {cache_argument(self._model): cache}
+            self._model(input_ids=input_ids, use_cache=True, **arguments)
 
     def num_visible(self, token_ids: list[int]) -> int:
         """The number of leading tokens before the first that seems to be masked padding. Without a
@@ -243,7 +245,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layers_of_run(
-    model: Any, token_ids: tuple[int, ...], name: str, **arguments: torch.Tensor
+    model: Any, token_ids: tuple[int, ...], name: str, **arguments: Any
 ) -> list[Any]:
     from transformers import DynamicCache
 
@@ -251,7 +253,8 @@ def _layers_of_run(
     try:
         with torch.inference_mode():
             input_ids = torch.tensor([token_ids], device=model.device)
-            model(input_ids=input_ids, past_key_values=cache, use_cache=True, **arguments)
+            arguments[cache_argument(model)] = cache
+            model(input_ids=input_ids, use_cache=True, **arguments)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{name} cannot run with a DynamicCache: "

@@ -74,7 +74,7 @@ class StoredKV:
     Example:
         >>> with StoredKV(model, "file:///var/cache/kvferry") as kv:  # doctest: +SKIP
         ...     cache = kv.load(input_ids)
-        ...     output = model.generate(input_ids, past_key_values=cache)
+        ...     output = model.generate(input_ids, cache=cache)  # Transformers 5.24
         ...     kv.save(output, cache)  # what generate returned: prompt and answer
     """
 
@@ -148,8 +148,9 @@ class StoredKV:
                 judged by the ids, and nothing is read behind it.
 
         Returns:
-            A `DynamicCache` to pass to `generate` as `past_key_values`, with all of `input_ids` and
-            the mask. `get_seq_length()` says how many tokens of a row are there, padding included.
+            A `DynamicCache` to pass to `generate` as `cache` (`past_key_values` before Transformers
+            5.24), with all of `input_ids` and the mask. `get_seq_length()` says how many tokens of
+            a row are there, padding included.
 
         Raises:
             ConfigError: ids or a mask that are none.
