@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -208,23 +207,6 @@ def test_a_closed_store_closes_its_client(make_store, client):
     assert client.is_closed
     assert store.describe(SPACE, "text") == "text"
     assert client.values == {}
-
-
-def test_parts_of_a_killed_process_go(make_store, monkeypatch):
-    session = make_store().begin(make_key(), 4096)
-    (folder,) = {path.parent for path in Path("/dev/shm").glob(f"*/{session}")}
-    os.utime(folder / session, (0, 0))
-    make_store()
-    assert not (folder / session).exists()
-
-
-def test_a_folder_of_another_user_is_not_used(make_store, tmp_path, monkeypatch):
-    store = make_store()
-    store._parts._folder = tmp_path
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    assert store.begin(make_key(), 4096) is PutResult.FAILED
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_ranks_wrote_is_one_value(make_store, client):

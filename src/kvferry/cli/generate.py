@@ -88,7 +88,7 @@ def _connector_options(
     return {"chunk_tokens": chunk_tokens, **recorded}
 
 
-class _Answer(NamedTuple):
+class _Streamed(NamedTuple):
     """Named as in the JSON."""
 
     generated_tokens: int
@@ -97,7 +97,7 @@ class _Answer(NamedTuple):
     text: str
 
 
-def _show(answer: _Answer, num_prompt: int, num_hit: int, json: str | None) -> None:
+def _show(answer: _Streamed, num_prompt: int, num_hit: int, json: str | None) -> None:
     emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
     print(
         f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
@@ -106,7 +106,7 @@ def _show(answer: _Answer, num_prompt: int, num_hit: int, json: str | None) -> N
     )
 
 
-def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
+def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Streamed:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
@@ -118,7 +118,7 @@ def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Answer:
         if echo:
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return _Answer(len(pieces), ttft, time.perf_counter() - started, "".join(pieces))
+    return _Streamed(len(pieces), ttft, time.perf_counter() - started, "".join(pieces))
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -19,7 +19,7 @@ from kvferry.connectors.shared_storage.config import DEFAULT_CHUNK_TOKENS
 from kvferry.connectors.shared_storage.eviction import EvictionOrder, K, Lru
 from kvferry.connectors.shared_storage.save_plan import MAX_USED_ONCE
 from kvferry.errors import ConfigError
-from kvferry.simulate.reuse import Outcome
+from kvferry.simulate.reuse import Replay
 from kvferry.simulate.trace import Trace
 
 MAX_CHANCES = 2
@@ -105,7 +105,7 @@ def check_policy(name: str) -> None:
 
 def replay(
     trace: Trace, capacity: int, order: EvictionOrder[int], *, repeated: bool = False
-) -> Outcome:
+) -> Replay:
     """One request after another through a pool of `capacity` blocks, as the host pool works.
 
     A request pins the leading blocks that are held; these are its hits. The others take a place
@@ -156,4 +156,4 @@ def replay(
         for key in reversed(used):
             add(key)
         order.touch(used)
-    return Outcome(np.frombuffer(hits, np.bool_), num_written)
+    return Replay(np.frombuffer(hits, np.bool_), num_written)

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 from kvferry.simulate.policies import LRU, ORDERS, REPEATED, replay
 from kvferry.simulate.reuse import (
     NEVER,
-    Outcome,
+    Replay,
     lru_outcome,
     optimum,
     previous_references,
@@ -74,7 +74,7 @@ class Simulator:
         """See `reuse_distances`."""
         return reuse_distances(self._previous)
 
-    def outcome(self, policy: str, capacity: int) -> Outcome:
+    def outcome(self, policy: str, capacity: int) -> Replay:
         """What a cache of `capacity` blocks does under a policy of `POLICIES`, or the optimum."""
         if policy == OPTIMUM:
             return optimum(self._previous, capacity)
@@ -122,7 +122,7 @@ class Simulator:
                 outcome = best[number]
                 if policy != OPTIMUM:
                     outcome = self.outcome(policy, capacity)
-                own = Outcome(outcome.hits & ~nearer, outcome.num_written)
+                own = Replay(outcome.hits & ~nearer, outcome.num_written)
                 nearer |= outcome.hits
                 total = int(nearer.sum())
                 most = int(best[number].hits.sum())
@@ -139,7 +139,7 @@ class Simulator:
                 )
         return rows
 
-    def _moved(self, outcome: Outcome, tier: int, rates: Rates) -> Facts:
+    def _moved(self, outcome: Replay, tier: int, rates: Rates) -> Facts:
         """Tokens, bytes and seconds of the hits of one tier."""
         hit_tokens = int(self._tokens[outcome.hits].sum())
         facts: Facts = {"hit_tokens": hit_tokens, "written_blocks": outcome.num_written}

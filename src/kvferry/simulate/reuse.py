@@ -22,7 +22,7 @@ NEVER = np.iinfo(np.int64).max
 """Distance of the first reference to a block."""
 
 
-class Outcome(NamedTuple):
+class Replay(NamedTuple):
     """What one cache would have done."""
 
     hits: NDArray[np.bool_]
@@ -90,13 +90,13 @@ def _sum_of_later(ranks: list[int], weights: list[int]) -> list[int]:
     return sums
 
 
-def lru_outcome(distances: Ints, capacity: int) -> Outcome:
+def lru_outcome(distances: Ints, capacity: int) -> Replay:
     """LRU that touches blocks in the order of the prompt, as published figures count."""
     hits = distances < capacity
-    return Outcome(hits, len(hits) - int(hits.sum()))
+    return Replay(hits, len(hits) - int(hits.sum()))
 
 
-def optimum(previous: Ints, capacity: int) -> Outcome:
+def optimum(previous: Ints, capacity: int) -> Replay:
     """Belady's optimum with bypass: the most hits that `capacity` blocks can have.
 
     A hit needs its block to be kept from the reference before. Of all blocks that are kept at one
@@ -125,4 +125,4 @@ def optimum(previous: Ints, capacity: int) -> Outcome:
             hits[-heapq.heappop(latest)] = 0
             num_kept -= 1
         num_written += hits[after] and not was_kept
-    return Outcome(np.frombuffer(hits, np.bool_), num_written)
+    return Replay(np.frombuffer(hits, np.bool_), num_written)

@@ -105,7 +105,7 @@ def _trace(
     )
 
 
-class _Reader:
+class _TraceRows:
     """Adds up the requests of one file."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ def read_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or a line is not of the format of the first one; the
             message names the line.
     """
-    reader = _Reader()
+    rows = _TraceRows()
     number = 0
     try:
         with path.open("rb") as file:
@@ -171,19 +171,19 @@ def read_trace(path: Path) -> Trace:
                     if decoder.type is RecordedRequest and not line.endswith(b"\n"):
                         break
                     raise
-                reader.add(request)
+                rows.add(request)
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise ConfigError(f"trace {path}, line {number}: {error}") from error
-    if not reader.blocks:
-        raise ConfigError(f"trace {path} has no blocks: {len(reader.counts)} requests")
+    if not rows.blocks:
+        raise ConfigError(f"trace {path} has no blocks: {len(rows.counts)} requests")
     return _trace(
-        np.frombuffer(reader.blocks, np.int64),
-        reader.counts,
-        reader.num_tokens,
-        reader.block_tokens,
-        max(0.0, reader.last_time - reader.first_time),
+        np.frombuffer(rows.blocks, np.int64),
+        rows.counts,
+        rows.num_tokens,
+        rows.block_tokens,
+        max(0.0, rows.last_time - rows.first_time),
     )
 
 

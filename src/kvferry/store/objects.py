@@ -76,28 +76,28 @@ _CONNECTION = re.compile(
 )
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes `[start, end)` of a value that one request fetches."""
 
     start: int
     end: int
 
 
-def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[Span]:
+def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[ByteSpan]:
     """The fewest requests for `ranges`: those near each other are joined.
 
     >>> spans_of([(5 << 20, memoryview(b"1234")), (0, memoryview(b"12")), (9, memoryview(b"1"))])
-    [Span(start=0, end=10), Span(start=5242880, end=5242884)]
+    [ByteSpan(start=0, end=10), ByteSpan(start=5242880, end=5242884)]
     """
-    spans: list[Span] = []
+    spans: list[ByteSpan] = []
     for start, buffer in sorted(ranges, key=lambda each: each[0]):
         end = start + buffer.nbytes
         if end == start:
             continue
         if spans and start - spans[-1].end <= _GAP_BYTES:
-            spans[-1] = Span(spans[-1].start, max(end, spans[-1].end))
+            spans[-1] = ByteSpan(spans[-1].start, max(end, spans[-1].end))
         else:
-            spans.append(Span(start, end))
+            spans.append(ByteSpan(start, end))
     return spans
 
 
@@ -208,7 +208,9 @@ class ObjectClient(RemoteClient):
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _fetch(self, name: str, spans: Sequence[Span]) -> tuple[int, list[memoryview]] | None:
+    async def _fetch(
+        self, name: str, spans: Sequence[ByteSpan]
+    ) -> tuple[int, list[memoryview]] | None:
         """The size of the value, and the bytes of each span; None if it is absent."""
         try:
             if not spans:
@@ -220,7 +222,7 @@ class ObjectClient(RemoteClient):
             return None
         return found[0][0], [content for _, content in found]
 
-    async def _fetch_span(self, name: str, span: Span) -> tuple[int, memoryview]:
+    async def _fetch_span(self, name: str, span: ByteSpan) -> tuple[int, memoryview]:
         try:
             response = await obstore.get_async(
                 self._store, name, options={"range": (span.start, span.end)}

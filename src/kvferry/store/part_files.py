@@ -5,63 +5,74 @@ No kind of server has to offer more than whole values, and a record is one value
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import re
 import secrets
-import stat
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvferry.store.base import Buffer, PutResult
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 600.0
-"""Age of a part file whose writer is taken to be dead."""
-
 _SESSION = re.compile(r"[0-9a-f]{32}")
+
+
+class _Begun(NamedTuple):
+    key: ChunkKey
+    fd: int
+    """Holds the file's lock, which ends with the process: an unlocked file is a dead writer's."""
 
 
 class PartFiles:
     """The values under way of one store. Thread-safe.
 
-    Ranks on another machine cannot write parts; their records are not stored. A part file whose
-    process was killed is removed by the next one that opens a store, some minutes later.
+    Ranks on another machine cannot write parts; their records are not stored. The parts of a
+    process that was killed are removed by the next one that opens a store.
+
+    Args:
+        parent: where the user's folder is made; shared memory, if there is any.
     """
 
-    def __init__(self) -> None:
-        shared = Path("/dev/shm")
-        parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    def __init__(self, parent: Path | None = None) -> None:
+        if parent is None:
+            shared = Path("/dev/shm")
+            parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         self._folder = parent / f"kvferry-parts-{os.getuid()}"
         self._lock = threading.Lock()
         self._has_warned = False
-        self._begun: dict[str, ChunkKey] = {}
+        self._begun: dict[str, _Begun] = {}
         with suppress(OSError):
-            self._remove_stale()
+            self._remove_abandoned()
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """See `SupportsShardedWrite`."""
         session = secrets.token_hex(16)
+        fd = -1
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            status = self._folder.lstat()
-            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-                return PutResult.FAILED  # another user made it, and could change what is in it
-            fd = os.open(self._folder / session, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                # Memory that is full says so now, not by a signal later.
-                reserve = getattr(os, "posix_fallocate", None)
-                os.ftruncate(fd, num_bytes) if reserve is None else reserve(fd, 0, num_bytes)
-            finally:
-                os.close(fd)
+            with self._opened() as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                fd = os.open(session, flags, 0o600, dir_fd=folder)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(fd).st_nlink:
+                raise BlockingIOError(errno.EAGAIN, "taken for a dead writer's")
+            # Memory that is full says so now, not by a signal later.
+            reserve = getattr(os, "posix_fallocate", None)
+            os.ftruncate(fd, num_bytes) if reserve is None else reserve(fd, 0, num_bytes)
         except OSError as error:
-            self._unlink(session)
+            if fd >= 0:
+                self._end(session, fd)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                return PutResult.FAILED
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -71,8 +82,20 @@ class PartFiles:
                 )
             return PutResult.NO_SPACE
         with self._lock:
-            self._begun[session] = key
+            self._begun[session] = _Begun(key, fd)
         return session
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Handle of the folder. OSError if another user made it, who could change what is in it."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self._folder, flags)
+        try:
+            if os.fstat(fd).st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "it is of another user")
+            yield fd
+        finally:
+            os.close(fd)
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
         """See `SupportsShardedWrite`."""
@@ -80,7 +103,9 @@ class PartFiles:
             return False
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         try:
-            fd = os.open(self._folder / session, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with self._opened() as folder:
+                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(session, flags, dir_fd=folder)
             try:
                 if offset + sum(map(len, views)) > os.fstat(fd).st_size:
                     return False
@@ -98,16 +123,18 @@ class PartFiles:
         """The whole value, with its head; None for a session that is over or never began here.
         The file is gone afterwards."""
         with self._lock:
-            key = self._begun.pop(session, None)
-        if key is None:
+            begun = self._begun.pop(session, None)
+        if begun is None:
             return None
         try:
             if self.write_at(session, 0, [head]):
-                return key, (self._folder / session).read_bytes()
+                with os.fdopen(os.dup(begun.fd), "rb") as file:
+                    file.seek(0)
+                    return begun.key, file.read()
         except OSError:
             pass
         finally:
-            self._unlink(session)
+            self._end(session, begun.fd)
         return None
 
     def abort(self, session: str) -> None:
@@ -115,19 +142,25 @@ class PartFiles:
         with self._lock:
             begun = self._begun.pop(session, None)
         if begun is not None:
-            self._unlink(session)
+            self._end(session, begun.fd)
 
     def close(self) -> None:
         """Remove all that was begun here."""
         for session in list(self._begun):
             self.abort(session)
 
-    def _unlink(self, session: str) -> None:
-        with suppress(OSError):
-            os.unlink(self._folder / session)
+    def _end(self, session: str, fd: int) -> None:
+        with suppress(OSError), self._opened() as folder:
+            os.unlink(session, dir_fd=folder)
+        os.close(fd)
 
-    def _remove_stale(self) -> None:
-        for path in self._folder.iterdir():
-            with suppress(OSError):
-                if time.time() - path.lstat().st_mtime > STALE_SECONDS:
-                    path.unlink()
+    def _remove_abandoned(self) -> None:
+        with self._opened() as folder:
+            for name in filter(_SESSION.fullmatch, os.listdir(folder)):
+                with suppress(OSError):
+                    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        os.unlink(name, dir_fd=folder)
+                    finally:
+                        os.close(fd)

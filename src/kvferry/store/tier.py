@@ -63,11 +63,11 @@ class Tier:
     def is_asked(self) -> bool:
         """False while the store is left alone. Memory only; lets a trial begin when one is due."""
         if self._breaker.take_trial():
-            self._submit(self._try)
+            self._submit(self.answers)
         return not self._breaker.is_open
 
-    def _try(self) -> bool:
-        """Whether the store answered before it was closed. Runs in: I/O thread."""
+    def answers(self) -> bool:
+        """Whether the store answers now, and is not closed. Runs in: I/O thread."""
         try:
             self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
         except StoreError as error:
@@ -85,26 +85,35 @@ class Tier:
             self._write_at = 0.0
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """See `Store.read`."""
+        """See `Store.read`; counted."""
+        try:
+            size = self.ask(key, ranges, deadline)
+        except StoreError:
+            self._observer.count(f"tier{self.number}_failed")
+            raise
+        if size is None:
+            self._observer.count(f"tier{self.number}_miss")
+            return None
+        self._observer.count(f"tier{self.number}_hit")
+        num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
+        self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
+        return size
+
+    def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+        """See `Store.read`; with the limit of this store, and heard by its breaker."""
         started = time.monotonic()
         try:
             size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
         except StoreError as error:
             seconds = time.monotonic() - started
             self._limit.saw(seconds)
-            self._observer.count(f"tier{self.number}_failed")
             # A read that was given little time and took all of it says nothing about the store.
             if time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS:
                 self._heard(error)
             raise
         self._heard(None)
-        if size is None:
-            self._observer.count(f"tier{self.number}_miss")
-            return None
-        self._limit.saw(time.monotonic() - started)
-        self._observer.count(f"tier{self.number}_hit")
-        num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
-        self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
+        if size is not None:
+            self._limit.saw(time.monotonic() - started)
         return size
 
     @property
@@ -126,8 +135,10 @@ class Tier:
         seconds = time.monotonic() - started
         self._write_limit.saw(seconds)
         # One that failed because the server was away needs no pause of its own.
-        if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
+        has_failed = result is PutResult.FAILED and num_opened == self._breaker.num_opened
+        if has_failed or result is PutResult.NO_SPACE:
             self._write_at = self._clock() + WRITE_PAUSE_SECONDS + 4 * seconds
+        if has_failed:
             self._submit(self._ask_why)
         elif result is PutResult.NO_SPACE:
             self._submit(lambda: self._refused("it has no room for a value"))
@@ -144,7 +155,7 @@ class Tier:
 
     def _ask_why(self) -> None:
         """A write failed. Runs in: I/O thread."""
-        if self._try():
+        if self.answers():
             self._refused("a value could not be stored")
 
     def _refused(self, why: str) -> None:

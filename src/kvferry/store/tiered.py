@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -50,109 +49,125 @@ _LOOK_SECONDS = 0.05
 _MAX_SERVED = 4096
 
 
-class _Behind(NamedTuple):
-    """A value to copy from another tier."""
-
-    key: ChunkKey
-    source: Tier
-
-
 class TierCopies:
     """Copies values to one tier, on a thread of its own that starts with the first one. They wait
-    while the tier takes none."""
+    while the tier takes none, and one that the tier did not answer waits again."""
 
     def __init__(self, target: Tier, observer: Observer) -> None:
         self._target = target
         self._observer = observer
-        self._waiting: deque[_Behind] = deque()
-        self._removed: dict[ChunkKey, None] = {}
-        self._lock = threading.Lock()
-        self._wake = threading.Semaphore(0)
+        # What waits, oldest first, and the tier that has it.
+        self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
+        self._copying: ChunkKey | None = None
+        self._is_removed = False
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._is_copying = False
 
-    def add(self, behind: _Behind) -> None:
+    def add(self, key: ChunkKey, source: Tier) -> None:
         """Copy a value later. Never blocks."""
-        with self._lock:
-            if self._closed:
+        with self._changed:
+            if self._closed or key in self._waiting or key == self._copying:
                 return
             if len(self._waiting) >= MAX_BEHIND:
-                self._waiting.popleft()
-                self._observer.count("tier_behind_dropped")
-            self._waiting.append(behind)
+                self._waiting.popitem(last=False)
+                self._count("dropped")
+            self._waiting[key] = source
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="kvferry-behind", daemon=True
                 )
                 self._thread.start()
-        self._wake.release()
+            self._changed.notify()
 
     def removes(self, key: ChunkKey) -> None:
-        """A value is about to be removed: a copy under way must not bring it back."""
-        if len(self._removed) >= MAX_BEHIND:
-            self._removed.clear()
-        self._removed[key] = None
-
-    def stores(self, key: ChunkKey) -> None:
-        """A value is about to be stored."""
-        self._removed.pop(key, None)
+        """A value is about to be removed: no copy of it may bring it back."""
+        with self._changed:
+            self._waiting.pop(key, None)
+            if key == self._copying:
+                self._is_removed = True
 
     @property
     def num_waiting(self) -> int:
         """With the one under way."""
-        return len(self._waiting) + self._is_copying
+        with self._changed:
+            return len(self._waiting) + (self._copying is not None)
+
+    def _count(self, result: str) -> None:
+        self._observer.count(f"tier{self._target.number}_behind_{result}")
 
     def _run(self) -> None:
-        while True:
-            self._wake.acquire()
-            while not self._closed and not self._target.takes_values:
-                time.sleep(_LOOK_SECONDS)
-            with self._lock:
-                if self._closed and not self._waiting:
-                    return
-                behind = self._waiting.popleft() if self._waiting else None
-                self._is_copying = behind is not None
-            if behind is not None:
-                result = PutResult.FAILED
-                try:
-                    result = self._copy(behind)
-                except Exception:  # outermost loop of the thread: the next copies go on
-                    logger.exception("copying a value to another tier failed")
-                self._is_copying = False
-                self._observer.count(f"tier_behind_{result}")
+        while (taken := self._take()) is not None:
+            key, source = taken
+            result = PutResult.FAILED
+            try:
+                result = self._copy(key, source)
+            except Exception:  # outermost loop of the thread: the next copies go on
+                logger.exception("copying a value to another tier failed")
+            with self._changed:
+                self._copying = None
+            self._count(result)
 
-    def _copy(self, behind: _Behind) -> PutResult:
+    def _take(self) -> tuple[ChunkKey, Tier] | None:
+        """The next value to copy, when the tier takes one; None at the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return None
+                if self._closed or self._target.takes_values:
+                    self._copying, source = self._waiting.popitem(last=False)
+                    self._is_removed = False
+                    return self._copying, source
+            time.sleep(_LOOK_SECONDS)
+
+    def _copy(self, key: ChunkKey, source: Tier) -> PutResult:
         """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
-        (key, source), target = behind, self._target
-        until = time.monotonic() + BEHIND_SECONDS
+        target, until = self._target, time.monotonic() + BEHIND_SECONDS
+        value = self._value(key, source, until) if target.takes_values else None
+        if value is None:
+            return PutResult.FAILED
+        result = target.write(partial(self._put, key, value), until)
+        if result is PutResult.STORED and self._is_removed:  # since it was read
+            target.store.delete(key)
+        elif result is PutResult.FAILED and not target.answers():
+            with self._changed:
+                if not self._closed and not self._is_removed:
+                    self._waiting[key] = source
+                    self._waiting.move_to_end(key, last=False)
+        return result
+
+    def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
+        """What is copied; None if the source does not have it now."""
+        if not source.is_asked:
+            return None
         try:
-            if not (source.is_asked and target.takes_values):
-                return PutResult.FAILED
-            if target.store.read(key, (), until) is not None:
-                return PutResult.EXISTS
-            size = source.store.read(key, (), until)
+            size = source.ask(key, (), until)
             if size is None or size > MAX_COPY_BYTES:
-                return PutResult.FAILED
+                return None
             value = memoryview(bytearray(size))
-            if source.store.read(key, [(0, value)], until) != size:
-                return PutResult.FAILED
+            return value if source.ask(key, [(0, value)], until) == size else None
+        except StoreError:
+            return None
+
+    def _put(self, key: ChunkKey, value: memoryview, deadline: float) -> PutResult:
+        """To ask first costs less than to send what is there."""
+        try:
+            if self._target.store.read(key, (), deadline) is not None:
+                return PutResult.EXISTS
         except StoreError:
             return PutResult.FAILED
-        result = target.write(partial(target.store.put, key, [value]), until)
-        if key in self._removed:  # since it was read
-            target.store.delete(key)
-        return result
+        return self._target.store.put(key, [value], deadline)
 
     def close(self, until: float) -> None:
         """Go on until a monotonic time; what is left then is not copied. Idempotent."""
-        with self._lock:
+        with self._changed:
             thread, was_closed = self._thread, self._closed
             self._closed = True
-        self._wake.release()
+            self._changed.notify()
         if thread is not None and not was_closed:
             thread.join(max(0.0, until - time.monotonic()))
-            with self._lock:
+            with self._changed:
                 self._waiting.clear()
 
 
@@ -180,7 +195,8 @@ class TieredStore(Store):
                 tier.name += str(tier.number)
         self.url = ", ".join(store.url for store in stores)
         self.multi_process = all(store.multi_process for store in stores)
-        self._served: dict[ChunkKey, Tier] = {}
+        self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
+        self._serving = threading.Lock()
         self._begun: dict[str, ChunkKey] = {}
         self._copies = tuple(TierCopies(tier, self._observer) for tier in self._tiers)
         self._closed = False
@@ -206,6 +222,7 @@ class TieredStore(Store):
             if self._closed:
                 return None
             if not tier.is_asked:
+                self._observer.count(f"tier{tier.number}_skipped")
                 continue
             try:
                 size = tier.read(key, ranges, deadline)
@@ -223,16 +240,18 @@ class TieredStore(Store):
         """Remember who served a value, and bring it nearer."""
         if len(self._tiers) == 1:
             return
-        if len(self._served) >= _MAX_SERVED:
-            self._served.clear()
-        self._served[key] = tier
-        if tier.number:
-            self._copies[0].add(_Behind(key, tier))
+        with self._serving:
+            self._served[key] = tier
+            self._served.move_to_end(key)
+            if len(self._served) > _MAX_SERVED:
+                self._served.popitem(last=False)
+        if tier.number and self._tiers[0].takes_values:
+            self._copies[0].add(key, tier)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Not in tiers behind the one that served it, which may be right. A nearer one has at most
         a copy of what was served."""
-        served = self._served.pop(key, None)
+        served = self._served.get(key)  # kept: two may find the same copy wrong
         self._removes(key)
         for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
             if tier.is_asked:
@@ -248,8 +267,6 @@ class TieredStore(Store):
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
         result = PutResult.FAILED
-        for copies in self._copies:
-            copies.stores(key)
         for tier in self._tiers:
             if self._closed:
                 break
@@ -262,7 +279,7 @@ class TieredStore(Store):
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
             if not farther.store.contains(key):
-                self._copies[farther.number].add(_Behind(key, tier))
+                self._copies[farther.number].add(key, tier)
 
     def _removes(self, key: ChunkKey) -> None:
         for copies in self._copies:
