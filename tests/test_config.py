@@ -19,7 +19,9 @@ from kvferry.config import (
     parse_store_url,
     unknown,
 )
+from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.errors import ConfigError
+from kvferry.store.url import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,3 +356,43 @@ def test_no_refusal_of_a_url_shows_a_secret(url):
     message = refusal(parse_store_url, url)
     assert "s3cr" not in message
     assert "3t" not in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "az://b/kv?sas=secret",
+            "az://b/kv?endpoint=https://x/?sig=secret",
+            "s3://b/kv?sig=secret",
+        ),
+        *("valkey://h/kv?auth=secret", "valkey://h/kv?pwd=secret", "az://b/kv?credential=secret"),
+        "file://u:secret@h/kv",
+    ],
+)
+def test_no_refusal_of_an_option_shows_a_secret(url):
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        {"url": "valkey://:secret@h/kv"},
+        [["valkey://:secret@h/kv"]],
+        ["valkey://:secret@h/kv", None],
+    ],
+)
+def test_a_store_of_a_wrong_type_is_not_shown(store):
+    for use in (
+        open_store,
+        lambda value: build_config(SharedStorageConfig, {"store": value}, where="options"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            use(store)
+        assert "secret" not in str(caught.value)
+
+
+def test_the_options_of_a_connector_do_not_show_the_store():
+    assert "secret" not in repr(SharedStorageConfig(store="valkey://:secret@h/kv"))

@@ -48,9 +48,10 @@ OBJECT_SCHEMES = ("s3", "gs", "az")
 SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "mooncake", *OBJECT_SCHEMES)
 """Schemes whose URLs name servers; valkeys and rediss speak TLS."""
 STORE_SCHEMES = ("file", "memory", *SERVER_SCHEMES)
-_LOCAL = re.compile(r"(?:file|memory)(?::|$)|/", re.IGNORECASE)
+_LOCAL = re.compile(r"(?:file|memory)(?::(?!//[^/]*@)|$)|/", re.IGNORECASE)
 _SECRET_OPTION = re.compile(
-    r"([?&](?![^=&]*_file=)[^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE
+    r"([?&](?![^=&]*_file=)[^=&]*(?:pass|pwd|secret|token|key|sas|sig|auth|cred)[^=&]*=)[^&]*",
+    re.IGNORECASE,
 )
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
 
@@ -188,7 +189,7 @@ def _convert(hint: object, value: object, *, is_size: bool) -> object:
         raise ValueError(", and ".join(faults))
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{value!r} is not a list")
+            raise ValueError(f"a value of type {type(value).__name__} is not a list")
         member = typing.get_args(hint)[0]
         return tuple(_convert(member, each, is_size=is_size) for each in value)
     if typing.get_origin(hint) is Literal:
@@ -236,7 +237,8 @@ def _to_float(value: object) -> float:
 def _to_str(value: object) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{value!r} is not text")
+    # Without the value: it may hold a URL with a password.
+    raise ValueError(f"a value of type {type(value).__name__} is not text")
 
 
 _CONVERTERS: Mapping[object, Callable[[object], object]] = {
@@ -309,7 +311,10 @@ def parse_store_url(url: str) -> StoreUrl:
             be none or none where there must be one, an option given twice or without a value.
     """
     if not isinstance(url, str):
-        raise ConfigError(f"a store URL is text such as file:///var/cache/kvferry, not {url!r}")
+        raise ConfigError(
+            "a store URL is text such as file:///var/cache/kvferry, not a value of type "
+            f"{type(url).__name__}"
+        )
     where = f"store URL {without_credentials(url)!r}"
     if not url.isprintable():
         raise ConfigError(f"{where} holds a character that cannot be printed; escape it as %XX")
@@ -390,6 +395,7 @@ def _check_file_path(where: str, raw_path: str, path: str) -> None:
     if path.startswith("~"):
         raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
     host, slash, rest = raw_path.partition("/")
+    host = host.rpartition("@")[2]
     raise ConfigError(
         f"{where}: {host!r} stands where a host would; paths are absolute and local: write "
         f"{'file:///' + rest!r}"

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
+from kvferry.store import late as late_module
 from kvferry.store.base import PutResult
 from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
@@ -110,9 +111,72 @@ def test_a_store_that_opens_after_close_is_closed():
 
 
 def test_credentials_are_shown_nowhere(caplog):
-    opening = Opening(StoreError("no server"))
+    opening = Opening(ConfigError("no server"))
     late = LateStore("valkey://me:secret@host/kv", opening, 0.01)
     opening.go.set()
     wait_until(lambda: "cannot be opened" in caplog.text)
     assert "store valkey://***@host/kv did not open" in caplog.text
     assert "secret" not in f"{late.url} {caplog.text}"
+
+
+class Away:
+    """An `open_store` of a medium that answers when it is let."""
+
+    def __init__(self):
+        self.error = StoreError("it does not answer")
+        self.store = MemoryStore("late", None)
+        self.num_tried = 0
+
+    def __call__(self):
+        self.num_tried += 1
+        if self.error is not None:
+            raise self.error
+        return self.store
+
+
+def test_a_medium_that_does_not_answer_is_tried_again(caplog, monkeypatch):
+    monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
+    opening = Away()
+    started = time.monotonic()
+    late = LateStore("memory://late", opening, 20.0)
+    assert time.monotonic() - started < 10, "it goes on at once"
+    wait_until(lambda: opening.num_tried > 3)
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    assert not late.takes_values
+    opening.error = None
+    wait_until(lambda: late.opened is not None)
+    assert late.takes_values
+    assert late.put(KEY, [b"x"]) is PutResult.STORED
+    wait_until(lambda: len(caplog.records) == 2)
+    assert "cannot be opened: it does not answer: serving without it" in caplog.messages[0]
+    assert "opened after" in caplog.messages[1]
+    late.close()
+
+
+def test_a_close_ends_the_tries(monkeypatch):
+    monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
+    opening = Away()
+    LateStore("memory://late", opening, 20.0).close()
+    time.sleep(0.1)
+    num_tried = opening.num_tried
+    time.sleep(0.1)
+    assert opening.num_tried == num_tried
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_server_answers_is_heard(is_late, monkeypatch):
+    class Server(MemoryStore):
+        def on_answer(self, heard):
+            heard(None)
+
+    monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
+    opening, heard = Away(), []
+    opening.store = Server()
+    if not is_late:
+        opening.error = None
+    late = LateStore("memory://late", opening, 20.0)
+    late.on_answer(heard.append)
+    assert bool(heard) is not is_late
+    opening.error = None
+    wait_until(lambda: heard)
+    late.close()

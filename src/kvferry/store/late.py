@@ -1,13 +1,15 @@
-"""A store that may take long to open: a miss until it is there.
+"""A store that may take long to open, or cannot be opened yet: a miss until it is there.
 
 Opening a directory is I/O, and a network mount that hangs would hang the start of an engine. So a
-thread opens it, and start-up waits for that thread for a limited time.
+thread opens it, and start-up waits for that thread for a limited time. Where the medium does not
+answer, as a mount whose server is away, the thread tries again.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvferry.config import without_credentials
@@ -20,6 +22,7 @@ from kvferry.store.base import (
     ReadRange,
     Store,
     StoreStat,
+    SupportsAnswers,
     SupportsProbe,
     SupportsRecent,
     SupportsShardedWrite,
@@ -27,6 +30,9 @@ from kvferry.store.base import (
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0
+"""After the medium did not answer."""
 
 
 class LateStore(Store):
@@ -37,7 +43,7 @@ class LateStore(Store):
 
     Args:
         url: what is opened, for messages, which show it without credentials.
-        open_store: opens it; runs on a thread of its own.
+        open_store: opens it; runs on a thread of its own. StoreError: the medium does not answer.
         timeout_seconds: how long the constructor waits.
 
     Attributes:
@@ -54,13 +60,14 @@ class LateStore(Store):
         self.opened: Store | None = None
         self._error: Exception | None = None
         self._is_late = False
-        self._closed = False
-        self._ended = threading.Event()
+        self._heard: Callable[[StoreError | None], None] | None = None
+        self._closed = threading.Event()
+        self._tried = threading.Event()
         # A daemon: a mount that hangs for ever must not keep the process from ending.
         threading.Thread(
             target=self._open, args=(open_store,), name="kvferry-open", daemon=True
         ).start()
-        self._is_late = not self._ended.wait(timeout_seconds)
+        self._is_late = not self._tried.wait(timeout_seconds)
         if self._error is not None:
             raise self._error
         if self._is_late:
@@ -71,15 +78,45 @@ class LateStore(Store):
             )
 
     def _open(self, open_store: Callable[[], Store]) -> None:
-        try:
-            self.opened = open_store()
-        except Exception as error:
-            self._error = error
-            if self._is_late:
-                logger.warning("store %s cannot be opened: %s", self.url, error)
-        if self._closed:
+        started, is_away = time.monotonic(), False
+        while not self._closed.is_set():
+            try:
+                self.opened = open_store()
+                break
+            except StoreError as error:
+                if not is_away and not self._is_late:
+                    logger.warning(
+                        "store %s cannot be opened: %s: serving without it until it can",
+                        self.url,
+                        error,
+                    )
+                is_away = True
+                self._tried.set()
+                self._closed.wait(RETRY_SECONDS)
+            except Exception as error:
+                self._error = error
+                if self._is_late or is_away:
+                    logger.warning("store %s cannot be opened: %s", self.url, error)
+                break
+        if self.opened is not None:
+            if self._heard is not None and isinstance(self.opened, SupportsAnswers):
+                self.opened.on_answer(self._heard)
+            if self._is_late or is_away:
+                seconds = time.monotonic() - started
+                logger.warning("store %s: opened after %.1f s", self.url, seconds)
+        if self._closed.is_set():
             self.close()
-        self._ended.set()
+        self._tried.set()
+
+    @property
+    def takes_values(self) -> bool:
+        return self.opened is not None and self.opened.takes_values
+
+    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
+        self._heard = heard
+        store: object = self.opened
+        if isinstance(store, SupportsAnswers):  # opened meanwhile
+            store.on_answer(heard)
 
     def contains(self, key: ChunkKey) -> bool | None:
         return self.opened is not None and self.opened.contains(key)
@@ -113,7 +150,7 @@ class LateStore(Store):
         return self.opened.stat()
 
     def close(self) -> None:
-        self._closed = True  # first: a store that opens from now on is closed by its thread
+        self._closed.set()  # first: a store that opens from now on is closed by its thread
         if self.opened is not None:
             self.opened.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import time
 from collections.abc import Callable, Sequence
@@ -143,7 +142,9 @@ def open_tiers(
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
     """
     if not isinstance(urls, str | list | tuple):
-        raise ConfigError(f"a store is a URL or a list of them, not {urls!r}")
+        raise ConfigError(
+            f"a store is a URL or a list of them, not a value of type {type(urls).__name__}"
+        )
     urls = (urls,) if isinstance(urls, str) else tuple(urls)
     parsed = [parse_store_url(url) for url in urls]
     places = [_place_of(each) for each in parsed]
@@ -171,12 +172,11 @@ def open_tiers(
 
 
 def _place_of(url: StoreUrl) -> str:
-    """The same text for URLs that name one place."""
+    """The same text for URLs that name one place. By the names alone: to follow links on a mount
+    that hangs would hang the start of an engine."""
     schemes = {"redis": "valkey", "rediss": "valkeys"}
     hosts = tuple((host, port or _DEFAULT_PORTS.get(url.scheme)) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
-    if url.scheme == "file":
-        path = os.path.realpath(path)
     scheme = schemes.get(url.scheme, url.scheme)
     endpoint = {name: url.options[name] for name in ("endpoint",) if name in url.options}
     return str(replace(url, scheme=scheme, hosts=hosts, path=path, options=endpoint))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, read_value
@@ -46,6 +47,15 @@ def test_a_fresh_mount_and_a_dead_creator_are_no_other_things(bench):
 def test_a_file_in_the_way_is_refused(bench):
     bench.root.write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used"):
+        bench.open()
+
+
+def test_a_mount_whose_server_is_away_is_no_wrong_directory(bench, monkeypatch):
+    def is_away(*_args, **_options):
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(os, "makedirs", is_away)
+    with pytest.raises(StoreError, match="does not answer: Transport endpoint"):
         bench.open()
 
 

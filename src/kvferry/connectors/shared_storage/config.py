@@ -52,7 +52,7 @@ class SharedStorageConfig:
         record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
     """
 
-    store: str | tuple[str, ...]
+    store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     save_generated: bool = False
     save_repeated: bool = False

@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import file_system
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
@@ -59,6 +59,13 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 _LOSES_LINKS = frozenset({"fuse.seaweedfs"})
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
+# What a mount answers whose server is away, or a disk that fails.
+_AWAY = frozenset(
+    {
+        *(errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN),
+        *(errno.EHOSTUNREACH, errno.ENODEV, errno.EAGAIN),
+    }
+)
 
 
 class NotAFile(OSError):
@@ -364,6 +371,7 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
 
     Raises:
         ConfigError: it cannot be used; the message says why and what to do.
+        StoreError: the medium does not answer now.
     """
     directory = Directory(os.path.abspath(root))
     try:
@@ -395,6 +403,10 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
             f"the store directory {directory.root} does not exist; create it or check the path"
         ) from error
     except OSError as error:
+        if error.errno in _AWAY:
+            raise StoreError(
+                f"the store directory {directory.root} does not answer: {error.strerror}"
+            ) from error
         raise ConfigError(
             f"the store directory {directory.root} cannot be used: {error.strerror}; choose a "
             "directory that this user may read and write"
