@@ -86,7 +86,8 @@ BYTES = ["--bytes-per-token", "1KiB"]
         (["--policy", "arc"], "unknown policy 'arc'"),
         (["--bytes-per-token", "128"], "no unit"),
         (["--bytes-per-token", "0B"], "must be at least 1B"),
-        (["--prefill-rate", "0"], "--prefill-rate 0.0: must be more than 0"),
+        (["--prefill-rate", "0"], "--prefill-rate '0.0': must be a number above 0"),
+        (["--prefill-rate", "1e-320"], "must be a number above 0, from 1e-6"),
         (["--tier-rates", "3"], "needs --bytes-per-token and --prefill-rate"),
         (["--tier-rates", "3,4", *BYTES, "--prefill-rate", "9"], "2 rates for 1 tiers"),
         (["--tier-rates", "fast", *BYTES, "--prefill-rate", "9"], "'fast': must be a number"),
@@ -98,6 +99,19 @@ def test_what_cannot_be_done_is_one_line(run, trace, arguments, says):
     ran = run("simulate", trace, *arguments)
     assert ran.code == 2
     assert says in ran.error_line
+
+
+@pytest.mark.parametrize("option", ["--csv", "--png", "--json"])
+def test_the_trace_itself_is_not_overwritten(run, trace, option):
+    before = trace.read_bytes()
+    ran = run("simulate", trace, option, trace.parent / "." / trace.name)
+    assert (ran.code, "is the trace, or named twice" in ran.error_line) == (2, True)
+    assert trace.read_bytes() == before
+
+
+def test_two_outputs_in_one_file_are_refused(run, trace, tmp_path):
+    ran = run("simulate", trace, "--csv", tmp_path / "out", "--json", tmp_path / "out")
+    assert (ran.code, "named twice" in ran.error_line) == (2, True)
 
 
 def test_a_trace_that_is_none(run, tmp_path):

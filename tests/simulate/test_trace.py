@@ -48,6 +48,10 @@ def test_a_trace_of_blocks():
     [
         ([MOONCAKE, "{"], "line 2: "),
         (["not json"], "line 1: "),
+        (["[" * 100_000], "line 1: "),
+        ([MOONCAKE, "[" * 100_000], "line 2: "),
+        ([{**RECORDED, "chunk_tokens": 2**62}], "tokens in blocks of 4611686018427387904"),
+        ([{**MOONCAKE, "input_length": 2**62}], "4611686018427387904 tokens in blocks"),
         (["[1]"], "line 1: neither a Mooncake trace"),
         ([{"time": 1}], "line 1: neither a Mooncake trace"),
         ([MOONCAKE, {"timestamp": 2, "hash_ids": [1]}], "line 2: .*missing.*`input_length`"),

@@ -67,9 +67,7 @@ def simulate(
     for name in policies:
         check_policy(name)
     rates = _rates(bytes_per_token, prefill_rate, tier_rates, len(_split("--tiers", tiers)))
-    for target in (csv, png):
-        if target is not None:
-            require_writable(target)
+    _require_targets(trace, csv, png, None if json in (None, "-") else Path(json))
     if png is not None and find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib: pip install 'kvferry[demo]'")
     simulator = Simulator(read_trace(trace))
@@ -83,6 +81,18 @@ def simulate(
     rows = simulator.tiers(policies, sizes, rates)
     _write(curve, csv, png, trace.name, sizes)
     _show(simulator, rows, curve, json)
+
+
+def _require_targets(trace: Path, *targets: Path | None) -> None:
+    """Raises ConfigError for a file that cannot be written, or would replace another one or the
+    trace."""
+    taken = {trace.resolve()}
+    for target in targets:
+        if target is not None:
+            if target.resolve() in taken:
+                raise ConfigError(f"{target} is the trace, or named twice; choose another file")
+            taken.add(target.resolve())
+            require_writable(target)
 
 
 def _write(curve: Curve, csv: Path | None, png: Path | None, title: str, sizes: list[int]) -> None:
@@ -176,8 +186,8 @@ def _rates(
         token_bytes = require_size("--bytes-per-token", bytes_per_token)
         if token_bytes < 1:
             raise ConfigError(f"--bytes-per-token {bytes_per_token}: must be at least 1B")
-    if prefill is not None and not 0 < prefill < float("inf"):
-        raise ConfigError(f"--prefill-rate {prefill}: must be more than 0")
+    if prefill is not None:
+        _rate("--prefill-rate", str(prefill))
     if tiers is None:
         return Rates(bytes_per_token=token_bytes, prefill_tokens=prefill)
     if token_bytes is None or prefill is None:
@@ -188,15 +198,15 @@ def _rates(
     return Rates(
         bytes_per_token=token_bytes,
         prefill_tokens=prefill,
-        tier_bytes=tuple(1e9 * _positive("--tier-rates", part) for part in parts),
+        tier_bytes=tuple(1e9 * _rate("--tier-rates", part) for part in parts),
     )
 
 
-def _positive(option: str, text: str) -> float:
+def _rate(option: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigError(f"{option} {text!r}: must be a number above 0")
+    if not 1e-6 <= number <= 1e15:  # beyond, the seconds are no numbers
+        raise ConfigError(f"{option} {text!r}: must be a number above 0, from 1e-6 to 1e15")
     return number

@@ -27,6 +27,11 @@ Ints = NDArray[np.int64]
 MOONCAKE_BLOCK_TOKENS = 512
 
 
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 40
+"""Of one prompt. More is no recording."""
+
+
 class MooncakeLine(msgspec.Struct, frozen=True):
     """A request of a Mooncake trace."""
 
@@ -131,7 +136,7 @@ class _TraceRows:
             ids = [numbers.setdefault(key, len(numbers)) for key in line.keys]
             time, num_tokens, block_tokens = line.time, line.num_tokens, line.chunk_tokens
             is_too_long = len(ids) * block_tokens > num_tokens
-        if block_tokens < 1 or num_tokens < 0:
+        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS or not 0 <= num_tokens <= MAX_TOKENS:
             raise ValueError(f"{num_tokens} tokens in blocks of {block_tokens}")
         if ids and is_too_long:
             raise ValueError(f"{len(ids)} blocks of {block_tokens} tokens for {num_tokens} tokens")
@@ -174,7 +179,7 @@ def read_trace(path: Path) -> Trace:
                 rows.add(request)
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"trace {path}, line {number}: {error}") from error
     if not rows.blocks:
         raise ConfigError(f"trace {path} has no blocks: {len(rows.counts)} requests")

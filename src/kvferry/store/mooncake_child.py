@@ -124,7 +124,8 @@ class Lane:
         return [int(self._mooncake.get_size(name)) for name in names]
 
     def delete(self, name: str) -> int:
-        # Forced: leases protect readers, and a value that goes is a miss for them.
+        # Forced, or the lease of whoever found a value wrong would keep it. Another one who reads it
+        # may get bytes of a later value, which its checks find.
         return int(self._mooncake.remove(name, True))
 
 

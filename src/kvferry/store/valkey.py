@@ -58,6 +58,9 @@ _CONNECT_SECONDS = 2.0
 _LEARN_SECONDS = 2.0
 """Limit of learning the nodes of a cluster."""
 _SCAN_COUNT = 500
+_OTHER_TYPE_BYTES = 1
+"""The size of a list or a hash under the name of a value. No record is so small: its reader takes
+it out, and the name is free again."""
 _SMALL_BYTES = 64 * 1024
 """Up to here, joining the pieces of a command is cheaper than sending them one by one."""
 # The library trusts the form of answers: a malformed one ends in any of the last four.
@@ -270,6 +273,8 @@ class ValkeyClient(RemoteClient):
         ]
         # The size comes last: a value that went while its ranges were read has none.
         *pieces, last = self._ask([*commands, ("STRLEN", name)], deadline)
+        if _is_of_other_type(last):
+            return _OTHER_TYPE_BYTES
         size = self._number(last, "read", name)
         for (offset, view), piece in zip(wanted, pieces, strict=True):
             if not isinstance(piece, bytes) or len(piece) > view.nbytes:
@@ -458,7 +463,8 @@ class ValkeyClient(RemoteClient):
         _, *replies, _ = self._exchange(pool, [*commands, ("CLIENT NO-TOUCH", "OFF")])
         idles, sizes = replies[: len(names)], replies[len(names) :]
         now, found = time.time(), []
-        for name, size, idle in zip(names, sizes, idles, strict=True):
+        for name, reply, idle in zip(names, sizes, idles, strict=True):
+            size = _OTHER_TYPE_BYTES if _is_of_other_type(reply) else reply
             if isinstance(size, int) and size > 0:  # else it went, or is none of ours
                 found.append((name, size, now - idle if isinstance(idle, int) else 0.0))
         return found
@@ -543,6 +549,10 @@ def _receive(connection: redis.Connection) -> object:
         return connection.read_response()
     except redis.ResponseError as error:
         return error
+
+
+def _is_of_other_type(reply: object) -> bool:
+    return isinstance(reply, redis.ResponseError) and _code(reply) == "WRONGTYPE"
 
 
 def _code(error: redis.RedisError) -> str:

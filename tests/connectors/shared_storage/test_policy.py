@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connectors.shared_storage.policy import (
-    MIN_LOST,
     MIN_WAIT_SECONDS,
     PROBE_EVERY,
     LoadPolicy,
@@ -40,6 +39,16 @@ def test_one_load_that_lost_is_an_outlier_and_two_are_not():
     assert part_worth(policy, ("file", 1000)) == 0
 
 
+def test_a_tier_that_loses_every_second_time_is_slow():
+    policy = make_policy()
+    num_loaded = 0
+    for number in range(100):
+        if part_worth(policy, ("s3", 1000)):
+            num_loaded += 1
+            policy.saw_load("s3", 1000, (3.0, 0.9)[number % 2])
+    assert num_loaded < 20
+
+
 def test_a_load_that_was_given_up_counts_at_once():
     policy = make_policy()
     policy.saw_slow_load("file", 400, 5.0)
@@ -48,7 +57,7 @@ def test_a_load_that_was_given_up_counts_at_once():
 
 def test_a_store_that_recovered_is_found_by_a_probe_and_then_used():
     policy = make_policy()
-    for _ in range(MIN_LOST):
+    for _ in range(2):
         policy.saw_load("file", 128, 3.0)
     answers = [part_worth(policy, ("file", 1000)) for _ in range(PROBE_EVERY)]
     assert answers == [0] * (PROBE_EVERY - 1) + [1000]

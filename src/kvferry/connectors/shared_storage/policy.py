@@ -27,9 +27,11 @@ SLACK_SECONDS = 0.1
 """A load is refused only if it is expected to lose by more than this. Rates of small hits measure
 the latency of a step more than the store."""
 
-MIN_LOST = 2
-"""A load is refused only after this many in a row were slower than computing, or one was given up:
-one outlier says nothing, and the rate of a small hit says little about a large one."""
+MAX_LOSSES = 2.0
+MIN_LOSSES = 1.5
+"""A load is refused only after about two were slower than computing, or one was given up: one
+outlier says nothing, and the rate of a small hit says little about a large one. A load that is not
+slower halves what was counted, so that every second one is enough."""
 
 MAX_STEP_SECONDS = 60.0
 """The output of a step that took longer was lost."""
@@ -44,11 +46,16 @@ class TierSpeed:
 
     Attributes:
         rate: tokens per second; None before the first load.
-        lost_in_a_row: loads that were slower than computing.
+        losses: loads that were slower than computing; see `MIN_LOSSES`.
     """
 
     rate: float | None = None
-    lost_in_a_row: int = 0
+    losses: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether loading has been slower than computing of late."""
+        return self.losses >= MIN_LOSSES
 
 
 class Worth(NamedTuple):
@@ -87,13 +94,13 @@ class LoadPolicy:
             speed, compute = self._tiers[tier], self._compute_rate
             speed.rate = _average(speed.rate, num_tokens / seconds)
             lost = compute is not None and seconds > num_tokens / compute + SLACK_SECONDS
-            speed.lost_in_a_row = speed.lost_in_a_row + 1 if lost else 0
+            speed.losses = min(MAX_LOSSES, speed.losses + 1) if lost else speed.losses / 2
 
     def saw_slow_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
         if seconds > 0 and num_tokens > 0:
             speed = self._tiers[tier]
-            speed.lost_in_a_row = MIN_LOST
+            speed.losses = MAX_LOSSES
             bound = num_tokens / seconds / 2
             if speed.rate is None or bound < speed.rate:
                 speed.rate = _average(speed.rate, bound)
@@ -128,7 +135,7 @@ class LoadPolicy:
     @property
     def is_any_slow(self) -> bool:
         """Whether some tier has been slower than computing; if not, everything is worth loading."""
-        return any(speed.lost_in_a_row >= MIN_LOST for speed in self._tiers.values())
+        return any(speed.is_slow for speed in self._tiers.values())
 
     def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> Worth:
         """How much of a hit to load. Counts what it refuses, so that it probes again.
@@ -164,7 +171,7 @@ class LoadPolicy:
         if speed.rate is None:
             return compute_seconds
         seconds = num_tokens / speed.rate
-        return seconds if speed.lost_in_a_row >= MIN_LOST else min(seconds, compute_seconds)
+        return seconds if speed.is_slow else min(seconds, compute_seconds)
 
     def wait_seconds(self, num_tokens: int) -> float:
         """How long a hit of `num_tokens` may take before it is cut short."""
