@@ -7,13 +7,15 @@ from urllib.parse import quote
 import pytest
 
 import kvferry.store.url
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
+from kvferry.store import late
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_store, open_tiers
 from kvferry.testing.stores import make_key, read_value
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
 
 
@@ -152,6 +154,27 @@ def test_two_paths_of_one_directory_do_no_harm(tmp_path):
         assert all(read_value(store, make_key(number)) == b"value" for number in range(5))
         store.discard(make_key(), "bad_leaf")
         assert read_value(store, make_key()) is None
+
+
+def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(monkeypatch, caplog):
+    monkeypatch.setattr(late, "RETRY_SECONDS", 0.01)
+    is_away = threading.Event()
+    is_away.set()
+
+    def open_one(url):
+        if url.endswith("far") and is_away.is_set():
+            raise StoreError("away")
+        return MemoryStore(url)
+
+    with open_tiers(["memory://near", "memory://far"], Counters(), open_one) as store:
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.stat().num_records == 1
+        is_away.clear()
+        wait_until(lambda: store.stat().num_records == 2, "the far one has it, too")
+    assert len(caplog.records) == 2
+    is_away.set()
+    with pytest.raises(StoreError, match="away"):
+        open_tiers("memory://far", Counters(), open_one)
 
 
 def test_one_bucket_name_at_two_servers_is_two_places():

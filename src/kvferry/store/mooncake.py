@@ -71,19 +71,20 @@ class _LaneEnd:
             self.socket.sendall(json.dumps(command).encode() + b"\n")
         except OSError as error:
             raise _Gone("its process ended") from error
-        for answer in self.answers(deadline):
-            return answer
-        raise StoreError("the deadline passed")
+        answer = self.answer(deadline)
+        if answer is None:
+            raise StoreError("the deadline passed")
+        return answer
 
-    def answers(self, deadline: float) -> Iterator[Any]:
-        """The one answer to what was asked; nothing, if it does not come in time."""
+    def answer(self, deadline: float) -> Any:  # noqa: ANN401
+        """The answer to the command; None if it does not come in time."""
         while b"\n" not in self._received:
             # At least a moment: 0 would mean not to look at all.
             self.socket.settimeout(max(0.000001, deadline - time.monotonic()))
             try:
                 part = self.socket.recv(1 << 20)
             except TimeoutError:
-                return
+                return None
             except OSError as error:
                 raise _Gone("its process ended") from error
             if not part:
@@ -92,7 +93,7 @@ class _LaneEnd:
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
         self.waits_since = None
-        yield json.loads(line)
+        return json.loads(line)
 
 
 class _MooncakeProcess:
@@ -351,9 +352,10 @@ class MooncakeClient(RemoteClient):
         ready, _, _ = select.select([lane.socket for lane in self._late], [], [], 0)
         for lane in [lane for lane in self._late if lane.socket in ready]:
             try:
-                for answer in lane.answers(0):
-                    if isinstance(answer, str):
-                        raise _Gone(answer)
+                answer = lane.answer(0)
+                if isinstance(answer, str):
+                    raise _Gone(answer)
+                if answer is not None:
                     self._late.remove(lane)
                     self._idle.append(lane)
             except _Gone as error:

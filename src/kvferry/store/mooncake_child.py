@@ -124,7 +124,7 @@ class Lane:
         return [int(self._mooncake.get_size(name)) for name in names]
 
     def delete(self, name: str) -> int:
-        # Forced, or the lease of whoever found a value wrong would keep it. Another one who reads it
+        # Forced, or the lease of the reader that found a value wrong would keep it. Another reader
         # may get bytes of a later value, which its checks find.
         return int(self._mooncake.remove(name, True))
 

@@ -23,6 +23,7 @@ from kvferry.config import (
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
+from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def open_tiers(
 
     Raises:
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
+        StoreError: the medium of the only store does not answer.
     """
     if not isinstance(urls, str | list | tuple):
         raise ConfigError(
@@ -158,7 +160,8 @@ def open_tiers(
     stores: list[Store] = []
     try:
         for url in urls:
-            stores.append(open_one(url))  # noqa: PERF401  # those opened are closed if one fails
+            store = _open_tier(url, open_one, is_alone=len(urls) == 1)
+            stores.append(store)  # those opened are closed if one fails
     except Exception:
         for store in stores:
             store.close()
@@ -169,6 +172,16 @@ def open_tiers(
     from kvferry.store.tiered import TieredStore
 
     return TieredStore(stores, observer)
+
+
+def _open_tier(url: str, open_one: Callable[[str], Store], *, is_alone: bool) -> Store:
+    """A store, or what stands for it while its medium does not answer and there are others."""
+    try:
+        return open_one(url)
+    except StoreError:
+        if is_alone:
+            raise
+    return LateStore(url, partial(open_one, url), _CHECK_SECONDS)
 
 
 def _place_of(url: StoreUrl) -> str:
@@ -203,6 +216,7 @@ def open_store(
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
+        StoreError: the medium of the only store does not answer.
 
     Example:
         >>> with open_store("memory://example?max_bytes=1GiB") as store:
