@@ -274,12 +274,13 @@ def test_a_full_server_is_still_read(model_dir, cold, valkey, caplog):
         valkey.server.ask("CONFIG", "SET", "maxmemory", memory[1])
         for _ in range(NUM_STORED):
             assert traffic.round() == HIT
-        assert traffic.counts["put_no_space"] >= NUM_STORED
+        assert traffic.counts["put_no_space"] > 0
         valkey.server.ask("CONFIG", "SET", "maxmemory", 0)
-        num_stored = traffic.counts["put_stored"]
-        traffic.round()
-        assert traffic.llm.drain(10.0)
-        assert traffic.counts["put_stored"] > num_stored
+        num_stored, until = traffic.counts["put_stored"], time.monotonic() + BACK_SECONDS
+        while traffic.counts["put_stored"] == num_stored:
+            traffic.round()
+            assert traffic.llm.drain(10.0)
+            assert time.monotonic() < until, "nothing is stored again"
     (line,) = caplog.messages
     assert "answers, but it has no room for a value" in line
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,24 @@ def test_while_a_probe_asks_a_key_is_neither_there_nor_not(make_store, client):
     clock.advance(1.0)  # longer than a look-up waits
     assert store.contains(make_key()) is False
     client.gate.set()
+
+
+def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
+    class AnsweredMeanwhile(OrderedDict):
+        def get(self, key, default=None):
+            found = super().get(key, default)
+            if threading.current_thread() is threading.main_thread():
+                client.gate.set()
+                wait_until(lambda: not store._keys._asked, "the question ends")
+            return found
+
+    store = make_store(clock=FakeClock())
+    client.put(store._name(make_key()), [b"value"], time.monotonic() + 1)
+    client.gate.clear()
+    store.probe([make_key()])
+    store._keys._known = AnsweredMeanwhile(store._keys._known)
+    assert store.contains(make_key()) is not False
+    assert store.contains(make_key()) is True
 
 
 def test_a_server_that_is_down_has_no_key(make_store, client):

@@ -92,10 +92,12 @@ class ServerKeys:
     def contains(self, key: ChunkKey) -> bool | None:
         """See `Store.contains`."""
         now = self._clock()
+        # In this order: an answer is known before the question ends.
+        asked_until = self._asked.get(key, 0.0)
         known = self._known.get(key)
         if known is not None and now < known.until:
             return True
-        return None if now < self._asked.get(key, 0.0) else False
+        return None if now < asked_until else False
 
     def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
         """The server has it; 0 for a size that is not known."""
