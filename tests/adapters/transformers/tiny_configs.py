@@ -27,6 +27,7 @@ NOT_BUILT = {
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "vocab_size_per_layer_input": 256,
+    "unpadded_vocab_size": 256,
     "audio_vocab_size": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -44,8 +45,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("attention_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "swa_head_dim"), 16),
+    "swa_num_attention_heads": 4,
     "dim_head": 16,
     "rotary_dim": 8,
     # Windows and sparse attention.
