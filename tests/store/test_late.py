@@ -25,7 +25,7 @@ class Opening:
         self.store = MemoryStore("late", None)
         self.error = error
 
-    def __call__(self):
+    def __call__(self, may_create):
         assert self.go.wait(20)
         if self.error is not None:
             raise self.error
@@ -127,8 +127,9 @@ class Away:
         self.store = MemoryStore("late", None)
         self.num_tried = 0
 
-    def __call__(self):
+    def __call__(self, may_create):
         self.num_tried += 1
+        self.may_create = may_create
         if self.error is not None:
             raise self.error
         return self.store
@@ -146,10 +147,23 @@ def test_a_medium_that_does_not_answer_is_tried_again(caplog, monkeypatch):
     opening.error = None
     wait_until(lambda: late.opened is not None)
     assert late.takes_values
+    assert not opening.may_create, "below a mount that is away may be an empty directory"
     assert late.put(KEY, [b"x"]) is PutResult.STORED
     wait_until(lambda: len(caplog.records) == 2)
     assert "cannot be opened: it does not answer: serving without it" in caplog.messages[0]
     assert "opened after" in caplog.messages[1]
+    late.close()
+
+
+def test_what_is_found_below_a_mount_that_is_away_does_not_end_the_tries(monkeypatch):
+    monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
+    opening = Away()
+    late = LateStore("memory://late", opening, 20.0)
+    opening.error = ConfigError("it is not a kvferry store")
+    num_tried = opening.num_tried
+    wait_until(lambda: opening.num_tried > num_tried + 3)
+    opening.error = None
+    wait_until(lambda: late.opened is not None)
     late.close()
 
 

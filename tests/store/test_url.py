@@ -161,7 +161,8 @@ def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(monkeypatch, c
     is_away = threading.Event()
     is_away.set()
 
-    def open_one(url):
+    def open_one(url, may_create=True):
+        assert may_create or url.endswith("far")
         if url.endswith("far") and is_away.is_set():
             raise StoreError("away")
         return MemoryStore(url)

@@ -114,7 +114,8 @@ class Limit:
     def __init__(self, least: float = MIN_LIMIT_SECONDS) -> None:
         self._least = least
         self._average = 0.0
-        self._deviation = 0.0
+        # At first two seconds: the first calls may be many at once.
+        self._deviation = 0.25
 
     @property
     def seconds(self) -> float:

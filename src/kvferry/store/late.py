@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvferry.config import without_credentials
-from kvferry.errors import StoreError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
@@ -44,6 +44,8 @@ class LateStore(Store):
     Args:
         url: what is opened, for messages, which show it without credentials.
         open_store: opens it; runs on a thread of its own. StoreError: the medium does not answer.
+            Gets False when it must not make a store where there is none: where a mount was away,
+            the directory below may be empty.
         timeout_seconds: how long the constructor waits.
 
     Attributes:
@@ -55,7 +57,9 @@ class LateStore(Store):
 
     multi_process = True
 
-    def __init__(self, url: str, open_store: Callable[[], Store], timeout_seconds: float) -> None:
+    def __init__(
+        self, url: str, open_store: Callable[[bool], Store], timeout_seconds: float
+    ) -> None:
         self.url = without_credentials(url)
         self.opened: Store | None = None
         self._error: Exception | None = None
@@ -77,13 +81,19 @@ class LateStore(Store):
                 timeout_seconds,
             )
 
-    def _open(self, open_store: Callable[[], Store]) -> None:
+    def _open(self, open_store: Callable[[bool], Store]) -> None:
         started, is_away = time.monotonic(), False
         while not self._closed.is_set():
             try:
-                self.opened = open_store()
+                self.opened = open_store(not is_away)
                 break
-            except StoreError as error:
+            except Exception as error:
+                is_away_still = is_away and isinstance(error, ConfigError)
+                if not is_away_still and not isinstance(error, StoreError):
+                    self._error = error
+                    if self._is_late or is_away:
+                        logger.warning("store %s cannot be opened: %s", self.url, error)
+                    break
                 if not is_away and not self._is_late:
                     logger.warning(
                         "store %s cannot be opened: %s: serving without it until it can",
@@ -93,11 +103,6 @@ class LateStore(Store):
                 is_away = True
                 self._tried.set()
                 self._closed.wait(RETRY_SECONDS)
-            except Exception as error:
-                self._error = error
-                if self._is_late or is_away:
-                    logger.warning("store %s cannot be opened: %s", self.url, error)
-                break
         if self.opened is not None:
             if self._heard is not None and isinstance(self.opened, SupportsAnswers):
                 self.opened.on_answer(self._heard)
@@ -124,6 +129,8 @@ class LateStore(Store):
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
+        if self.opened is None and self._closed.is_set():
+            return None
         if self.opened is None:
             raise StoreError(f"store {self.url} is not open yet")
         return self.opened.read(key, ranges, deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TypeVar
 
 from kvferry.errors import StoreError
@@ -12,6 +13,7 @@ from kvferry.observe import Observer
 from kvferry.store.base import PutResult, ReadRange, Store, SupportsAnswers
 from kvferry.store.breaker import MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.io_pool import IOPool
+from kvferry.store.late import LateStore
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,9 @@ Begun = TypeVar("Begun", bound=str)
 
 TRIAL_SECONDS = 2.0
 MIN_BLAMED_SECONDS = 0.25
+OVERDUE_SECONDS = 1.0
+"""A read that takes so much longer than it may does not end."""
+
 WRITE_PAUSE_SECONDS = 0.5
 """No write follows one that failed for so long, and four times what it took: a fifth of a thread's
 time at most goes into writes that fail."""
@@ -52,6 +57,9 @@ class Tier:
         self._limit = Limit()
         self._write_limit = Limit(MIN_WRITE_SECONDS)
         self._trials = IOPool(1, "kvferry-trial")
+        # When each read under way began.
+        self._reading: dict[int, float] = {}
+        self._numbers = count()
         self._write_at = 0.0
         self._refused_at: float | None = None
         self._closed = False
@@ -62,9 +70,21 @@ class Tier:
     @property
     def is_asked(self) -> bool:
         """False while the store is left alone. Memory only; lets a trial begin when one is due."""
+        if isinstance(self.store, LateStore) and self.store.opened is None:
+            return False
+        if self._reading:
+            self._find_overdue()
         if self._breaker.take_trial():
             self._submit(self.answers)
         return not self._breaker.is_open
+
+    def _find_overdue(self) -> None:
+        """A read that does not return, as on a mount that hangs, is a failure when its time is
+        over, and holds its thread. Memory only."""
+        overdue = time.monotonic() - self._limit.seconds - OVERDUE_SECONDS
+        for number, started in tuple(self._reading.items()):
+            if started < overdue and self._reading.pop(number, None) is not None:
+                self._heard(StoreError("a read does not end"))
 
     def answers(self) -> bool:
         """Whether the store answers now, and is not closed. Runs in: I/O thread."""
@@ -101,16 +121,20 @@ class Tier:
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`; with the limit of this store, and heard by its breaker."""
-        started = time.monotonic()
+        started, number = time.monotonic(), next(self._numbers)
+        self._reading[number] = started
         try:
             size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
         except StoreError as error:
             seconds = time.monotonic() - started
             self._limit.saw(seconds)
             # A read that was given little time and took all of it says nothing about the store.
-            if time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS:
+            is_blamed = time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS
+            if self._reading.pop(number, None) is not None and is_blamed:
                 self._heard(error)
             raise
+        finally:
+            self._reading.pop(number, None)
         self._heard(None)
         if size is not None:
             self._limit.saw(time.monotonic() - started)
@@ -121,32 +145,55 @@ class Tier:
         """False while the store is left alone, and for a while after a write that failed."""
         return self.is_asked and self._clock() >= self._write_at
 
-    def write(self, write: Callable[[float], Begun], deadline: float) -> Begun | PutResult:
-        """Do a write, or begin one, unless the store is left alone or did not take the last one.
-
-        Args:
-            write: gets its deadline: that of the limit, if it is earlier than `deadline`.
-        """
+    def begin(self, begin: Callable[[float], Begun], deadline: float) -> Begun | PutResult:
+        """Begin a write in parts, unless values are not taken now. It moves no bytes, so its time
+        and a want of room for parts say nothing about the store."""
         if not self.takes_values:
-            self._observer.count(f"tier{self.number}_put_skipped")
-            return PutResult.FAILED
-        started, num_opened = time.monotonic(), self._breaker.num_opened
-        result = write(min(deadline, started + self._write_limit.seconds))
-        seconds = time.monotonic() - started
-        self._write_limit.saw(seconds)
-        # One that failed because the server was away needs no pause of its own.
-        has_failed = result is PutResult.FAILED and num_opened == self._breaker.num_opened
-        if has_failed or result is PutResult.NO_SPACE:
-            self._write_at = self._clock() + WRITE_PAUSE_SECONDS + 4 * seconds
-        if has_failed:
-            self._submit(self._ask_why)
-        elif result is PutResult.NO_SPACE:
-            self._submit(lambda: self._refused("it has no room for a value"))
-        elif result is PutResult.STORED and self._refused_at is not None:
-            self._submit(self._takes_again)
+            return self._skipped()
+        result = begin(min(deadline, time.monotonic() + self._write_limit.seconds))
+        if result is PutResult.FAILED:
+            self._write_failed(0.0)
         if isinstance(result, PutResult):
             self._observer.count(f"tier{self.number}_put_{result}")
         return result
+
+    def write(
+        self, write: Callable[[float], PutResult], deadline: float, *, is_begun: bool = False
+    ) -> PutResult:
+        """Do a write, unless the store is left alone or did not take the last one.
+
+        Args:
+            write: gets its deadline: that of the limit, if it is earlier than `deadline`.
+            is_begun: it is whole and waits for nothing else, so it is tried.
+        """
+        if not (self.is_asked if is_begun else self.takes_values):
+            return self._skipped()
+        started, num_opened = time.monotonic(), self._breaker.num_opened
+        result = write(min(deadline, started + self._write_limit.seconds))
+        seconds = time.monotonic() - started
+        if result is not PutResult.EXISTS:
+            self._write_limit.saw(seconds)
+        # One that failed because the server was away needs no pause of its own.
+        if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
+            self._write_failed(seconds)
+        elif result is PutResult.NO_SPACE:
+            self._pause_writes(seconds)
+            self._submit(lambda: self._refused("it has no room for a value"))
+        elif result is PutResult.STORED and self._refused_at is not None:
+            self._submit(self._takes_again)
+        self._observer.count(f"tier{self.number}_put_{result}")
+        return result
+
+    def _skipped(self) -> PutResult:
+        self._observer.count(f"tier{self.number}_put_skipped")
+        return PutResult.FAILED
+
+    def _write_failed(self, seconds: float) -> None:
+        self._pause_writes(seconds)
+        self._submit(self._ask_why)
+
+    def _pause_writes(self, seconds: float) -> None:
+        self._write_at = self._clock() + WRITE_PAUSE_SECONDS + 4 * seconds
 
     def _submit(self, work: Callable[[], object]) -> None:
         """Do this on the thread of trials, unless something waits for it."""

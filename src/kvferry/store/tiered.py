@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvferry.errors import StoreError
@@ -67,17 +68,18 @@ class TierCopies:
     def add(self, key: ChunkKey, source: Tier) -> None:
         """Copy a value later. Never blocks."""
         with self._changed:
-            if self._closed or key in self._waiting or key == self._copying:
+            is_under_way = key == self._copying and not self._is_removed
+            if self._closed or key in self._waiting or is_under_way:
                 return
             if len(self._waiting) >= MAX_BEHIND:
                 self._waiting.popitem(last=False)
                 self._count("dropped")
             self._waiting[key] = source
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="kvferry-behind", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvferry-behind", daemon=True)
+                with suppress(RuntimeError):  # no thread can be had: the next value tries again
+                    thread.start()
+                    self._thread = thread
             self._changed.notify()
 
     def removes(self, key: ChunkKey) -> None:
@@ -99,14 +101,15 @@ class TierCopies:
     def _run(self) -> None:
         while (taken := self._take()) is not None:
             key, source = taken
-            result = PutResult.FAILED
+            result: PutResult | None = PutResult.FAILED
             try:
                 result = self._copy(key, source)
             except Exception:  # outermost loop of the thread: the next copies go on
                 logger.exception("copying a value to another tier failed")
             with self._changed:
                 self._copying = None
-            self._count(result)
+            if result is not None:
+                self._count(result)
 
     def _take(self) -> tuple[ChunkKey, Tier] | None:
         """The next value to copy, when the tier takes one; None at the end."""
@@ -121,43 +124,50 @@ class TierCopies:
                     return self._copying, source
             time.sleep(_LOOK_SECONDS)
 
-    def _copy(self, key: ChunkKey, source: Tier) -> PutResult:
-        """Copy one value. A record that is wrong is copied as it is: its reader will see it."""
+    def _copy(self, key: ChunkKey, source: Tier) -> PutResult | None:
+        """Copy one value; None if it waits again, as it does while a tier is away or full. One that
+        a tier refuses otherwise is given up, so that it does not keep the others waiting.
+
+        A record that is wrong is copied as it is: its reader will see it.
+        """
         target, until = self._target, time.monotonic() + BEHIND_SECONDS
-        value = self._value(key, source, until) if target.takes_values else None
-        if value is None:
-            return PutResult.FAILED
-        result = target.write(partial(self._put, key, value), until)
+        if not (source.is_asked and target.takes_values):
+            return self._put_back(key, source)
+        asked = target
+        try:
+            if target.ask(key, (), until) is not None:  # costs less than to read and send it
+                return PutResult.EXISTS
+            asked = source
+            value = self._value(key, source, until)
+            if value is None:
+                return PutResult.FAILED
+            asked = target
+            result = target.write(partial(target.store.put, key, [value]), until)
+        except StoreError:
+            result = PutResult.FAILED
         if result is PutResult.STORED and self._is_removed:  # since it was read
             target.store.delete(key)
-        elif result is PutResult.FAILED and not target.answers():
-            with self._changed:
-                if not self._closed and not self._is_removed:
-                    self._waiting[key] = source
-                    self._waiting.move_to_end(key, last=False)
+        elif result is PutResult.NO_SPACE or (result is PutResult.FAILED and not asked.answers()):
+            return self._put_back(key, source)
         return result
 
     def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
-        """What is copied; None if the source does not have it now."""
-        if not source.is_asked:
+        """What is copied; None if it is gone. Raises StoreError."""
+        size = source.ask(key, (), until)
+        if size is None or size > MAX_COPY_BYTES:
             return None
-        try:
-            size = source.ask(key, (), until)
-            if size is None or size > MAX_COPY_BYTES:
-                return None
-            value = memoryview(bytearray(size))
-            return value if source.ask(key, [(0, value)], until) == size else None
-        except StoreError:
-            return None
+        value = memoryview(bytearray(size))
+        return value if source.ask(key, [(0, value)], until) == size else None
 
-    def _put(self, key: ChunkKey, value: memoryview, deadline: float) -> PutResult:
-        """To ask first costs less than to send what is there."""
-        try:
-            if self._target.store.read(key, (), deadline) is not None:
-                return PutResult.EXISTS
-        except StoreError:
-            return PutResult.FAILED
-        return self._target.store.put(key, [value], deadline)
+    def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
+        """FAILED at the end, else None."""
+        with self._changed:
+            if self._closed or self._is_removed:
+                return PutResult.FAILED
+            self._waiting[key] = source
+            self._waiting.move_to_end(key, last=False)
+        time.sleep(_LOOK_SECONDS)
+        return None
 
     def close(self, until: float) -> None:
         """Go on until a monotonic time; what is left then is not copied. Idempotent."""
@@ -312,8 +322,9 @@ class TieredStore(Store):
         for tier in self._tiers:
             store: object = tier.store
             if isinstance(store, SupportsShardedWrite):
-                answer = tier.write(partial(store.begin, key, num_bytes), deadline)
+                answer = tier.begin(partial(store.begin, key, num_bytes), deadline)
                 if answer is PutResult.EXISTS:
+                    self._write_behind(key, tier)
                     return answer
                 if not isinstance(answer, PutResult):
                     session = f"{tier.number}:{answer}"
@@ -336,7 +347,7 @@ class TieredStore(Store):
         key = self._begun.pop(session, None)
         if tier is None or store is None or key is None:
             return PutResult.FAILED
-        result = tier.write(partial(store.commit, name, head), deadline)
+        result = tier.write(partial(store.commit, name, head), deadline, is_begun=True)
         if result is PutResult.STORED:
             self._write_behind(key, tier)
         elif result is PutResult.FAILED:
@@ -374,7 +385,7 @@ class TieredStore(Store):
 
     def wait_indexed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        stores: list[object] = [tier.store for tier in self._tiers]
+        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
         return all(
             store.wait_indexed(max(0.0, deadline - time.monotonic()))
             for store in stores
@@ -383,7 +394,7 @@ class TieredStore(Store):
 
     def recent(self, limit: int) -> Iterator[Entry]:
         """Of the nearest tier that knows."""
-        stores: list[object] = [tier.store for tier in self._tiers]
+        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
         able = [store for store in stores if isinstance(store, SupportsRecent)]
         return able[0].recent(limit) if able else iter(())
 

@@ -131,13 +131,13 @@ def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
 
 
 def open_tiers(
-    urls: str | Sequence[str], observer: Observer, open_one: Callable[[str], Store]
+    urls: str | Sequence[str], observer: Observer, open_one: Callable[..., Store]
 ) -> Store:
     """The store of one URL, or those of several as one, nearest first. A server has a breaker of
     its own also where it is the only store.
 
     Args:
-        open_one: opens the store of one URL.
+        open_one: opens the store of one URL; with `may_create=False` where it was away before.
 
     Raises:
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
@@ -174,14 +174,14 @@ def open_tiers(
     return TieredStore(stores, observer)
 
 
-def _open_tier(url: str, open_one: Callable[[str], Store], *, is_alone: bool) -> Store:
+def _open_tier(url: str, open_one: Callable[..., Store], *, is_alone: bool) -> Store:
     """A store, or what stands for it while its medium does not answer and there are others."""
     try:
         return open_one(url)
     except StoreError:
         if is_alone:
             raise
-    return LateStore(url, partial(open_one, url), _CHECK_SECONDS)
+    return LateStore(url, lambda _may_create: open_one(url, may_create=False), _CHECK_SECONDS)
 
 
 def _place_of(url: StoreUrl) -> str:
@@ -243,8 +243,10 @@ def open_one(
     multi_process: bool = False,
     index: bool = True,
     namespace: bytes = bytes(32),
+    may_create: bool = True,
 ) -> Store:
-    """Open the store of one URL, without a breaker; see `open_store`."""
+    """Open the store of one URL, without a breaker; see `open_store`. Unless it `may_create`, a
+    directory must be a store already."""
     observer = observer if observer is not None else Observer()
     parsed = parse_store_url(url)
     where = f"store URL {without_credentials(url)!r}"
@@ -266,7 +268,7 @@ def open_one(
     return FileStore(
         Path(parsed.path),
         max_bytes=options.max_bytes,
-        create=options.create,
+        create=options.create and may_create,
         read_only=options.read_only,
         direct_io=options.direct_io,
         index_file=None if options.index_file is None else Path(options.index_file),

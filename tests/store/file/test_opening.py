@@ -59,6 +59,17 @@ def test_a_mount_whose_server_is_away_is_no_wrong_directory(bench, monkeypatch):
         bench.open()
 
 
+def test_a_disk_that_fails_while_it_is_opened_is_no_crash(bench, monkeypatch):
+    bench.open().close()
+
+    def fails(*_args, **_options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("kvferry.store.file.store.FileStore._open_index", fails)
+    with pytest.raises(StoreError, match="does not answer: Input/output error"):
+        bench.open()
+
+
 @pytest.mark.parametrize(
     ("marker", "message"),
     [

@@ -141,7 +141,8 @@ class RecordIO:
         self._writers = IOPool(config.io_threads, "kvferry-save")
         self._stalled_until = 0.0
         self._writes: deque[Job[PutResult]] = deque()  # under way
-        self._num_stored = 0
+        # Of the last call, and the writes under way that an earlier one gave up on.
+        self._num_stored = self._num_old = 0
 
     def read(
         self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
@@ -220,7 +221,7 @@ class RecordIO:
         """Hash and store chunks, given as key, first token and payload. Returns how many were
         stored before the deadline. Makes few images at a time, and none after the deadline."""
         deadline = time.monotonic() + self._config.save_timeout_seconds
-        before = self._num_stored
+        self._num_old, self._num_stored = len(self._writes), 0
         limit = self._config.io_threads
         source = iter(images)
         # First wait for writes that an earlier call gave up on: they still hold their images.
@@ -230,7 +231,7 @@ class RecordIO:
                 self._drained(deadline, 0)
                 break
             self._writes.append(self._writers.submit(partial(self._write, *image)))
-        return self._num_stored - before
+        return self._num_stored
 
     def _drained(self, deadline: float, limit: int) -> bool:
         """Wait until at most `limit` writes are under way; False if the deadline is over."""
@@ -239,7 +240,10 @@ class RecordIO:
                 self._observer.count("save_deadline")
                 return False
             job = self._writes.popleft()
-            self._num_stored += job.result is PutResult.STORED
+            if self._num_old:
+                self._num_old -= 1
+            else:
+                self._num_stored += job.result is PutResult.STORED
             if job.error is not None:
                 self._observer.count("save_failed")
                 logger.error("storing a chunk failed", exc_info=job.error)

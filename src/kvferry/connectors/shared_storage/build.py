@@ -96,9 +96,10 @@ class Parts:
         spec = self.spec
         multi_process = spec.multi_process or spec.shard.world_size > 1
 
-        def opened(url: str) -> Store:
+        def opened(url: str, may_create: bool) -> Store:
             store = open_one(
                 url,
+                may_create=may_create,
                 observer=self.observer,
                 multi_process=multi_process,
                 index=index,

@@ -105,6 +105,7 @@ class FileStore(Store):
 
         Raises:
             ConfigError: `root` cannot be used.
+            StoreError: the medium does not answer now.
         """
         self._directory = open_root(root, create=create and not read_only, read_only=read_only)
         self.url = str(StoreUrl(scheme="file", path=self._directory.root))
@@ -121,7 +122,10 @@ class FileStore(Store):
         if self.is_read_only and not read_only:
             logger.warning("store %s cannot be written: it is opened read-only", self.url)
         machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
-        self._index, compares = self._open_index(index_file, machines_share, wall)
+        try:
+            self._index, compares = self._open_index(index_file, machines_share, wall)
+        except OSError as error:
+            raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
         self._upkeep = Upkeep(
             self._index,
             self._faults,
