@@ -231,8 +231,12 @@ def test_a_full_server(traffic: Traffic) -> None:
     assert traffic.rounds() > 0
     server.ask("CONFIG", "SET", "maxmemory", 0)
     traffic.wait_used()
-    (line,) = traffic.lines(start)  # of the worker, which writes
-    assert "it has no room for a value" in line
+    # The worker, which writes, says it once; a busy machine may be too slow for the store besides.
+    said = num_said(
+        traffic.lines(start), "it has no room for a value", "left alone until", "used again"
+    )
+    assert said[0] == 1
+    assert said[1] == said[2] <= 2
 
 
 @VALKEY
