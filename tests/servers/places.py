@@ -81,6 +81,17 @@ def num_said(lines: Sequence[str], *texts: str) -> list[int]:
     return said
 
 
+def assert_said_once(lines: Sequence[str], num_stores: int = 1) -> None:
+    """Each store that fails says once that it is left alone and once that it is used again. A busy
+    machine, and a server that answers while its values do not come, may have it say once each,
+    besides, that it takes no value and that it fails again."""
+    left, used, *besides = num_said(
+        lines, "left alone until", "used again", "a value could not be stored", "fails again"
+    )
+    assert 1 <= left == used <= num_stores, lines
+    assert max(besides) <= num_stores, lines
+
+
 def name_of(test: str) -> str:
     """A prefix for one test, on servers that live longer."""
     return re.sub(r"\W+", "-", test)

@@ -242,10 +242,10 @@ def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little(capl
         clock.advance(0.1)
         if not breaker.is_open:
             for _ in range(MAX_FAILURES):
-                breaker.failed("why")
+                breaker.failed("why", breaker.num_opened)
             num_opened += 1
         elif breaker.take_trial():
-            breaker.succeeded()
+            assert breaker.succeeded(breaker.num_opened)
     assert num_opened < 20
     assert len(caplog.records) == 3
 
@@ -565,7 +565,7 @@ def test_a_breaker_lets_one_trial_begin_at_a_time():
     breaker = Breaker("x", clock)
     for _ in range(MAX_FAILURES):
         assert not breaker.is_open
-        breaker.failed("why")
+        breaker.failed("why", 0)
     assert breaker.is_open
     assert not breaker.take_trial()
     pauses = []
@@ -577,18 +577,49 @@ def test_a_breaker_lets_one_trial_begin_at_a_time():
         assert not breaker.take_trial()
         pauses.append(waited)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
-    breaker.succeeded()
+    assert breaker.succeeded(1)
     assert not breaker.is_open
-    breaker.failed("once")
+    breaker.failed("once", 1)
     assert not breaker.is_open
+
+
+def test_calls_older_than_the_fault_say_nothing():
+    breaker = Breaker("x", FakeClock())
+    for _ in range(MAX_FAILURES):
+        breaker.failed("why", 0)
+    assert not breaker.succeeded(0)
+    assert breaker.is_open
+    assert breaker.succeeded(1)
+    for _ in range(MAX_FAILURES):
+        breaker.failed("why", 0)
+    assert not breaker.is_open
+
+
+def test_a_read_that_began_before_the_fault_does_not_use_the_store_again(make_tiers, caplog):
+    gate, near = Gate(), MemoryStore()
+    near.put(make_key(), [b"value"])
+    store = make_tiers(StallingStore(near, gate=gate, operations={"read"}), clock=FakeClock())
+    (tier,) = store._tiers
+    found = []
+    reader = threading.Thread(target=lambda: found.append(store.read(make_key(), ())))
+    reader.start()
+    wait_until(lambda: tier._reading, "the read is under way")
+    for _ in range(MAX_FAILURES):
+        tier._heard(StoreError("down"))
+    gate.release()
+    reader.join()
+    assert found == [len(b"value")]
+    assert not tier.is_asked
+    (line,) = caplog.messages
+    assert "left alone" in line
 
 
 def test_no_log_line_for_a_single_failure(caplog):
     with caplog.at_level(logging.INFO):
         breaker = Breaker("x", FakeClock())
         for _ in range(20):
-            breaker.failed("why")
-            breaker.succeeded()
+            breaker.failed("why", 0)
+            breaker.succeeded(0)
     assert caplog.records == []
 
 

@@ -67,11 +67,21 @@ class Breaker:
             self._try_at = now + self._pause
             return True
 
-    def succeeded(self) -> bool:
-        """A call got its answer. True if the store was left alone until now."""
+    def succeeded(self, num_opened: int) -> bool:
+        """A call got its answer.
+
+        Args:
+            num_opened: when the call began. What began before the store was left alone says nothing
+                of it now.
+
+        Returns:
+            True if the store was left alone until now.
+        """
         if not self._num_failures:
             return False
         with self._lock:
+            if num_opened != self.num_opened:
+                return False
             self._num_failures = 0
             was_open, self.is_open = self.is_open, False
             if was_open:
@@ -81,11 +91,13 @@ class Breaker:
             logger.warning("%s: used again after %.1f s", self._what, seconds)
         return was_open
 
-    def failed(self, why: object) -> None:
-        """A call failed, or took too long."""
+    def failed(self, why: object, num_opened: int) -> None:
+        """A call failed, or took too long; `num_opened` as for `succeeded`."""
         with self._lock:
+            if self.is_open or num_opened != self.num_opened:
+                return
             self._num_failures += 1
-            if self.is_open or self._num_failures < MAX_FAILURES:
+            if self._num_failures < MAX_FAILURES:
                 return
             self.is_open = True
             self.num_opened += 1

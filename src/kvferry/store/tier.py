@@ -88,20 +88,27 @@ class Tier:
 
     def answers(self) -> bool:
         """Whether the store answers now, and is not closed. Runs in: I/O thread."""
+        num_opened = self._breaker.num_opened
         try:
             self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
         except StoreError as error:
-            self._heard(error)
+            self._heard(error, num_opened)
             return False
-        self._heard(None)
+        self._heard(None, num_opened)
         return not self._closed
 
-    def _heard(self, fault: StoreError | None) -> None:
+    def _heard(self, fault: StoreError | None, num_opened: int | None = None) -> None:
+        """A call ended. Without the `num_opened` of its begin, it says nothing while the store is
+        left alone: it may have begun before."""
         if self._closed:
             return  # what is cut short by the close says nothing about the store
+        if num_opened is None:
+            if self._breaker.is_open:
+                return
+            num_opened = self._breaker.num_opened
         if fault is not None:
-            self._breaker.failed(fault)
-        elif self._breaker.succeeded():
+            self._breaker.failed(fault, num_opened)
+        elif self._breaker.succeeded(num_opened):
             self._write_at = 0.0
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
@@ -122,6 +129,7 @@ class Tier:
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`; with the limit of this store, and heard by its breaker."""
         started, number = time.monotonic(), next(self._numbers)
+        num_opened = self._breaker.num_opened
         self._reading[number] = started
         try:
             size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
@@ -131,11 +139,11 @@ class Tier:
             # A read that was given little time and took all of it says nothing about the store.
             is_blamed = time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS
             if self._reading.pop(number, None) is not None and is_blamed:
-                self._heard(error)
+                self._heard(error, num_opened)
             raise
         finally:
             self._reading.pop(number, None)
-        self._heard(None)
+        self._heard(None, num_opened)
         if size is not None:
             self._limit.saw(time.monotonic() - started)
         return size
