@@ -62,7 +62,14 @@ ONLY_FROM = {
         "demo",
     ],
     # One reading of a model's config makes one identity.
-    "engine": ["adapters/transformers", "testing", "bench/audit.py", "cli", "demo"],
+    "engine": [
+        "adapters/transformers",
+        "testing",
+        "bench/audit.py",
+        "bench/away.py",
+        "cli",
+        "demo",
+    ],
     "keys": [
         # An engine says which model it runs.
         "contract/spec.py",

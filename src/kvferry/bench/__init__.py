@@ -23,6 +23,7 @@ Row = Mapping[str, str | int | float | None]
 
 BENCHMARKS: Mapping[str, str] = {
     "audit": "hits that are compared with what the engine computes, beside hits that are not",
+    "away": "an engine whose store on a server is away, beside one without a connector",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
@@ -42,7 +43,7 @@ class BenchOptions:
         quick: small sizes, to see that it runs; the figures mean little.
         threads: for I/O and copies.
         seed: of all random content.
-        rounds: of the vllm benchmark; None for its default.
+        rounds: of the vllm and away benchmarks; None for their defaults.
         stores: URLs for the stores benchmark; empty for its default.
     """
 

@@ -27,7 +27,9 @@ def bench(
     ] = False,
     threads: Annotated[int, typer.Option(help="Threads for I/O and copies.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of all random content.")] = 0,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of the vllm benchmark.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of the benchmarks vllm and away.")
+    ] = None,
     store: Annotated[
         list[str] | None,
         typer.Option(help="URL for the stores benchmark; may be given several times."),

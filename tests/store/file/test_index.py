@@ -461,7 +461,9 @@ def test_one_that_only_reads_serves_what_is_there(tmp_path, place, damage):
 
 
 @pytest.mark.parametrize("damage", [is_deleted, is_noise, is_a_link, is_empty, has_no_totals])
-def test_two_processes_that_find_it_damaged_rebuild_it_once(tmp_path, place, damage, caplog):
+def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
+    tmp_path, place, damage, caplog
+):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store, FileStore(root, max_bytes=QUOTA) as other:
         assert store.wait_indexed(10)
@@ -474,7 +476,8 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once(tmp_path, place, dam
         settle(store, root)
         settle(other, root)
         settle(store, root)
-    assert caplog.text.count("is rebuilt") <= 1
+    # Once, unless both look before either sets it aside.
+    assert caplog.text.count("is rebuilt") <= 2
 
 
 @pytest.mark.parametrize("num_damages", [6, pytest.param(60, marks=pytest.mark.slow)])

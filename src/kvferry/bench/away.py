@@ -1,0 +1,104 @@
+"""What a store that is away costs an engine that finds nothing in it: tokens a second.
+
+The embedded engine computes prompts that no store has, with one thread. The engine without a
+connector is the limit. One store refuses connections, as where a server was killed; one takes them
+and never answers, as a server that is stopped or behind a broken network.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from kvferry.bench import BenchOptions, Row
+from kvferry.engine import LLM, SamplingParams
+from kvferry.testing.models import make_tiny_model
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+PROMPT_TOKENS, PROMPTS = 512, 8
+GENERATE = SamplingParams(max_tokens=16, ignore_eos=True)
+MEMORY_BYTES = 128 << 20
+"""Host memory; the rounds before the first that counts fill it."""
+
+
+def run(options: BenchOptions) -> Sequence[Row]:
+    """Rows: the engine without a connector, then with each store that is away. `ratio` is of the
+    engine without; `worst_round` is the ratio of the round that lost most."""
+    rounds, warm_rounds = (1, 1) if options.quick else (options.rounds or 30, 6)
+    shape = {**SHAPE, "num_hidden_layers": 1} if options.quick else SHAPE
+    prompts = random.Random(options.seed)
+    with ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        model = make_tiny_model(options.directory / "model", seed=options.seed, **shape)
+        stores = {
+            "no connector": None,
+            "refuses": undo.enter_context(_server(listens=False)),
+            "never answers": undo.enter_context(_server(listens=True)),
+        }
+        memory = {"memory_bytes": MEMORY_BYTES}
+        engines = {
+            name: undo.enter_context(
+                LLM(
+                    model,
+                    store=url,
+                    connector_options=None if url is None else memory,
+                    prefix_caching=False,
+                )
+            )
+            for name, url in stores.items()
+        }
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(warm_rounds + rounds):
+            for name, engine in engines.items():
+                rates[name].append(_round(engine, prompts))
+    plain = rates["no connector"][warm_rounds:]
+    rows: list[Row] = []
+    for name, all_rates in rates.items():
+        ours = all_rates[warm_rounds:]
+        rows.append(
+            {
+                "store": name,
+                "tokens_per_s": _mean(ours),
+                "ratio": _mean(ours) / _mean(plain),
+                "worst_round": min(a / b for a, b in zip(ours, plain, strict=True)),
+            }
+        )
+    return rows
+
+
+def _round(engine: LLM, prompts: random.Random) -> float:
+    """Tokens a second for some prompts that were never seen."""
+    batch = [prompts.choices(range(3, 250), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
+    started = time.monotonic()
+    engine.generate(batch, GENERATE)
+    seconds = time.monotonic() - started
+    return PROMPTS * (PROMPT_TOKENS + (GENERATE.max_tokens or 0)) / seconds
+
+
+def _mean(rates: Sequence[float]) -> float:
+    """Of rounds of equal work."""
+    return len(rates) / sum(1 / rate for rate in rates)
+
+
+@contextmanager
+def _server(*, listens: bool) -> Iterator[str]:
+    """URL of a store where nothing listens, or where nobody takes what connects."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        if listens:
+            held.listen(1024)
+        yield f"valkey://127.0.0.1:{held.getsockname()[1]}/kv"
