@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.connectors.shared_storage.policy import (
     MIN_WAIT_SECONDS,
-    PROBE_EVERY,
+    PROBE_SECONDS,
     LoadPolicy,
 )
+from kvferry.testing.clock import FakeClock
 
 
-def make_policy(*, tokens_per_second: float = 1000.0) -> LoadPolicy:
-    policy = LoadPolicy(load_timeout_seconds=5.0)
+def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPolicy:
+    policy = LoadPolicy(load_timeout_seconds=5.0, **options)
     policy.saw_compute(1000, 1000 / tokens_per_second)
     return policy
 
@@ -40,9 +43,11 @@ def test_one_load_that_lost_is_an_outlier_and_two_are_not():
 
 
 def test_a_tier_that_loses_every_second_time_is_slow():
-    policy = make_policy()
+    clock = FakeClock()
+    policy = make_policy(clock=clock)
     num_loaded = 0
     for number in range(100):
+        clock.advance(0.25)
         if part_worth(policy, ("s3", 1000)):
             num_loaded += 1
             policy.saw_load("s3", 1000, (3.0, 0.9)[number % 2])
@@ -56,11 +61,15 @@ def test_a_load_that_was_given_up_counts_at_once():
 
 
 def test_a_store_that_recovered_is_found_by_a_probe_and_then_used():
-    policy = make_policy()
-    for _ in range(2):
-        policy.saw_load("file", 128, 3.0)
-    answers = [part_worth(policy, ("file", 1000)) for _ in range(PROBE_EVERY)]
-    assert answers == [0] * (PROBE_EVERY - 1) + [1000]
+    clock = FakeClock()
+    policy = make_policy(clock=clock)
+    policy.saw_slow_load("file", 128, 3.0)
+    answers = []
+    for _ in range(8):
+        clock.advance(PROBE_SECONDS / 4)
+        answers.append(part_worth(policy, ("file", 1000)))
+        assert part_worth(policy) == 0  # a prompt of which nothing is stored puts nothing off
+    assert answers == [0, 0, 0, 1000] * 2
     policy.saw_load("file", 1000, 0.01)
     assert part_worth(policy, ("file", 1000)) == 1000
 

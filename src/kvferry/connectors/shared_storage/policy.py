@@ -2,7 +2,7 @@
 
 A hit is worth waiting for as long as computing it would take. Where tiers of different speed hold
 a prompt, its first part may be worth loading and the rest not. While a tier is slower than the
-engine, only one hit in `PROBE_EVERY` is loaded from it.
+engine, one hit in `PROBE_SECONDS` is loaded from it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PROBE_EVERY = 16
-"""Of the hits that are expected to be slower than computing, one in this many is loaded, to notice
-a store that has recovered."""
+PROBE_SECONDS = 4.0
+"""How often a hit that is expected to be slower than computing is loaded, to notice a store that
+has recovered. With the longest pause of a breaker it makes less than ten seconds."""
 
 _WEIGHT = 0.25
 """Weight of a new sample in a moving average: a few steps forget an outlier."""
@@ -86,7 +86,7 @@ class LoadPolicy:
         self._timed: tuple[int, float, int] | None = None
         self._tiers: defaultdict[str, TierSpeed] = defaultdict(TierSpeed)
         self._compute_rate: float | None = None
-        self._refused = 0
+        self._probe_at = 0.0
 
     def saw_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` from a tier took `seconds`."""
@@ -95,12 +95,15 @@ class LoadPolicy:
             speed.rate = _average(speed.rate, num_tokens / seconds)
             lost = compute is not None and seconds > num_tokens / compute + SLACK_SECONDS
             speed.losses = min(MAX_LOSSES, speed.losses + 1) if lost else speed.losses / 2
+            if lost:
+                self._probe_at = self._clock() + PROBE_SECONDS
 
     def saw_slow_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
         if seconds > 0 and num_tokens > 0:
             speed = self._tiers[tier]
             speed.losses = MAX_LOSSES
+            self._probe_at = self._clock() + PROBE_SECONDS
             bound = num_tokens / seconds / 2
             if speed.rate is None or bound < speed.rate:
                 speed.rate = _average(speed.rate, bound)
@@ -138,7 +141,7 @@ class LoadPolicy:
         return any(speed.is_slow for speed in self._tiers.values())
 
     def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> Worth:
-        """How much of a hit to load. Counts what it refuses, so that it probes again.
+        """How much of a hit to load: all of it where a probe is due.
 
         Args:
             parts: tier and tokens of each chunk, in the order of the prompt; None for one that is
@@ -157,11 +160,12 @@ class LoadPolicy:
             if saved >= best:
                 best, count = saved, index + 1
         worth = Worth(count, load, num_tokens / compute)
-        if best - saved <= SLACK_SECONDS:
-            self._refused = 0
-            return worth._replace(num_parts=len(parts))
-        self._refused += 1
-        return worth._replace(num_parts=len(parts)) if self._refused % PROBE_EVERY == 0 else worth
+        if best - saved > SLACK_SECONDS:
+            now = self._clock()
+            if now < self._probe_at:
+                return worth
+            self._probe_at = now + PROBE_SECONDS
+        return worth._replace(num_parts=len(parts))
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
         """Expected; as long as computing where a tier has shown neither to be slower nor faster."""
