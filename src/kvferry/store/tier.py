@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import TypeVar
 
 from kvferry.errors import StoreError
@@ -58,8 +57,7 @@ class Tier:
         self._write_limit = Limit(MIN_WRITE_SECONDS)
         self._trials = IOPool(1, "kvferry-trial")
         # When each read under way began.
-        self._reading: dict[int, float] = {}
-        self._numbers = count()
+        self._reading: dict[object, float] = {}
         self._write_at = 0.0
         self._refused_at: float | None = None
         self._closed = False
@@ -82,8 +80,8 @@ class Tier:
         """A read that does not return, as on a mount that hangs, is a failure when its time is
         over, and holds its thread. Memory only."""
         overdue = time.monotonic() - self._limit.seconds - OVERDUE_SECONDS
-        for number, started in tuple(self._reading.items()):
-            if started < overdue and self._reading.pop(number, None) is not None:
+        for call, started in tuple(self._reading.items()):
+            if started < overdue and self._reading.pop(call, None) is not None:
                 self._heard(StoreError("a read does not end"))
 
     def answers(self) -> bool:
@@ -128,9 +126,8 @@ class Tier:
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`; with the limit of this store, and heard by its breaker."""
-        started, number = time.monotonic(), next(self._numbers)
-        num_opened = self._breaker.num_opened
-        self._reading[number] = started
+        call, started, num_opened = object(), time.monotonic(), self._breaker.num_opened
+        self._reading[call] = started
         try:
             size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
         except StoreError as error:
@@ -138,11 +135,11 @@ class Tier:
             self._limit.saw(seconds)
             # A read that was given little time and took all of it says nothing about the store.
             is_blamed = time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS
-            if self._reading.pop(number, None) is not None and is_blamed:
+            if self._reading.pop(call, None) is not None and is_blamed:
                 self._heard(error, num_opened)
             raise
         finally:
-            self._reading.pop(number, None)
+            self._reading.pop(call, None)
         self._heard(None, num_opened)
         if size is not None:
             self._limit.saw(time.monotonic() - started)
