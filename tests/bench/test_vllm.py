@@ -221,8 +221,10 @@ def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
 
     connector, other = Connector(), SimpleNamespace(unknown=1)
     timer = HookTimer([connector, other])
+    started = time.perf_counter()
     assert connector.build_connector_meta(0.01) == "meta"
-    assert 12_000 <= timer.take() < 12_000 + 100_000
+    elapsed_us = 1e6 * (time.perf_counter() - started)
+    assert 12_000 <= timer.take() <= elapsed_us
     assert timer.take() == 0.0
     connector.take_events()
     assert timer.take() >= 2_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from obstore.store import S3Store
 
+from kvferry.connectors.shared_storage import policy
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
@@ -26,11 +28,11 @@ from tests.engine.test_llm import prompt
 from tests.servers.mooncake import MooncakeServer
 from tests.servers.places import (
     FAULT_SECONDS,
+    assert_said_if_busy,
     assert_said_once,
     mooncake_place,
     mooncake_values_place,
     name_of,
-    num_said,
     s3_place,
     s3_url,
     valkey_place,
@@ -84,6 +86,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def patient():
+    """A load is cut short and refused only where it is very slow: the servers' faults are what is
+    tested, and not how busy the machine is. What is yielded can undo it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "MIN_WAIT_SECONDS", LOAD_SECONDS)
+        patch.setattr(policy, "SLACK_SECONDS", LOAD_SECONDS)
+        yield patch
+
+
 @pytest.fixture(scope="module")
 def cold(model_dir):
     logits = ColdLogits(model_dir())
@@ -124,21 +136,24 @@ class Traffic:
         assert self.ask(1000 + self._count) == 0
         return found
 
-    def rounds(self, seconds: float) -> int:
-        """Traffic for so long; how many of the stored prompts were found."""
+    def rounds(self, seconds: float, until: Callable[[], bool] = lambda: True) -> int:
+        """Traffic for so long at least, and until this is so; how many of the stored prompts were
+        found."""
         end = time.monotonic() + seconds
         num_found = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or not until():
             num_found += self.round() > 0
+            assert time.monotonic() < end + BACK_SECONDS, "what is waited for does not come"
         return num_found
 
     def wait_used(self) -> float:
-        """Traffic until stored prompts are found again; how long it took. As many as there are, in
-        a row: some may still be in the engine's memory."""
+        """Traffic until stored prompts are found again; how long it took. Each of them, as some may
+        still be in the engine's memory; not in a row, as a busy machine may cut some short."""
         started = time.monotonic()
-        in_a_row = 0
-        while in_a_row < NUM_STORED:
-            in_a_row = in_a_row + 1 if self.round() == HIT else 0
+        missing = set(range(NUM_STORED))
+        while missing:
+            if self.round() == HIT:
+                missing.discard(self._count % NUM_STORED)
             seconds = time.monotonic() - started
             assert seconds <= BACK_SECONDS, "the store is not used again"
         return seconds
@@ -173,6 +188,11 @@ def serving_hits(*args, **options):
             assert traffic.llm.drain(10.0)
         traffic.wait_used()  # a busy machine may cut some loads short
         yield traffic
+
+
+def said(caplog, *texts):
+    """Whether all of them are in the log, when it is asked."""
+    return lambda: all(text in caplog.text for text in texts)
 
 
 @pytest.fixture
@@ -214,7 +234,7 @@ def test_a_server_that_was_killed_is_used_again(model_dir, cold, place, caplog):
     """It comes back empty."""
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.kill()
-        traffic.rounds(FAULT_SECONDS)
+        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
         place.start()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -224,7 +244,7 @@ def test_a_server_that_stopped_is_used_again(model_dir, cold, place, caplog):
     with ExitStack() as undo, serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.server.process.pause()
         undo.callback(place.server.process.resume)
-        traffic.rounds(FAULT_SECONDS)
+        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
         place.server.process.resume()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -245,15 +265,16 @@ def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, capl
         undo.callback(place.server.process.resume)
         for seed in range(100, 102):
             traffic.ask(seed)  # saves it, or tries to
-    said = num_said(caplog.messages, "left alone until", "a value could not be stored")
-    assert max(said) <= 1, caplog.messages
+    # Each rank has a store of its own.
+    (late,) = assert_said_if_busy(caplog.messages, "did not finish within", num_stores=2)
+    assert late <= 1, caplog.messages
 
 
 @pytest.mark.parametrize("place", THROUGH_PROXY, indirect=True)
 def test_values_that_are_cut_are_computed(model_dir, cold, place, caplog):
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.proxy.cut_after(RECORD_BYTES // 2)
-        traffic.rounds(FAULT_SECONDS)
+        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
         place.proxy.pass_all()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -263,17 +284,18 @@ def test_a_full_server_is_still_read(model_dir, cold, valkey, caplog):
     with serving_hits(model_dir(), cold, valkey.url, caplog) as traffic:
         memory = re.search(rb"used_memory:(\d+)", valkey.server.ask("INFO", "memory"))
         valkey.server.ask("CONFIG", "SET", "maxmemory", memory[1])
-        for _ in range(NUM_STORED):
-            assert traffic.round() == HIT
-        assert traffic.counts["put_no_space"] > 0
+        traffic.wait_used()
+        # Threads of the store say and count it.
+        traffic.rounds(0.0, said(caplog, "answers, but"))
+        traffic.rounds(0.0, lambda: traffic.counts["put_no_space"] > 0)
         valkey.server.ask("CONFIG", "SET", "maxmemory", 0)
         num_stored, until = traffic.counts["put_stored"], time.monotonic() + BACK_SECONDS
         while traffic.counts["put_stored"] == num_stored:
             traffic.round()
             assert traffic.llm.drain(10.0)
             assert time.monotonic() < until, "nothing is stored again"
-    (line,) = caplog.messages
-    assert "answers, but it has no room for a value" in line
+    assert_said_if_busy(caplog.messages, "it has no room for a value")
+    assert caplog.text.count("answers, but") == 1
 
 
 def test_values_that_are_evicted_under_reads_are_computed(model_dir, cold, caplog):
@@ -284,7 +306,7 @@ def test_values_that_are_evicted_under_reads_are_computed(model_dir, cold, caplo
         for _ in range(4 * NUM_STORED):
             traffic.round()
         assert server.ask("INFO", "stats").partition(b"evicted_keys:")[2][:1] != b"0"
-    assert not caplog.records
+    assert_said_if_busy(caplog.messages)
 
 
 def test_memory_of_others_that_is_full_makes_room(model_dir, tmp_path, caplog):
@@ -306,8 +328,8 @@ def test_memory_of_others_that_is_full_makes_room(model_dir, tmp_path, caplog):
             if num_hits is None and traffic.counts["put_stored"] * LARGE_BYTES > 2 * segment_bytes:
                 num_hits = traffic.counts["tier0_hit"]
             assert time.monotonic() < until, "nothing was evicted, or nothing is found"
-    (said,) = num_said(caplog.messages, "it has no room for a value")
-    assert said <= 1, caplog.messages
+    (full,) = assert_said_if_busy(caplog.messages, "it has no room for a value")
+    assert full <= 1, caplog.messages
 
 
 def test_a_full_bucket_is_still_read(model_dir, s3, tmp_path, caplog):
@@ -321,23 +343,22 @@ def test_a_full_bucket_is_still_read(model_dir, s3, tmp_path, caplog):
             serving_hits(path, cold, url, caplog, record_bytes=LARGE_BYTES)
         )
         until = time.monotonic() + 120.0
-        while not traffic.counts["put_failed"]:
+        while "answers, but a value could not be stored" not in caplog.text:
             traffic.round()
             traffic.llm.drain(5.0)
             assert time.monotonic() < until, "the bucket is not full"
         traffic.wait_used()
-    (line,) = caplog.messages
-    assert "answers, but a value could not be stored" in line
+    assert_said_if_busy(caplog.messages)
 
 
 def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
     with serving_hits(model_dir(), cold, valkey.url, caplog) as traffic:
+        port = valkey.server.port
         valkey.server.ask("CONFIG", "SET", "requirepass", "new")
-        valkey.proxy.refuse()  # connections that stand stay logged in
-        time.sleep(0.1)
-        valkey.proxy.pass_all()
-        assert traffic.rounds(FAULT_SECONDS) == 0
-        ask(valkey.server.port, "CONFIG", "SET", "requirepass", "", password="new")
+        # Connections that stand stay logged in.
+        ask(port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="new")
+        assert traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until")) == 0
+        ask(port, "CONFIG", "SET", "requirepass", "", password="new")
         traffic.wait_used()
     assert_said_once(caplog.messages)
 
@@ -346,11 +367,10 @@ def test_a_secret_that_changes_is_said_once(model_dir, cold, s3, caplog):
     with ExitStack() as undo, serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
         s3.server.take_secret("another")
         undo.callback(s3.server.take_secret, SECRET_KEY)
-        traffic.rounds(FAULT_SECONDS)
+        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until", "SignatureDoesNotMatch"))
         s3.server.take_secret(SECRET_KEY)
         traffic.wait_used()
     assert_said_once(caplog.messages)
-    assert "SignatureDoesNotMatch" in caplog.text
 
 
 def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
@@ -365,6 +385,8 @@ def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
 
 
 def test_an_engine_with_wrong_credentials_does_not_start(model_dir, s3, monkeypatch):
+    # An engine whose server does not answer in time starts.
+    monkeypatch.setattr("kvferry.store.url._CHECK_SECONDS", 20.0)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-horse")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as said:
         LLM(model_dir(), store=s3.url)
@@ -390,11 +412,11 @@ def test_objects_that_are_deleted_under_reads_are_computed(model_dir, cold, s3, 
             obstore.delete(bucket, names[start : start + 8])
             traffic.round()
         traffic.wait_used()
-    assert not caplog.records
+    assert_said_if_busy(caplog.messages)
 
 
 @pytest.mark.parametrize("place", THROUGH_PROXY, indirect=True)
-def test_a_slow_network_makes_no_request_slow(model_dir, place, caplog):
+def test_a_slow_network_makes_no_request_slow(model_dir, place, patient, caplog):
     """5 MB/s: half a second for what takes some hundredths to compute."""
     path = model_dir(**LARGE)
     cold = ColdLogits(path)
@@ -402,9 +424,11 @@ def test_a_slow_network_makes_no_request_slow(model_dir, place, caplog):
         closing(cold),
         serving_hits(path, cold, place.url, caplog, record_bytes=LARGE_BYTES) as traffic,
     ):
+        patient.undo()  # it is what keeps requests from being slow
         place.proxy.limit(5e6 / 4)
         traffic.rounds(FAULT_SECONDS)
-    assert not caplog.records
+    # A read takes 0.3 s, and one of 0.5 s is too slow.
+    assert_said_if_busy(caplog.messages)
 
 
 def test_another_tier_serves_while_one_is_stopped(model_dir, cold, valkey, s3, caplog):
@@ -412,7 +436,15 @@ def test_another_tier_serves_while_one_is_stopped(model_dir, cold, valkey, s3, c
         with serving_hits(model_dir(), cold, [valkey.url, s3.url], caplog) as traffic:
             valkey.server.process.pause()
             undo.callback(valkey.server.process.resume)
-            assert traffic.rounds(FAULT_SECONDS) >= 2
+            num_found = traffic.rounds(FAULT_SECONDS, said(caplog, f"{valkey.url}: left alone"))
+            until = time.monotonic() + BACK_SECONDS
+            while num_found < 2:
+                num_found += traffic.round() > 0
+                assert time.monotonic() < until, "the other tier does not serve"
             valkey.server.process.resume()
             traffic.wait_used()
-        assert_said_once(caplog.messages)
+            # The other tier has all that was found.
+            traffic.rounds(0.0, said(caplog, f"{valkey.url}: used again"))
+        of_valkey = [line for line in caplog.messages if valkey.url in line]
+        assert_said_once(of_valkey)
+        assert_said_if_busy([line for line in caplog.messages if line not in of_valkey])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -29,11 +29,11 @@ from tests.servers.mooncake import MooncakeServer
 from tests.servers.places import (
     FAULT_SECONDS,
     Place,
+    assert_said_if_busy,
     assert_said_once,
     mooncake_place,
     mooncake_values_place,
     name_of,
-    num_said,
     s3_place,
     valkey_place,
 )
@@ -46,8 +46,8 @@ MEMORY = "3MiB"  # five records, of one prompt
 RECORD_BYTES = 512 << 10
 LOAD_SECONDS = 1.0
 # A first look-up that asks, and what a busy machine adds.
-SLACK_SECONDS = 0.25 + 2.0
-BACK_SECONDS = 10.0 + 10.0
+SLACK_SECONDS = 0.25 + 5.0
+BACK_SECONDS = 10.0 + 50.0
 NUM_STORES = 2
 """Of vLLM's scheduler, and of its worker."""
 
@@ -64,6 +64,7 @@ class Traffic:
     ) -> None:
         self.place = place
         self._process = process
+        self._log_start = process.log.stat().st_size
         self._engine = Engine(process)
         self._prompts = prompts
         self._own = own
@@ -81,30 +82,34 @@ class Traffic:
         assert self._check(index, self._ask(index, next(self._salts))) == 0
         return found
 
-    def rounds(self, seconds: float = FAULT_SECONDS) -> int:
-        """Traffic for so long; tokens found."""
-        until = time.monotonic() + seconds
+    def rounds(self, until: Callable[[], bool] = lambda: True) -> int:
+        """Traffic for as long as a fault lasts at least, and until this is so; tokens found."""
+        end = time.monotonic() + FAULT_SECONDS
         found = 0
-        while time.monotonic() < until:
+        while time.monotonic() < end or not until():
             found += self.round()
+            assert time.monotonic() < end + BACK_SECONDS, "what is waited for does not come"
         return found
 
     def wait_used(self) -> None:
-        """Traffic until each stored prompt is found whole, one after the other."""
+        """Traffic until each stored prompt was found whole; not in a row, as a busy machine may cut
+        some short."""
         until = time.monotonic() + BACK_SECONDS
-        in_a_row = 0
-        while in_a_row < NUM_STORED:
-            in_a_row = in_a_row + 1 if self.round() == HIT else 0
+        missing = set(range(NUM_STORED))
+        while missing:
+            if self.round() == HIT:
+                missing.discard(self._turn % NUM_STORED)
             assert time.monotonic() < until, "the store is not used again"
 
-    def lines(self, start: int) -> list[str]:
-        """What was said of the store from this byte of the engine's log on."""
-        said = self._process.log.read_bytes()[start:].decode(errors="replace").splitlines()
+    def lines(self) -> list[str]:
+        """What the engine said of the store since it began: on a busy machine that may also be
+        before a fault, and then it says less of the fault."""
+        log = self._process.log.read_bytes()[self._log_start :]
         name = self.place.url.partition("?")[0]
-        return [line for line in said if name in line]
+        return [line for line in log.decode(errors="replace").splitlines() if name in line]
 
-    def log_size(self) -> int:
-        return self._process.log.stat().st_size
+    def has_left_alone(self) -> bool:
+        return any("left alone until" in line for line in self.lines())
 
     def _ask(self, index: int, salt: str | None) -> Answer:
         self._process.call("reset", 30, connector=False)
@@ -178,99 +183,86 @@ def traffic(
 
 @ALL
 def test_a_server_that_is_killed_and_comes_back_empty(traffic: Traffic) -> None:
-    start = traffic.log_size()
     traffic.place.kill()
-    traffic.rounds()
+    traffic.rounds(traffic.has_left_alone)
     traffic.place.start()
     traffic.wait_used()
-    assert_said_once(traffic.lines(start), NUM_STORES)
+    assert_said_once(traffic.lines(), NUM_STORES)
 
 
 @ALL
 def test_a_server_that_stops_and_goes_on(traffic: Traffic) -> None:
-    start = traffic.log_size()
     with ExitStack() as undo:
         traffic.place.server.process.pause()
         undo.callback(traffic.place.server.process.resume)
-        traffic.rounds()
+        traffic.rounds(traffic.has_left_alone)
     traffic.wait_used()
-    assert_said_once(traffic.lines(start), NUM_STORES)
+    assert_said_once(traffic.lines(), NUM_STORES)
 
 
 @THROUGH_PROXY
 def test_values_that_are_cut(traffic: Traffic) -> None:
-    start = traffic.log_size()
     traffic.place.proxy.cut_after(RECORD_BYTES // 2)
-    traffic.rounds()
+    traffic.rounds(traffic.has_left_alone)
     traffic.place.proxy.pass_all()
     traffic.wait_used()
-    assert_said_once(traffic.lines(start), NUM_STORES)
+    assert_said_once(traffic.lines(), NUM_STORES)
 
 
 @THROUGH_PROXY
 def test_a_network_of_five_megabytes_a_second(traffic: Traffic) -> None:
-    start = traffic.log_size()
     traffic.place.proxy.limit(5e6)
     traffic.rounds()
     traffic.place.proxy.pass_all()
     traffic.wait_used()
-    assert not traffic.lines(start)
+    assert_said_if_busy(traffic.lines(), num_stores=NUM_STORES)
 
 
 @VALKEY
 def test_a_full_server(traffic: Traffic) -> None:
-    start = traffic.log_size()
     server = traffic.place.server
     used = re.search(rb"used_memory:(\d+)", server.ask("INFO", "memory"))
     server.ask("CONFIG", "SET", "maxmemory", used[1])
-    assert traffic.rounds() > 0
+    found = traffic.rounds(lambda: any("answers, but" in line for line in traffic.lines()))
+    until = time.monotonic() + BACK_SECONDS
+    while not found:
+        found = traffic.round()
+        assert time.monotonic() < until, "a full server is not read"
     server.ask("CONFIG", "SET", "maxmemory", 0)
     traffic.wait_used()
-    # The worker, which writes, says it once; a busy machine may be too slow for the store besides.
-    full, left, used, again = num_said(
-        traffic.lines(start),
-        "it has no room for a value",
-        "left alone until",
-        "used again",
-        "fails again",
-    )
-    assert full == 1
-    assert again <= left == used <= NUM_STORES
+    assert_said_if_busy(traffic.lines(), "it has no room for a value", num_stores=NUM_STORES)
+    # The worker, which writes, says it once, and of a busy machine's late write perhaps instead.
+    assert sum("answers, but" in line for line in traffic.lines()) == 1
 
 
 @VALKEY
 def test_values_that_are_evicted_under_reads(traffic: Traffic) -> None:
-    start = traffic.log_size()
     server = traffic.place.server
     server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
     server.ask("CONFIG", "SET", "maxmemory", 16 << 20)
-    traffic.rounds()
+    traffic.rounds(lambda: b"evicted_keys:0\r" not in server.ask("INFO", "stats"))
     server.ask("CONFIG", "SET", "maxmemory", 0)
-    assert b"evicted_keys:0\r" not in server.ask("INFO", "stats")
     traffic.wait_used()
-    assert not traffic.lines(start)
+    assert_said_if_busy(traffic.lines(), num_stores=NUM_STORES)
 
 
 @VALKEY
 def test_a_password_that_changes(traffic: Traffic) -> None:
-    start = traffic.log_size()
     server = traffic.place.server
     server.ask("CONFIG", "SET", "requirepass", "new")
-    traffic.place.proxy.refuse()  # connections that stand stay logged in
-    time.sleep(0.2)
-    traffic.place.proxy.pass_all()
-    assert traffic.rounds() == 0
+    # Connections that stand stay logged in.
+    ask(server.port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="new")
+    assert traffic.rounds(traffic.has_left_alone) == 0
     ask(server.port, "CONFIG", "SET", "requirepass", "", password="new")
     traffic.wait_used()
-    assert_said_once(traffic.lines(start), NUM_STORES)
+    assert_said_once(traffic.lines(), NUM_STORES)
 
 
 @S3
 def test_a_secret_that_changes(traffic: Traffic) -> None:
-    start = traffic.log_size()
     with ExitStack() as undo:
         traffic.place.server.take_secret("another")
         undo.callback(traffic.place.server.take_secret, SECRET_KEY)
-        traffic.rounds()
+        traffic.rounds(traffic.has_left_alone)
     traffic.wait_used()
-    assert_said_once(traffic.lines(start), NUM_STORES)
+    assert_said_once(traffic.lines(), NUM_STORES)

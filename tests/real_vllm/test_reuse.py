@@ -81,6 +81,9 @@ def test_what_was_read_once_is_of_memory_the_next_time(
     assert again.counted("hit_tokens_memory") == sum(hits)
 
 
+# A hit that comes late is cut short, as on a busy machine.
+NUM_TRIES = 4
+
 EDGES = [1, 2, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 255, 256, 257, 383, 384, 385]
 
 
@@ -98,11 +101,15 @@ def test_prompts_of_one_token_to_three_blocks_and_one_hit_whole_blocks_but_never
     with first.engine(models["plain"], connector, block_size=block) as engine:
         cold = engine.generate(prompts, max_tokens=2)
     wait_for_records(tmp_path, num_chunks(prompts, chunk))
-    with second.engine(models["plain"], connector, block_size=block) as engine:
-        warm = engine.generate(prompts, max_tokens=2)
     assert_same(own, cold)
-    assert_same(own, warm)
     hits = [expected_hit(n, chunk=chunk, block=block) for n in lengths]
+    with second.engine(models["plain"], connector, block_size=block) as engine:
+        for _ in range(NUM_TRIES):
+            warm = engine.generate(prompts, max_tokens=2)
+            assert_same(own, warm)
+            if [answer.cached for answer in warm] == hits:
+                break
+            second.call("reset", 30, connector=False)
     assert [answer.cached for answer in warm] == hits
 
 

@@ -69,14 +69,16 @@ def test_spread_does_not_wait_for_threads_that_hang(pool):
 
 
 def test_an_interrupted_spread_leaves_nothing_under_way(pool):
-    begun, ended = threading.Event(), threading.Event()
+    is_here, begun, ended = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
 
     def work(_item):
         if threading.current_thread() is main:
+            is_here.set()
             begun.wait(5)
             raise KeyboardInterrupt
         begun.set()
+        is_here.wait(5)  # else this thread might take both items
         time.sleep(0.05)
         ended.set()
 

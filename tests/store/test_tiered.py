@@ -93,6 +93,11 @@ def settle(store):
     time.sleep(0.05)
 
 
+def wait_for_trials(store):
+    """Wait until the nearest tier's thread of trials has done what it was given so far."""
+    assert store._tiers[0]._trials.submit(lambda _job: None).wait(20)
+
+
 def copies(counts):
     return {name: count for name, count in counts.snapshot().items() if "_behind_" in name}
 
@@ -154,19 +159,19 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     far.put(make_key(), [b"value"])
     counts = Counters()
     store = make_tiers(RemoteStore("near://x", client), far, observer=counts, clock=clock)
+    store._copies[0].close(0.0)  # copies would take trials, too
     client.down = True
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
     num_failed = counts["tier0_failed"]
-    assert 0 < num_failed <= MAX_FAILURES  # a copy to it may have failed, too
+    assert num_failed == MAX_FAILURES
     assert [record.message for record in caplog.records] == [
         "store near://x: left alone until it answers: the server is down"
     ]
     for seconds in (2.0, 3.0):  # the first trial fails, the second does not
         clock.advance(seconds)
         store.contains(make_key())
-        wait_until(lambda: not store._tiers[0]._trials.num_waiting, "the trial begins")
-        time.sleep(0.05)
+        wait_for_trials(store)
         client.down = False
     assert "used again after 5.0 s" in caplog.records[-1].message
     assert len(caplog.records) == 2
@@ -269,9 +274,9 @@ def test_a_store_that_is_only_written_is_left_alone_when_it_fails(make_tiers, ca
     clock = FakeClock()
     store = make_tiers(failing, clock=clock)
     for number in range(MAX_FAILURES):
+        clock.advance(100.0)  # more than a slow write keeps others away
         store.put(make_key(number), [b"value"])
-        clock.advance(10.0)
-        time.sleep(0.05)
+        wait_for_trials(store)
     assert store._tiers[0]._breaker.is_open
     assert len(caplog.records) == 1
 
@@ -285,7 +290,7 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     for number in range(1, 20):
         store.put(make_key(number), [b"value"])
         clock.advance(0.2)
-        time.sleep(0.01)
+        wait_for_trials(store)
     assert store.read(make_key(), ()) == 5
     assert failing.num_failed < 10
     assert said(caplog) == ["answers, but a value could not be stored"]
@@ -308,16 +313,14 @@ def test_a_store_that_is_full_says_so_once_each_way(make_tiers, caplog):
         inner.is_full = number % 30 == 20
         store.put(make_key(number), [b"value"])
         clock.advance(1.0)
-        time.sleep(0.001)
-    wait_until(lambda: not store._tiers[0]._trials.num_waiting, "it is said")
+        wait_for_trials(store)
     assert said(caplog) == ["answers, but it has no room for a value"]
     inner.is_full = False
     clock.advance(TAKES_AGAIN_SECONDS)
     for number in range(600, 603):
         store.put(make_key(number), [b"value"])
-        time.sleep(0.01)
-    wait_until(lambda: len(caplog.records) == 2, "it is said")
-    assert said(caplog)[1] == "takes values again"
+        wait_for_trials(store)
+    assert said(caplog)[1:] == ["takes values again"]
 
 
 def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
@@ -405,11 +408,11 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
     }
     inner.is_away = True
     for number in range(MAX_FAILURES):
+        clock.advance(100.0)  # more than a slow write keeps others away
         write[way](make_key(number))
-        clock.advance(5.0)
-        time.sleep(0.05)
+        wait_for_trials(store)
     (tier,) = store._tiers
-    wait_until(lambda: tier._breaker.is_open, "it is left alone")
+    assert tier._breaker.is_open
     assert not store.takes_values
     assert write[way](make_key(8)) is PutResult.FAILED
     inner.is_away = False
@@ -495,7 +498,7 @@ def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers, monkeypatch):
 
 
 def test_closing_waits_for_what_is_behind_but_not_for_ever(monkeypatch):
-    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 20.0)
     far = MemoryStore()
     store = TieredStore([MemoryStore(), far])
     store.put(make_key(), [b"value"])
@@ -504,13 +507,14 @@ def test_closing_waits_for_what_is_behind_but_not_for_ever(monkeypatch):
     store.close()
     assert closing.is_set()
     assert held(far)
+    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 0.2)
     gate = Gate()
     store = TieredStore([MemoryStore(), StallingStore(MemoryStore(), gate=gate)])
     store.put(make_key(), [b"value"])
     assert gate.wait_for_arrival()
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
     gate.release()
 
 
@@ -814,7 +818,7 @@ def test_a_full_tier_loses_nothing_that_waits(make_tiers):
     for _ in range(5):
         clock.advance(2.0)
         time.sleep(0.1)
-    assert store._copies[1].num_waiting == 20
+    wait_until(lambda: store._copies[1].num_waiting == 20, "all wait, and none is tried")
     far.is_full = False
     clock.advance(2.0)
     settle(store)

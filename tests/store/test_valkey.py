@@ -44,16 +44,19 @@ from tests.servers.valkey import (
 
 __all__ = ["valkey_cluster", "valkey_server"]
 
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
 SPACE = b"n" * 32
 SECRET = "pa:ss/word@%20"
-GRACE_SECONDS = 1.5
+# What a call may take beyond its deadline, on a busy machine. One that ignores it takes 20 s.
+GRACE_SECONDS = 5.0
 
 
 def make_client(port: int, **options: object) -> ValkeyClient:
     return ValkeyClient([(LOCALHOST, port)], **options)
 
 
-def soon(seconds: float = 5.0) -> float:
+def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -301,20 +304,20 @@ def test_an_evicting_server_gives_whole_values_or_none():
 
         writer = threading.Thread(target=write)
         writer.start()
-        found, end = 0, time.monotonic() + 1.0
+        found, end, is_evicting = 0, time.monotonic() + 20.0, False
         try:
-            while time.monotonic() < end:
+            while not (found > 20 and is_evicting):
+                assert time.monotonic() < end, (found, is_evicting)
                 for name, value in values.items():
                     buffers = [bytearray(50_000) for _ in range(4)]
                     ranges = [(50_000 * i, memoryview(each)) for i, each in enumerate(buffers)]
                     if client.read(name, ranges, soon()) is not None:
                         assert b"".join(buffers) == value
                         found += 1
+                is_evicting = b"evicted_keys:0\r" not in server.ask("INFO", "stats")
         finally:
             stop.set()
             writer.join(20)
-        assert found > 20
-        assert server.ask("INFO", "stats").count(b"evicted_keys:0\r") == 0
         client.close()
 
 
@@ -502,7 +505,8 @@ def test_a_black_hole_holds_no_call(valkey_server):
         client.close()
 
 
-def test_a_connect_that_is_not_answered_ends_at_the_deadline():
+def test_a_connect_that_is_not_answered_ends_at_the_deadline(monkeypatch):
+    monkeypatch.setattr("kvferry.store.valkey._CONNECT_SECONDS", 20.0)  # it is not what ends it
     # A backlog that is full: the kernel drops further requests to connect.
     with socket.create_server((LOCALHOST, 0), backlog=0) as listener:
         address = listener.getsockname()
@@ -525,7 +529,7 @@ def test_a_value_cut_in_the_middle_is_an_error(valkey_server, num_bytes):
         client = make_client(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.cut_after(num_bytes)
-        with ends_in(2.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
+        with ends_in(15.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
             read_whole(client, "kv/ns/a", deadline)
         proxy.pass_all()
         assert read_whole(client, "kv/ns/a") == value
@@ -539,7 +543,7 @@ def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_ser
         client = make_client(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.limit(5e6)
-        with ends_in(1.5) as deadline:
+        with ends_in(15.0) as deadline:
             assert read_whole(client, "kv/ns/a", deadline) == value
         # Something arrives all the time, and the call still ends.
         with ends_in(0.15) as deadline, pytest.raises(StoreError, match="no answer in time"):
@@ -572,7 +576,7 @@ def answering(*answers: bytes) -> Iterator[int]:
                 while True:
                     stream, _ = listener.accept()
                     with stream, contextlib.suppress(OSError):
-                        stream.settimeout(5)
+                        stream.settimeout(20)  # a call that waits for more is seen to wait
                         left = list(answers)
                         while stream.recv(1 << 20):
                             stream.sendall(left.pop(0) if len(left) > 1 else left[0])
@@ -687,7 +691,7 @@ def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster):
         kept = next(name for name in names if owners[name] == 0)
         with ends_in(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
             client.read(lost, [], deadline)
-        with ends_in(2.0) as deadline:
+        with ends_in(10.0) as deadline:
             assert client.read(kept, [], deadline) == 1
     finally:
         third.process.resume()

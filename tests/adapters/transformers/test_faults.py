@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,11 +149,11 @@ def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, sto
     counts = Counters()
     # The first chunk takes one look and two reads.
     store = _StallsLater(open_store(store_url), gate=gate, num_free=2)
-    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 1.0, "io_threads": 1}
+    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 4.0, "io_threads": 1}
     with StoredKV(model, store, observer=counts, **options) as kv:
         started = time.monotonic()
         cache = kv.load(prompt(64))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert cache.get_seq_length() == 2 * CHUNK
         assert counts["miss_deadline"] == 1
         sequences, logits = generate(model, prompt(64), cache)
@@ -209,6 +210,7 @@ def test_a_save_ends_with_its_deadline_and_keeps_little_in_memory(load_model, st
         assert len(kv._records._writes) == 2
         gate.release()
         # The two chunks that were given up on are stored meanwhile, and are none of this call.
+        kv._records._config = replace(kv._records._config, save_timeout_seconds=20.0)
         assert kv.save(sequences, cache) == 68 - 2 * 4
         assert kv.load(prompt(64)).get_seq_length() == 63
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import FailingStore, Gate, StallingStore
 
 from .keeping import CountingStore, assert_settles, keys_of, open_store, wait_for
@@ -218,6 +219,7 @@ def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_s
         tmp_path,
         world_size,
         lambda store: FailingStore(store, operations={"read"}, num_failures=1),
+        clock=FakeClock(),  # the record is not tried again while requests are admitted
     )
     requests = arrive(host)
     hits = [host.admit(request) for request in requests]

@@ -26,21 +26,32 @@ def server(make_host):
     return client.values
 
 
-def test_the_first_request_of_another_process_hits(make_host, server):
+@pytest.fixture
+def make_reader(make_host):
+    """A host over a server, by whose clock no answer is late."""
+
+    def make(client):
+        clock = FakeClock()
+        return make_host(store=RemoteStore("memory://server", client, clock=clock), clock=clock)
+
+    return make
+
+
+def test_the_first_request_of_another_process_hits(make_reader, server):
     client = DictClient(server)
-    host = make_host(store=RemoteStore("memory://server", client))
+    host = make_reader(client)
     assert host.run("reader", PROMPT).num_external_tokens == 40
     assert len(client.asked) == 1
 
 
-def test_a_prompt_that_the_server_has_not_is_computed(make_host, server):
-    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+def test_a_prompt_that_the_server_has_not_is_computed(make_reader, server):
+    host = make_reader(DictClient(server))
     assert host.run("reader", [7] * 41).num_external_tokens == 0
     assert host.observer["miss_tokens_absent"] == 40
 
 
-def test_the_part_that_the_server_has_is_a_hit(make_host, server):
-    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+def test_the_part_that_the_server_has_is_a_hit(make_reader, server):
+    host = make_reader(DictClient(server))
     assert host.run("reader", [*PROMPT[:24], *[7] * 30]).num_external_tokens == 24
 
 
@@ -54,19 +65,19 @@ def test_a_server_that_does_not_answer_delays_a_request_by_the_limit_only(make_h
     client.gate.set()
 
 
-def test_a_server_that_goes_between_the_answer_and_the_read_is_a_miss(make_host, server):
+def test_a_server_that_goes_between_the_answer_and_the_read_is_a_miss(make_reader, server):
     class Goes(DictClient):
         def read(self, name, ranges, deadline):
             self.down = True
             return super().read(name, ranges, deadline)
 
-    host = make_host(store=RemoteStore("memory://server", Goes(server)))
+    host = make_reader(Goes(server))
     assert host.run("reader", PROMPT).num_external_tokens == 0
     assert host.observer["miss_io_error"] >= 1
 
 
-def test_a_host_that_announces_no_requests_hits_too(make_host, server):
-    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+def test_a_host_that_announces_no_requests_hits_too(make_reader, server):
+    host = make_reader(DictClient(server))
     host.scheduler.on_new_request = lambda _request: None
     assert host.run("reader", PROMPT).num_external_tokens == 40
 
@@ -101,8 +112,8 @@ def test_a_request_that_waited_long_has_the_server_asked_again(make_host, server
     assert host.scheduler.lookup(request, 0).num_tokens == 40
 
 
-def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_host, server):
-    host = make_host(store=RemoteStore("memory://server", DictClient(server)))
+def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_reader, server):
+    host = make_reader(DictClient(server))
     assert host.run("reader", PROMPT).num_external_tokens == 40
     host.forget_memory()
     server.clear()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.store.file import FileStore, directory, fileio, store
+from kvferry.store.file import FileStore, database, directory, fileio, store, upkeep
 from kvferry.store.file.directory import record_path
 from kvferry.testing.clock import FakeClock
 from tests.store.file import storing
@@ -99,6 +99,20 @@ def bench(tmp_path, monkeypatch):
     made.io.fail.clear()
     for opened in made.stores:
         opened.close()
+
+
+@pytest.fixture
+def patient_locks(monkeypatch):
+    """No thread gives up because the machine was busy."""
+    monkeypatch.setattr(database, "LOCK_SECONDS", 60.0)
+    monkeypatch.setattr(store, "ROOM_SECONDS", 60.0)
+
+
+@pytest.fixture
+def short_rests(monkeypatch):
+    """Comparisons follow each other at once, however long a busy machine took for one."""
+    monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.1)
+    monkeypatch.setattr(upkeep, "_DUTY", 1)
 
 
 class Children:

@@ -20,6 +20,7 @@ from kvferry.testing.stores import (
 )
 
 
+@pytest.mark.usefixtures("patient_locks")
 class TestFileStore(
     ScanTests, ProbeTests, IndexTests, ShardedWriteTests, ShardedQuotaTests, StoreTests
 ):

@@ -12,9 +12,13 @@ import threading
 import time
 from contextlib import closing
 
+import pytest
+
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, make_value, read_value
+
+pytestmark = pytest.mark.usefixtures("patient_locks")
 
 CHILD_SECONDS = 30
 

@@ -35,6 +35,8 @@ from tests.store.file.storing import (
     value_of,
 )
 
+# What a machine that stalls adds to a call. What is looked for would last for ever.
+LATE_SECONDS = 10.0
 OUTSIDE = b"not a database" * 100
 
 
@@ -347,7 +349,7 @@ class Traffic:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, short_rests):
     """Of a store that was used, closed, and used again; all that happens by the clock is faster."""
     root = tmp_path / "store"
     made = Place(root)
@@ -362,7 +364,6 @@ def place(tmp_path, monkeypatch):
             store.put(key_of(number), [value_of(number, MAX_VALUE)])
         store.discard(key_of(7), "test")
     monkeypatch.setattr(upkeep, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.1)
     monkeypatch.setattr(upkeep, "CLEAN_SECONDS", 1.0)
     return made
 
@@ -419,7 +420,7 @@ def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
             damage(place)
             time.sleep(0.5)
         assert traffic.errors == []
-        assert traffic.longest <= LOCK_SECONDS + 1
+        assert traffic.longest <= LOCK_SECONDS + LATE_SECONDS
         # If the file was damaged in the middle of a transaction, its own memory may hide it: what
         # it knows is right then, its file is not.
         settle(
@@ -519,14 +520,14 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
         wait_until_stopped(pid)
         started = time.monotonic()
         assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
-        assert time.monotonic() - started <= 2 * LOCK_SECONDS + 0.5
+        assert time.monotonic() - started <= 2 * LOCK_SECONDS + LATE_SECONDS
         for number in range(NUM_KEYS):
             there = key_of(number).hex() in files
             assert store.contains(key_of(number)) == there
             assert read_back(store, number, MAX_VALUE) == there
         started = time.monotonic()
         FileStore(root, max_bytes=QUOTA, background=False).close()
-        assert time.monotonic() - started <= 3 * LOCK_SECONDS + 0.5
+        assert time.monotonic() - started <= 3 * LOCK_SECONDS + LATE_SECONDS
         children.kill(pid)
         settle(store, root)
     assert caplog.text.count("is rebuilt") == 0
@@ -548,7 +549,7 @@ def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, child
     time.sleep(0.3)
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started <= 6
+    assert time.monotonic() - started <= 6 + LATE_SECONDS
 
 
 def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
@@ -576,6 +577,7 @@ if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
 upkeep.TICK_SECONDS = 0.05
+upkeep._DUTY = 1
 index = root / "index.sqlite3"
 with FileStore(root, max_bytes=100_000) as store:
     assert store.wait_indexed(10)

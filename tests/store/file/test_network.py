@@ -11,7 +11,7 @@ import pytest
 from kvferry import filesystem
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore, directory
+from kvferry.store.file import FileStore, directory, upkeep
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -56,7 +56,8 @@ def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
         assert store.put(make_key(3), [make_value(1000)]) is PutResult.EXISTS
 
 
-def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
+def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(upkeep, "_DUTY", 1)  # no long rest after a stall of the machine
     root = tmp_path / "store"
     with (
         FileStore(root, index_file=tmp_path / "one" / "index") as one,
@@ -69,11 +70,11 @@ def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
             writer, reader = (one, other) if number % 2 else (other, one)
             assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
             started = time.monotonic()
-            wait_until(lambda n=number, r=reader: r.contains(make_key(n)), "found", 20)
+            wait_until(lambda n=number, r=reader: r.contains(make_key(n)), "found", 60)
             slowest = max(slowest, time.monotonic() - started)
             writer.delete(make_key(number))
-            wait_until(lambda n=number, r=reader: not r.contains(make_key(n)), "forgotten", 20)
-        assert slowest < 10
+            wait_until(lambda n=number, r=reader: not r.contains(make_key(n)), "forgotten", 60)
+        assert slowest < 30  # on a machine that is four times slower, too
 
 
 def test_a_probe_finds_at_once_what_the_other_stored(machine, bench):
