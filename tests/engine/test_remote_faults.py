@@ -190,9 +190,9 @@ def serving_hits(*args, **options):
         yield traffic
 
 
-def said(caplog, *texts):
-    """Whether all of them are in the log, when it is asked."""
-    return lambda: all(text in caplog.text for text in texts)
+def said(caplog, text):
+    """Whether it is in the log, when it is asked."""
+    return lambda: text in caplog.text
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ def test_a_secret_that_changes_is_said_once(model_dir, cold, s3, caplog):
     with ExitStack() as undo, serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
         s3.server.take_secret("another")
         undo.callback(s3.server.take_secret, SECRET_KEY)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until", "SignatureDoesNotMatch"))
+        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
         s3.server.take_secret(SECRET_KEY)
         traffic.wait_used()
     assert_said_once(caplog.messages)
