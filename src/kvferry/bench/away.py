@@ -46,8 +46,8 @@ def run(options: BenchOptions) -> Sequence[Row]:
         model = make_tiny_model(options.directory / "model", seed=options.seed, **shape)
         stores = {
             "no connector": None,
-            "refuses": undo.enter_context(_server(listens=False)),
-            "never answers": undo.enter_context(_server(listens=True)),
+            "refuses": undo.enter_context(server(listens=False)),
+            "never answers": undo.enter_context(server(listens=True)),
         }
         memory = {"memory_bytes": MEMORY_BYTES}
         engines = {
@@ -95,7 +95,7 @@ def _mean(rates: Sequence[float]) -> float:
 
 
 @contextmanager
-def _server(*, listens: bool) -> Iterator[str]:
+def server(*, listens: bool) -> Iterator[str]:
     """URL of a store where nothing listens, or where nobody takes what connects."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
