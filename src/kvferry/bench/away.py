@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,14 +67,16 @@ def run(options: BenchOptions) -> Sequence[Row]:
             for name, engine in engines.items():
                 rates[name].append(_round(engine, prompts))
     plain = rates["no connector"][warm_rounds:]
+    plain_rate = statistics.harmonic_mean(plain)
     rows: list[Row] = []
     for name, all_rates in rates.items():
         ours = all_rates[warm_rounds:]
+        rate = statistics.harmonic_mean(ours)  # of rounds of equal work
         rows.append(
             {
                 "store": name,
-                "tokens_per_s": _mean(ours),
-                "ratio": _mean(ours) / _mean(plain),
+                "tokens_per_s": rate,
+                "ratio": rate / plain_rate,
                 "worst_round": min(a / b for a, b in zip(ours, plain, strict=True)),
             }
         )
@@ -89,14 +92,9 @@ def _round(engine: LLM, prompts: random.Random) -> float:
     return PROMPTS * (PROMPT_TOKENS + (GENERATE.max_tokens or 0)) / seconds
 
 
-def _mean(rates: Sequence[float]) -> float:
-    """Of rounds of equal work."""
-    return len(rates) / sum(1 / rate for rate in rates)
-
-
 @contextmanager
 def server(*, listens: bool) -> Iterator[str]:
-    """URL of a store where nothing listens, or where nobody takes what connects."""
+    """URL of a store where nothing listens, or where no process accepts connections."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         if listens:
