@@ -39,9 +39,11 @@ class DictClient(RemoteClient):
         value = self.values.get(name)
         return None if value is None else copy_ranges(value, ranges)
 
-    def put(self, name, buffers, deadline):
+    def put(self, name, buffers, deadline, *, replaces=False):
         self._enter(deadline)
         value = b"".join(buffers)
+        if replaces:
+            self.values.pop(name, None)
         stored = self.values.setdefault(name, value)
         return PutResult.STORED if stored is value else PutResult.EXISTS
 

@@ -54,8 +54,14 @@ class RemoteClient(ABC):
         """See `Store.read`."""
 
     @abstractmethod
-    def put(self, name: str, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        """Store the concatenation of `buffers` unless the name has a value: then EXISTS. Atomic."""
+    def put(
+        self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
+    ) -> PutResult:
+        """Store the concatenation of `buffers`. Atomic.
+
+        Args:
+            replaces: also where the name has a value; otherwise the answer is then EXISTS.
+        """
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
@@ -135,12 +141,17 @@ class RemoteStore(Store):
     ) -> PutResult:
         if self._closed:
             return PutResult.FAILED
+        name, until = self._name(key), self._until(deadline)
+        num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         try:
-            result = self._client.put(self._name(key), buffers, self._until(deadline))
+            result = self._client.put(name, buffers, until)
+            # A value of another size is empty, cut or foreign. Replacing it by a right one loses
+            # nothing, whoever does it first; to remove it could take what another writer stored.
+            if result is PutResult.EXISTS and self._client.read(name, (), until) != num_bytes:
+                result = self._client.put(name, buffers, until, replaces=True)
         except StoreError:
             result = PutResult.FAILED
         if result is PutResult.STORED:
-            num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
             self._keys.learn(key, num_bytes)
             self._observer.count("store_put_records")
             self._observer.count("store_put_bytes", num_bytes)
