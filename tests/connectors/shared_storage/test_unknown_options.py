@@ -23,9 +23,6 @@ from tests.connectors.shared_storage.test_v1 import make_config
 CASES = pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"staging_bytes": "1GiB"}, "'staging_bytes' is gone: memory_bytes replaces it"),
-        ({"keep_bytes": 0}, "'keep_bytes' is gone: memory_bytes replaces it"),
-        ({"promise": "index"}, "'promise' is gone: a hit is always verified"),
         ({"memory_byte": 0}, "unknown option 'memory_byte'; did you mean 'memory_bytes'?"),
     ],
 )

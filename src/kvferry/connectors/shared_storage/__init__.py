@@ -1,6 +1,6 @@
 """Prefix reuse through a store: keys → index → host pool → blocks, and back.
 
-Read in this order: `messages`, `eviction`, `host_pool`, `lookup`, `save_plan`, `audits`,
+Read in this order: `messages`, `host_pool`, `lookup`, `save_plan`, `audits`,
 `scheduler`, `slot_io`, `worker`, `build`. The names of vLLM's connector of this name are in `v1`
 and exported here.
 """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.shared_storage.eviction import Lru
+from kvferry.simulate.policies import Lru
 
 KEYS = st.integers(0, 5)
 ACTIONS = st.lists(
