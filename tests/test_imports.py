@@ -74,6 +74,7 @@ ONLY_FROM = {
         # An engine says which model it runs.
         "contract/spec.py",
         "connectors",
+        "v1/running_model.py",
         "engine",
         "adapters",
         "bench",
@@ -172,7 +173,9 @@ LAZY = {
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
-    "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
+    "adapters/vllm": {"vllm", "kvferry.adapters.vllm.plugin"},
+    # The hub whose snapshot a host runs.
+    "v1/running_model.py": {"huggingface_hub"},
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "bench": {"vllm"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from kvferry.connectors.shared_storage import (
 )
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
+from kvferry.v1.running_model import model_identity
 from kvferry.v1.types import KVConnectorRole
+from tests.adapters.vllm.fakes import HFConfig, load_config
+from tests.adapters.vllm.fakes import make_config as vllm_config
 
 BLOCK = 4
 
@@ -258,6 +262,47 @@ def test_a_window_of_which_the_host_says_nothing_is_refused(tmp_path, fields, re
         return
     with pytest.raises(ConfigError, match="one of 64 tokens"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
+
+
+def namespace_of(model_dir: Any, **changes: Any) -> bytes:
+    """The namespace of a connector whose host runs the model of `model_dir` with `changes`."""
+    config = make_config(model_dir, store="memory://x")
+    written = json.loads((model_dir / "config.json").read_text())
+    quantization = changes.pop("quantization", None)
+    config.model_config.hf_config = HFConfig(written | changes)
+    config.model_config.quantization = quantization
+    connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
+    connector.shutdown()
+    return connector._parts.schema.namespace
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"quantization": "fp8"},
+    ],
+    ids=["rope_theta", "rope_scaling", "quantised while loading"],
+)
+def test_what_the_operator_changes_is_another_model(model_dir, changes):
+    plain = namespace_of(model_dir)
+    assert namespace_of(model_dir) == plain
+    assert namespace_of(model_dir, **changes) != plain
+
+
+def test_this_connector_and_the_plug_in_for_vllm_know_a_model_alike(model_dir, monkeypatch):
+    reader = SimpleNamespace(get_config=load_config)
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", reader)
+    config = vllm_config(model_dir, model_config__quantization="fp8")
+    values = config.model_config.hf_config.to_dict()
+    config.model_config.hf_config = HFConfig(values | {"rope_scaling": {"factor": 2.0}})
+    config.kv_transfer_config = make_config(model_dir, store="memory://x").kv_transfer_config
+    connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
+    connector.shutdown()
+    identity = connector._parts.spec.identity
+    assert identity == model_identity(config, None, load_config)
+    assert identity.config["overrides"] == {"rope_scaling": {"factor": 2.0}}
 
 
 def test_pipeline_parallelism_is_refused(model_dir):

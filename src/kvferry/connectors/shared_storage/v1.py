@@ -17,11 +17,12 @@ import torch
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity, effective_config, weights_digest
+from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters, Observer
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 from kvferry.v1.facade import RolesAsV1
+from kvferry.v1.running_model import model_identity
 from kvferry.v1.types import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -110,8 +111,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
     ) -> None:
         observer = observer or Counters()
         layout, options = _read_options(vllm_config)
-        spec = _describe(vllm_config, layout)
-        _refuse_windows(kv_cache_config, spec.identity.config)
+        spec = _describe(vllm_config, layout, options.get("weights_version"))
+        _refuse_windows(kv_cache_config, _as_it_runs(spec.identity))
         is_worker = role is KVConnectorRole.WORKER
         self._parts = Parts(spec, options, observer, schedules=not is_worker)
         self._scheduler_role = None if is_worker else self._parts.scheduler()
@@ -174,14 +175,17 @@ def _refuse_windows(
         )
 
 
-def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
+def _describe(vllm_config: V1Config, layout: str, weights_version: object) -> EngineSpec:
     """The engine of a host's configuration, with one full-attention group."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size != 1:
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served; set it to 1"
         )
-    config = effective_config(Path(model.model))
+    identity = model_identity(
+        vllm_config, None if weights_version is None else str(weights_version)
+    )
+    config = _as_it_runs(identity)
     dtype = vllm_config.cache_config.cache_dtype
     world, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
     group = KVGroup(
@@ -192,13 +196,17 @@ def _describe(vllm_config: V1Config, layout: str) -> EngineSpec:
         block_size=vllm_config.cache_config.block_size,
     )
     return EngineSpec(
-        identity=ModelIdentity(
-            weights=weights_digest(Path(model.model)), config=config, name=str(model.model)
-        ),
+        identity=identity,
         groups=(group,),
         shard=tensor_parallel_shard((group,), rank, world),
         kv_layout=layout,
     )
+
+
+def _as_it_runs(identity: ModelIdentity) -> dict[str, Any]:
+    """The model's configuration, with the fields that the host overrides."""
+    overrides = identity.config.get("overrides")
+    return {**identity.config, **(overrides if isinstance(overrides, Mapping) else {})}
 
 
 def _geometry(config: Mapping[str, Any], name: str) -> int:

@@ -12,12 +12,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.adapters.vllm.identity import LoraIdentities, local_model, model_identity
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace, effective_config, weights_digest
 from kvferry.types import KVGroup
-
-from .fakes import HFConfig, load_config, make_code, make_config, registry_of, write_model
+from kvferry.v1.running_model import local_model, model_identity
+from tests.adapters.vllm.fakes import (
+    HFConfig,
+    load_config,
+    make_code,
+    make_config,
+    registry_of,
+    write_model,
+)
 
 GROUP = KVGroup(num_layers=2, num_kv_heads=2, content_size=8, dtype="float32", block_size=4)
 
@@ -156,7 +162,8 @@ def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monk
         load_config__download_dir=str(cache),
     )
     assert local_model(config) is not None
-    monkeypatch.setattr("kvferry.adapters.vllm.identity.uses_modelscope", lambda: True)
+    variables = SimpleNamespace(VLLM_USE_MODELSCOPE=True)
+    monkeypatch.setitem(sys.modules, "vllm.envs", variables)
     assert local_model(config) is None
 
 
@@ -338,79 +345,6 @@ def test_a_config_that_cannot_be_read_again_counts_as_a_whole(model):
     assert identity.config["overrides"]["num_hidden_layers"] == 2
 
 
-class Lora:
-    def __init__(self, path, number=1, *, load_inplace=False):
-        self.lora_int_id = number
-        self.lora_path = str(path)
-        self.load_inplace = load_inplace
-
-
-def write_adapter(path, fill):
-    write_model(path, fill=fill)
-    (path / "adapter_config.json").write_text('{"r": 8}')
-    return path
-
-
-def settled(identities, request):
-    """Ask until there is an answer, as later requests would."""
-    deadline = time.monotonic() + 20
-    while (found := identities(request)) is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return found
-
-
-def test_adapters_are_distinguished_by_content(tmp_path):
-    first, second = (write_adapter(tmp_path / str(fill), fill) for fill in (1.0, 2.0))
-    copied = tmp_path / "copy"
-    shutil.copytree(first, copied)
-    identities = LoraIdentities()
-    digests = [settled(identities, Lora(p, n)) for n, p in enumerate((first, second, copied))]
-    identities.close()
-    assert None not in digests
-    assert digests[0] == digests[2] != digests[1]
-
-
-def test_the_first_request_under_an_adapter_waits_for_nothing(tmp_path):
-    identities = LoraIdentities()
-    assert identities(Lora(write_adapter(tmp_path / "a", 1.0))) is None
-    identities.close()
-
-
-@pytest.mark.parametrize("lora", [Lora("", 1), Lora("/a", 2, load_inplace=True)])
-def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
-    identities = LoraIdentities()
-    assert identities(lora) is None
-    assert identities._jobs == {}
-    identities.close()
-
-
-def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
-    path = write_adapter(tmp_path / "a", 1.0)
-    identities = LoraIdentities(recheck_seconds=0.05)
-    assert settled(identities, Lora(path)) is not None
-    time.sleep(0.06)
-    write_adapter(path, 2.0)
-    deadline = time.monotonic() + 20
-    while "cannot be relied on" not in caplog.text and time.monotonic() < deadline:
-        # Not even the first request behind the change: its files are looked at again first.
-        assert identities(Lora(path)) is None
-        time.sleep(0.001)
-    assert "cannot be relied on" in caplog.text
-    for _ in range(50):
-        assert identities(Lora(path)) is None
-    identities.close()
-
-
-def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(tmp_path):
-    path = write_adapter(tmp_path / "a", 1.0)
-    identities = LoraIdentities(recheck_seconds=0.01)
-    first = settled(identities, Lora(path))
-    time.sleep(0.02)
-    assert identities(Lora(path)) is None
-    assert settled(identities, Lora(path)) == first
-    identities.close()
-
-
 def test_weights_that_changed_after_the_process_started_are_refused(tmp_path):
     """The host had loaded its weights before it asked who they are."""
     script = """
@@ -418,15 +352,15 @@ import sys, time
 from pathlib import Path
 from kvferry.errors import ConfigError
 from tests.adapters.vllm.fakes import load_config, make_config, write_model
-from kvferry.adapters.vllm import identity
-from kvferry.adapters.vllm.identity import model_identity
+from kvferry.v1 import running_model
+from kvferry.v1.running_model import model_identity
 
 path = Path(sys.argv[1])
 model_identity(make_config(path), None, load_config)
 time.sleep(0.05)
 write_model(path, fill=2.0)
 model_identity(make_config(path), None, load_config)  # inside a caller's process
-identity.is_engine_process = lambda: True
+running_model.is_engine_process = lambda: True
 model_identity(make_config(path), "v2", load_config)
 try:
     model_identity(make_config(path), None, load_config)

@@ -1,9 +1,11 @@
-"""Identities by content of everything that decides a vLLM's KV: weights, effective configuration,
-LoRA adapters and multimodal items.
+"""The identity, by content, of the model that a V1 host runs: weights and effective configuration.
 
-The configuration is the model directory's `config.json` and this vLLM's deviations from it:
+The configuration is the model directory's `config.json` and this host's deviations from it:
 overrides by the operator, dtypes, a quantisation done while loading. Engines without deviations
 agree on a model's identity, whatever library version read it.
+
+Every connector of a V1 host takes its identity from here. A host that lacks an attribute which a
+vLLM has (the running `hf_config`, a registry of model classes) deviates in nothing there.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvferry.adapters.vllm.host import numeric_variables, uses_modelscope
 from kvferry.errors import ConfigError
 from kvferry.keys import (
     ModelIdentity,
@@ -31,7 +32,6 @@ from kvferry.keys import (
     relevant_config,
     weights_digest,
 )
-from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +54,35 @@ _LORA_SETTINGS = (
 """Fields of vLLM's LoRA configuration that decide which part of an adapter is used, and how it is
 read."""
 
-RECHECK_SECONDS = 5.0
-"""How often an adapter's files are hashed again while requests use it."""
+_NUMERIC_VARIABLES = (
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+)
+"""Environment variables of vLLM that quantise weights, activations or messages between ranks, or
+choose the experts of a token: they change KV by more than rounding."""
+
+ConfigReader = Callable[..., Any]
+"""vLLM's `get_config`: the configuration of a model as it is written."""
 
 
 def model_identity(
     vllm_config: Any,  # noqa: ANN401 - the host's, as all here
     weights_version: str | None,
-    load_config: Callable[..., Any],
+    load_config: ConfigReader | None = None,
 ) -> ModelIdentity:
     """The identity of the model that `vllm_config` describes.
 
     Args:
         weights_version: from the operator; stands for the weights where they cannot be hashed.
-        load_config: vLLM's `get_config`.
+        load_config: None for that of the host in this process, if it has one. Without any, there is
+            nothing to compare the running configuration with, so all of it is identity.
 
     Raises:
         ConfigError: KV that cannot be identified, or weights that cannot be read and have no
@@ -98,12 +113,12 @@ def model_identity(
     if source is not None and (source / "config.json").is_file():
         config, is_written = effective_config(source), True
     else:  # another format: as vLLM reads it
-        config, is_written = _plain(model.hf_config.to_dict()), False
+        config, is_written = _plain(_running_config(model) or {}), False
     code = _custom_code(vllm_config, source, config.get("auto_map"), weights_version)
     if code is not None:
         config["code"] = code
     config.pop("torch_dtype", None)
-    config.update(_deviations(vllm_config, is_written, load_config))
+    config.update(_deviations(vllm_config, is_written, load_config or _config_reader()))
     return ModelIdentity(
         weights=weights,
         config=config,
@@ -191,7 +206,7 @@ def _custom_code(
         ConfigError: code that is not in the directory and has no version.
     """
     model = vllm_config.model_config
-    running_map = getattr(model.hf_config, "auto_map", None)
+    running_map = getattr(getattr(model, "hf_config", None), "auto_map", None)
     named = sorted({*_classes(stored_map), *_classes(running_map)})
     if not named or not getattr(model, "trust_remote_code", False):
         return None
@@ -251,7 +266,7 @@ def _code_directory(
 def _deviations(
     vllm_config: Any,  # noqa: ANN401 - the host's
     is_written: bool,
-    load_config: Callable[..., Any],
+    load_config: ConfigReader | None,
 ) -> dict[str, Any]:
     """The part of the configuration that decides KV bytes and is not in the model's files."""
     model = vllm_config.model_config
@@ -268,10 +283,11 @@ def _deviations(
         found["load_format"] = f"{load_format} {options!r}" if options else load_format
     # The options may also quantise layers that a quantised checkpoint left as they were.
     quantization = getattr(model, "quantization_config", None)
-    is_written_so = hasattr(model.hf_config, "quantization_config")
-    if quantization or (model.quantization is not None and not is_written_so):
+    method = getattr(model, "quantization", None)
+    is_written_so = hasattr(getattr(model, "hf_config", None), "quantization_config")
+    if quantization or (method is not None and not is_written_so):
         found["online_quantization"] = {
-            "method": str(model.quantization),
+            "method": str(method),
             "options": repr(quantization),
         }
     found.update(_options(vllm_config))
@@ -292,7 +308,7 @@ def _deviations(
         # cache: its records are for vLLM alone, on devices of one kind.
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
         found["latents_of"] = f"vllm on {device}"
-    if _depends_on_length(model.hf_config.to_dict()):
+    if _depends_on_length(_running_config(model)):
         found["max_model_len"] = int(model.max_model_len)
     return found
 
@@ -316,8 +332,11 @@ def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
     """The model's class and those it inherits from, where they are not vLLM's own for the
     architecture: of plug-ins, with the digests of their files, or of Transformers. A class of the
     latter may order a key's elements otherwise (the rotated part, in DeepSeek's models)."""
-    if model.using_transformers_backend():
+    by_transformers = getattr(model, "using_transformers_backend", None)
+    if by_transformers is not None and by_transformers():
         return ["transformers"]
+    if not hasattr(model, "registry"):
+        return []
     names = getattr(model.hf_config, "architectures", None) or []
     found, _ = model.registry.resolve_model_cls(names, model)
     if found.__module__.startswith("vllm."):
@@ -339,11 +358,16 @@ def _file_digest(code: type) -> str:
 def _changed_fields(
     model: Any,  # noqa: ANN401 - the host's
     is_written: bool,
-    load_config: Callable[..., Any],
+    load_config: ConfigReader | None,
 ) -> dict[str, Any]:
     """Fields in which the running config differs from the one that vLLM loads, which is
     `config.json` if there is one, whatever other config the operator names."""
-    runs = _plain(model.hf_config.to_dict())
+    running = _running_config(model)
+    if running is None:
+        return {}
+    runs = _plain(running)
+    if load_config is None:
+        return runs
     try:
         config = load_config(
             model.model,
@@ -364,6 +388,38 @@ def _changed_fields(
     }
 
 
+def _running_config(model: Any) -> Mapping[str, Any] | None:  # noqa: ANN401 - the host's
+    """The model's configuration as it runs; None on a host that does not show it."""
+    config = getattr(model, "hf_config", None)
+    return None if config is None else config.to_dict()
+
+
+def _config_reader() -> ConfigReader | None:
+    """That of the vLLM which runs in this process; None in other hosts."""
+    return getattr(sys.modules.get("vllm.transformers_utils.config"), "get_config", None)
+
+
+def uses_modelscope() -> bool:
+    """Whether this vLLM takes models by name from ModelScope, not from Hugging Face."""
+    return bool(getattr(_variables(), "VLLM_USE_MODELSCOPE", False))
+
+
+def numeric_variables() -> dict[str, str]:
+    """The variables of `_NUMERIC_VARIABLES` that are set, with their values as vLLM reads them: the
+    text may name a file."""
+    envs = _variables()
+    return {
+        name: repr(getattr(envs, name, os.environ[name]))
+        for name in _NUMERIC_VARIABLES
+        if name in os.environ
+    }
+
+
+def _variables() -> object:
+    """VLLM's module of environment variables, which every vLLM has imported by now; or None."""
+    return sys.modules.get("vllm.envs")
+
+
 def _depends_on_length(config: object) -> bool:
     """Whether a rotary embedding anywhere in `config` depends on the longest context."""
     if not isinstance(config, Mapping):
@@ -377,108 +433,3 @@ def _depends_on_length(config: object) -> bool:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` without irrelevant fields, as plain JSON values."""
     return dict(relevant_config(json.loads(json.dumps(config, default=str))))
-
-
-class LoraIdentities:
-    """Digests of LoRA adapters by content. A thread hashes them: the scheduler's does no I/O.
-
-    Requests with an adapter are not cached until the adapter is hashed, nor after its files changed
-    under a running engine. Runs in: scheduler, except for the jobs.
-    """
-
-    def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
-        self._recheck_seconds = recheck_seconds
-        self._pool: IOPool | None = None
-        self._jobs: dict[tuple[int, str], Job[str]] = {}
-        self._digests: dict[tuple[int, str], str | None] = {}
-        self._next_check: dict[tuple[int, str], float] = {}
-
-    def __call__(self, lora_request: Any) -> str | None:  # noqa: ANN401 - the host's
-        """The adapter's identity; None while or if it has none."""
-        path = getattr(lora_request, "lora_path", None) or getattr(
-            lora_request, "lora_local_path", None
-        )
-        if not path or getattr(lora_request, "load_inplace", False):
-            return None
-        name = (int(lora_request.lora_int_id), str(path))
-        self._collect(name)
-        if name not in self._jobs and time.monotonic() >= self._next_check.get(name, 0.0):
-            self._pool = self._pool or IOPool(1, "kvferry-lora")
-            self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
-        # While its files are looked at again, they may be others.
-        return None if name in self._jobs else self._digests.get(name)
-
-    def _collect(self, name: tuple[int, str]) -> None:
-        job = self._jobs.get(name)
-        if job is None or not job.poll():
-            return
-        del self._jobs[name]
-        self._next_check[name] = time.monotonic() + self._recheck_seconds
-        digest = job.result
-        known = self._digests.setdefault(name, digest)
-        if digest is None or digest != known:
-            logger.warning("LoRA adapter %s is not cached: its files cannot be relied on", name[1])
-            self._digests[name] = None
-            self._next_check[name] = math.inf
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close(1.0)
-
-
-def _adapter_digest(path: Path) -> str:
-    """Runs in: I/O thread."""
-    config = blake3((path / "adapter_config.json").read_bytes()).hexdigest()
-    return f"{weights_digest(path).hex()}-{config}"
-
-
-# --- multimodal items -----------------------------------------------------------------------------
-
-_SETTINGS = (
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "video_pruning_rate",
-    "video_pruning_method",
-    "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
-)
-"""Fields of vLLM's multimodal configuration that decide what the model sees of an item."""
-
-_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Of the model, on how items are prepared."""
-
-
-class ItemIdentities:
-    """Identities of the multimodal items of one engine: vLLM's hash of an item's content, and a
-    digest of the way in which this engine reads items. vLLM's hash covers the item and the
-    request's options, but not the operator's. Runs in: scheduler.
-
-    """
-
-    def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's
-        config = getattr(vllm_config.model_config, "multimodal_config", None)
-        caches = getattr(vllm_config.cache_config, "enable_prefix_caching", True)
-        # With both of its own caches off, vLLM numbers items instead of hashing them, and another
-        # process gives the same numbers to other items.
-        self._hashed = bool(caches) or getattr(config, "mm_processor_cache_gb", 1) != 0
-        self._reading = None if config is None else _reading(config, source)
-
-    def __call__(self, identifier: str) -> str | None:
-        """The identity of an item by vLLM's name for it; None if the name is not of its content."""
-        if not self._hashed:
-            return None
-        return identifier if self._reading is None else f"{self._reading}:{identifier}"
-
-
-def _reading(config: Any, source: Path | None) -> str | None:  # noqa: ANN401 - the host's
-    """Digest of the settings and files that decide how items are read; None without any."""
-    found: dict[str, str] = {}
-    for name in _SETTINGS:
-        value = getattr(config, name, None)
-        if value:
-            found[name] = json.dumps(value, sort_keys=True, default=repr)
-    paths = [] if source is None else [source / name for name in _FILES]
-    for path in paths:
-        if path.is_file():
-            found[path.name] = blake3(path.read_bytes()).hexdigest()
-    return blake3(json.dumps(found, sort_keys=True).encode()).hexdigest(16) if found else None
