@@ -23,8 +23,8 @@ from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.paged_attention import AttentionCall, Scores
 from kvferry.errors import ConfigError
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.testing.models import make_tiny_model
-from kvferry.topology import tensor_parallel_shard
 
 
 def write_config(path, model_type: str, **values):

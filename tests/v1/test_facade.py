@@ -24,9 +24,9 @@ from kvferry.v1.types import (
     SupportsHMA,
     supports_hma,
 )  # fmt: skip
-from tests.runner.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
-from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
-from tests.runner.tiny_host import TinyHost, true_output
+from tests.contract.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
+from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+from tests.contract.tiny_host import TinyHost, true_output
 from tests.v1.test_driven import make_config
 
 PROMPT = list(range(100, 122))

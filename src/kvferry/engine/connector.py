@@ -17,8 +17,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, is_library_class
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, weights_digest
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
 

@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import pytest
 
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.reports import REMEMBERED_REQUESTS
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
-from kvferry.runner.lifecycle import StepLifecycle
-from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 
 NORMAL_STEP = ["begin_step", "start_load", "save", "collect", "end_step"]
 

@@ -9,15 +9,15 @@ import pytest
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
-from kvferry.runner.mixin import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorModelRunnerMixin
 from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.mixin import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorModelRunnerMixin
 from kvferry.v1.types import (
     CounterStats,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
 )  # fmt: skip
-from tests.runner.recording import LoadPlan, RecordingWorker
+from tests.contract.recording import LoadPlan, RecordingWorker
 from tests.v1.test_driven import make_config
 
 STEP = ["bind", "start_load_kv", "wait_for_save", "get_finished", "clear"]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from kvferry.contract.guard import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import Plan
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
-from kvferry.runner import kv_allocation
-from kvferry.runner.lifecycle import StepLifecycle
+from kvferry.v1 import kv_allocation
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1WorkerRole
 from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import kvferry.layout
 from kvferry.errors import ConfigError, LayoutError
-from kvferry.layout import get_current_attn_backend, get_kv_connector_cache_layout
-from kvferry.layout.host import CACHE_LAYOUTS
+from kvferry.v1 import get_current_attn_backend, get_kv_connector_cache_layout
+from kvferry.v1.utilities import CACHE_LAYOUTS
 
 
 class WantsHND:
@@ -79,10 +78,3 @@ def test_the_backend_is_that_of_the_first_attention_layer():
 def test_a_model_without_attention_is_refused():
     with pytest.raises(LayoutError, match="none of the 1 layers"):
         get_current_attn_backend(make_model(moe=object()))
-
-
-def test_every_exported_name_is_there():
-    for name in kvferry.layout.__all__:
-        assert callable(getattr(kvferry.layout, name))
-    with pytest.raises(AttributeError, match="no attribute 'copy_blocks'"):
-        kvferry.layout.copy_blocks  # noqa: B018  # the access is the test

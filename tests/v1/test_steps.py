@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry import contract
 from kvferry.errors import ContractError
-from kvferry.layout import yield_req_data
+from kvferry.v1 import yield_req_data
 
 
 def make_step(*, new=(), req_ids=(), blocks=(), **resumed):
@@ -48,7 +47,3 @@ def test_an_empty_step():
 def test_lists_that_are_not_parallel_are_refused(step):
     with pytest.raises(ContractError, match="must be parallel"):
         list(yield_req_data(step))
-
-
-def test_connectors_find_it_beside_the_contract_too():
-    assert contract.yield_req_data is yield_req_data

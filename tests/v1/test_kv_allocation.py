@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.runner.kv_allocation import allocate_uniform_kv_caches, use_uniform_kv_cache
-from kvferry.runner.mixin import KVConnectorModelRunnerMixin
+from kvferry.v1.kv_allocation import allocate_uniform_kv_caches, use_uniform_kv_cache
+from kvferry.v1.mixin import KVConnectorModelRunnerMixin
 
 
 class Prefers:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
-from kvferry.layout import copy_kv_blocks
+from kvferry.v1 import copy_kv_blocks
 
 SHAPES = {
     "2BNHD": (2, "B", 3, 2, 5),

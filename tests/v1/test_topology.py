@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import TopologyError
-from kvferry.topology import KVPlacement, TpKVTopology
+from kvferry.v1 import TpKVTopology
 
 
 class KVFirst:
@@ -49,24 +49,24 @@ def make_topology(
 
 
 # local TP, remote TP, heads, MLA, ratio, target ranks of each local rank, whether the remote (then
-# the local) engine replicates in the 0.14 sense, and the same in the later sense.
+# the local) engine replicates in the 0.14 sense.
 ROWS = [
-    (4, 2, 8, False, 2, [[0], [0], [1], [1]], (False, False), (False, False)),
-    (2, 4, 8, False, -2, [[0, 1], [2, 3]], (False, False), (False, False)),
-    (4, 4, 8, False, 1, [[0], [1], [2], [3]], (False, False), (False, False)),
-    (8, 1, 8, False, 8, [[0]] * 8, (False, True), (False, False)),
-    (8, 2, 4, False, 4, [[0]] * 4 + [[1]] * 4, (False, True), (False, True)),
-    (2, 8, 4, False, -4, [[0, 1, 2, 3], [4, 5, 6, 7]], (True, False), (True, False)),
-    (1, 4, 4, False, -4, [[0, 1, 2, 3]], (True, False), (False, False)),
-    (4, 8, 8, False, -2, [[0, 1], [2, 3], [4, 5], [6, 7]], (True, False), (False, False)),
-    (4, 4, 1, True, 1, [[0], [1], [2], [3]], (True, True), (True, True)),
+    (4, 2, 8, False, 2, [[0], [0], [1], [1]], (False, False)),
+    (2, 4, 8, False, -2, [[0, 1], [2, 3]], (False, False)),
+    (4, 4, 8, False, 1, [[0], [1], [2], [3]], (False, False)),
+    (8, 1, 8, False, 8, [[0]] * 8, (False, True)),
+    (8, 2, 4, False, 4, [[0]] * 4 + [[1]] * 4, (False, True)),
+    (2, 8, 4, False, -4, [[0, 1, 2, 3], [4, 5, 6, 7]], (True, False)),
+    (1, 4, 4, False, -4, [[0, 1, 2, 3]], (True, False)),
+    (4, 8, 8, False, -2, [[0, 1], [2, 3], [4, 5], [6, 7]], (True, False)),
+    (4, 4, 1, True, 1, [[0], [1], [2], [3]], (True, True)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("local", "remote", "heads", "is_mla", "ratio", "targets", "old", "new"), ROWS
+    ("local", "remote", "heads", "is_mla", "ratio", "targets", "replicated"), ROWS
 )
-def test_worked_rows(local, remote, heads, is_mla, ratio, targets, old, new):
+def test_worked_rows(local, remote, heads, is_mla, ratio, targets, replicated):
     for rank, expected in enumerate(targets):
         topology = make_topology(
             rank=rank, local=local, remote=remote, heads=heads, is_mla=is_mla,
@@ -76,11 +76,8 @@ def test_worked_rows(local, remote, heads, is_mla, ratio, targets, old, new):
         assert topology.tp_ratio_from_engine_id("remote") == ratio
         assert topology.get_target_remote_ranks(remote) == expected
         assert topology.get_target_remote_ranks_from_engine_id("remote") == expected
-    replicated = topology.is_kv_replicated("remote"), topology.is_kv_replicated("local")
-    assert replicated == old
-    assert topology.replicates_kv_cache("remote") is (is_mla or old[0])
-    placements = [KVPlacement(num_kv_heads=heads, layers=(1,), tp_size=n) for n in (remote, local)]
-    assert tuple(placement.replicates_heads for placement in placements) == new
+    assert tuple(map(topology.is_kv_replicated, ("remote", "local"))) == replicated
+    assert topology.replicates_kv_cache("remote") is (is_mla or replicated[0])
 
 
 def test_mla_is_replicated_even_on_one_rank():

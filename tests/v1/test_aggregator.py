@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.aggregation import KVOutputAggregator, WorkerOutputFold
+from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
+from kvferry.v1 import KVOutputAggregator
 from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connectors.shared_storage import (
+from kvferry.errors import ConfigError
+from kvferry.testing.models import make_tiny_model
+from kvferry.v1 import (
     ReqMeta,
     SharedStorageConnector,
     SharedStorageConnectorMetadata,
     align_to_block_size,
 )
-from kvferry.errors import ConfigError
-from kvferry.testing.models import make_tiny_model
 from kvferry.v1.running_model import model_identity
 from kvferry.v1.types import KVConnectorRole
 from tests.adapters.vllm.fakes import HFConfig, load_config

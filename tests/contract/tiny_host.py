@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import LookupResult, WorkerOutput
-from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.types import NO_EXTRA_KEYS
 
 PRIME = 2**31 - 1

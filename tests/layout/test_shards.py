@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import TopologyError
-from kvferry.topology import tensor_parallel_shard
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 

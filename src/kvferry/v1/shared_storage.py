@@ -1,4 +1,4 @@
-"""The shared-storage connector in vLLM's one-class shape, under its known names.
+"""Our shared-storage connector in vLLM's one-class shape, under the names of vLLM's.
 
 `SharedStorageConnector` is what hosts of that shape construct. `ReqMeta`, `make_meta`,
 `SharedStorageConnectorMetadata` and `align_to_block_size` are kept for code that was written
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.registry import open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters, Observer
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.running_model import model_identity
@@ -114,7 +114,7 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         spec = _describe(vllm_config, layout, options.get("weights_version"))
         _refuse_windows(kv_cache_config, _as_it_runs(spec.identity))
         is_worker = role is KVConnectorRole.WORKER
-        self._parts = Parts(spec, options, observer, schedules=not is_worker)
+        self._parts = open_parts("shared_storage", spec, options, observer, schedules=not is_worker)
         self._scheduler_role = None if is_worker else self._parts.scheduler()
         super().__init__(
             vllm_config,

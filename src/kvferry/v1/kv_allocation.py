@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.topology import AttentionBackend
+from kvferry.v1.utilities import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
