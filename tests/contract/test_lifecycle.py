@@ -107,6 +107,26 @@ def test_ending_a_step_that_was_not_begun_is_refused():
         Run().lifecycle.finish(ids())
 
 
+def test_a_host_may_start_loads_after_the_forward_and_ask_before_it_ends_the_step():
+    run = Run(WorkerOutput(stats={"n": 1}))
+    run.lifecycle.begin(Plan())
+    run.worker.calls.append("forward")
+    run.lifecycle.start_load()
+    assert run.lifecycle.collect(ids()).stats == {"n": 1}
+    assert run.lifecycle.output.stats == {"n": 1}
+    run.lifecycle.end()
+    assert run.worker.calls == ["begin_step", "forward", "start_load", "collect", "end_step"]
+    assert run.step() is EMPTY_OUTPUT
+
+
+@pytest.mark.parametrize("part", ["start_load", "save", "end"])
+def test_a_part_of_a_step_outside_of_one_is_refused(part):
+    run = Run()
+    with pytest.raises(ContractError, match="not begun"):
+        getattr(run.lifecycle, part)()
+    assert run.worker.calls == []
+
+
 def test_layer_hooks_are_offered_by_a_worker_that_has_them_only():
     worker = RecordingLayerwiseWorker()
     assert StepLifecycle(worker).layerwise is worker

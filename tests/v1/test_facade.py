@@ -491,7 +491,7 @@ def test_empty_reports_are_the_shared_one():
     facade, _ = worker_facade(WorkerOutput())
     bind(facade)
     facade.get_finished(set())
-    assert facade._worker.output is EMPTY_OUTPUT
+    assert facade._worker.lifecycle.output is EMPTY_OUTPUT
 
 
 def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():

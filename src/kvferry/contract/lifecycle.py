@@ -78,10 +78,15 @@ class StepLifecycle:
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
     def open(self, plan: Plan) -> None:
-        """Before the forward: begin, start loads.
+        """Before the forward: `begin` and `start_load`; errors as for these."""
+        self.begin(plan)
+        self.start_load()
+
+    def begin(self, plan: Plan) -> None:
+        """Begin a step. If the worker fails, there is no step.
 
         Raises:
-            ContractError: the last step was not finished.
+            ContractError: the last step was not ended.
         """
         if self._plan is not None:
             raise ContractError(
@@ -91,16 +96,22 @@ class StepLifecycle:
         worker = self._worker
         self._plan = plan
         self.output = EMPTY_OUTPUT
-        try:
+        with self._ended_by_an_error():
             worker.begin_step(plan)
             recving = worker.planned_recving(plan)
             if recving or recving is None:
                 self._rules.begin(recving)
-            worker.start_load()
-        except BaseException:
-            self._plan = None
-            worker.end_step()
-            raise
+
+    def start_load(self) -> None:
+        """Start the plan's loads: at once, or when the host gets to it. If the worker fails, the
+        step is ended.
+
+        Raises:
+            ContractError: no step is open.
+        """
+        self._require_step("loads start")
+        with self._ended_by_an_error():
+            self._worker.start_load()
 
     def save(self) -> None:
         """After the forward; left out if that failed.
@@ -108,26 +119,56 @@ class StepLifecycle:
         Raises:
             ContractError: no step is open.
         """
-        if self._plan is None:
-            raise ContractError("a save outside of a step: call open() first")
+        self._require_step("a save")
         self._worker.save()
 
     def finish(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """Collect the report, which is also kept as `output`, and end the step even if that fails.
+        """`collect`, and `end` even if that fails; errors as for these."""
+        try:
+            return self.collect(finished_request_ids)
+        finally:
+            if self._plan is not None:
+                self.end()
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """The report of the step, which is also kept as `output`.
 
         Raises:
             ContractError: no step is open; or, when strict, a rule was broken.
         """
-        plan = self._plan
-        if plan is None:
-            raise ContractError("a step ends that was not begun: call open() first")
-        worker = self._worker
-        try:
-            report = worker.collect(finished_request_ids)
-        finally:
-            self._plan = None
-            worker.end_step()
+        plan = self._require_step("a report")
         self.output = self._rules.admit(
-            report, finished_request_ids, lambda: worker.planned_blocks(plan)
+            self._worker.collect(finished_request_ids),
+            finished_request_ids,
+            lambda: self._worker.planned_blocks(plan),
         )
         return self.output
+
+    def end(self) -> None:
+        """End the step, also one without a report.
+
+        Raises:
+            ContractError: no step is open.
+        """
+        self._require_step("an end")
+        self._plan = None
+        self._worker.end_step()
+
+    @property
+    def holds_reports(self) -> bool:
+        """Whether a later step passes on what the worker reported too early: the host must not
+        leave steps out."""
+        return self._rules.holds_reports
+
+    def _require_step(self, what: str) -> Plan:
+        if self._plan is None:
+            raise ContractError(f"{what} outside of a step, which was not begun: call open() first")
+        return self._plan
+
+    @contextmanager
+    def _ended_by_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise

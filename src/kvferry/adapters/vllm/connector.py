@@ -174,7 +174,7 @@ class FerryConnector(OneRole):
         # Without a field for messages they travel on the stats. Such a host asks the scheduler's
         # half for stats only if a worker has some, so a worker returns stats in every step.
         stats = self.stats_class(data=counted)
-        meta = self._step.output.meta
+        meta = self._step.lifecycle.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
         return stats
 
