@@ -21,6 +21,7 @@ ROOT = Path(kvferry.__file__).parent
 LAYERS = [
     {"errors", "types", "observe", "config", "filesystem", "moved"},
     {"keys", "layout", "record"},
+    {"identity"},
     {"contract", "store", "transfer"},
     {"blocks"},
     {"connectors"},
@@ -81,6 +82,7 @@ ONLY_FROM = {
         # An engine says which model it runs.
         "contract/spec.py",
         "connectors",
+        "identity",
         "v1",
         "engine",
         "adapters",
@@ -88,6 +90,8 @@ ONLY_FROM = {
         "cli",
         "demo",
     ],
+    # Hosts and engines alone run models.
+    "identity": ["v1", "engine", "adapters"],
     "layout": [
         "blocks",
         "connectors",
@@ -425,7 +429,7 @@ def run_fresh(code: str) -> str:
     [
         "import kvferry",
         "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
-        "import kvferry.keys, kvferry.record.check, kvferry.store.recordio",
+        "import kvferry.keys, kvferry.identity, kvferry.record.check, kvferry.store.recordio",
         "import kvferry.contract.guard, kvferry.contract.lifecycle, kvferry.connectors.registry",
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",

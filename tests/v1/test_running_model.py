@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvferry.errors import ConfigError
-from kvferry.keys import Namespace, effective_config, weights_digest
+from kvferry.identity import weights_digest, written_config
+from kvferry.keys import Namespace
 from kvferry.types import KVGroup
 from kvferry.v1.running_model import local_model, model_identity
 from tests.adapters.vllm.fakes import (
@@ -39,7 +40,7 @@ def namespace(config, version=None):
 
 def test_a_model_run_as_it_is_written_is_what_its_files_say(model):
     identity = model_identity(make_config(model), None, load_config)
-    expected = effective_config(model)
+    expected = written_config(model)
     expected.pop("torch_dtype")
     assert identity.config == {**expected, "dtype": "float32"}
     assert identity.weights == weights_digest(model)

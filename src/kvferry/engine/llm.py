@@ -36,7 +36,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.tensor_parallel import device_of_rank
 from kvferry.errors import ConfigError, ContractError, RankError
-from kvferry.keys import weights_state
+from kvferry.identity import weights_state
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)

@@ -25,18 +25,16 @@ from typing import Any
 from blake3 import blake3
 
 from kvferry.errors import ConfigError
-from kvferry.keys import (
-    ModelIdentity,
-    effective_config,
+from kvferry.identity import (
+    identify,
+    length_dependent_rope,
     newest_change,
-    relevant_config,
     weights_digest,
+    written_config,
 )
+from kvferry.keys import ModelIdentity, relevant_config
 
 logger = logging.getLogger(__name__)
-
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
-"""Rotary embeddings whose angles depend on `max_model_len`."""
 
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the same tensors from a model directory."""
@@ -111,17 +109,17 @@ def model_identity(
             'set "weights_version" to a name that changes whenever they do'
         )
     if source is not None and (source / "config.json").is_file():
-        config, is_written = effective_config(source), True
+        config, is_written = written_config(source), True
     else:  # another format: as vLLM reads it
         config, is_written = _plain(_running_config(model) or {}), False
     code = _custom_code(vllm_config, source, config.get("auto_map"), weights_version)
     if code is not None:
         config["code"] = code
-    config.pop("torch_dtype", None)
-    config.update(_deviations(vllm_config, is_written, load_config or _config_reader()))
-    return ModelIdentity(
-        weights=weights,
-        config=config,
+    return identify(
+        weights,
+        config,
+        dtype=_dtype(model),
+        deviations=_deviations(vllm_config, is_written, load_config or _config_reader()),
         weights_version=weights_version,
         name=str(model.model),
     )
@@ -270,7 +268,7 @@ def _deviations(
 ) -> dict[str, Any]:
     """The part of the configuration that decides KV bytes and is not in the model's files."""
     model = vllm_config.model_config
-    found: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    found: dict[str, Any] = {}
     changed = _changed_fields(model, is_written, load_config)
     if changed:
         found["overrides"] = changed
@@ -292,7 +290,7 @@ def _deviations(
         }
     found.update(_options(vllm_config))
     cache = vllm_config.cache_config
-    if cache.cache_dtype not in ("auto", found["dtype"]):
+    if cache.cache_dtype not in ("auto", _dtype(model)):
         found["kv_cache_dtype"] = str(cache.cache_dtype)
         skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
         if skipped:
@@ -308,9 +306,13 @@ def _deviations(
         # cache: its records are for vLLM alone, on devices of one kind.
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
         found["latents_of"] = f"vllm on {device}"
-    if _depends_on_length(_running_config(model)):
+    if length_dependent_rope(_running_config(model)):
         found["max_model_len"] = int(model.max_model_len)
     return found
+
+
+def _dtype(model: Any) -> str:  # noqa: ANN401 - the host's
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
@@ -418,16 +420,6 @@ def numeric_variables() -> dict[str, str]:
 def _variables() -> object:
     """VLLM's module of environment variables, which every vLLM has imported by now; or None."""
     return sys.modules.get("vllm.envs")
-
-
-def _depends_on_length(config: object) -> bool:
-    """Whether a rotary embedding anywhere in `config` depends on the longest context."""
-    if not isinstance(config, Mapping):
-        return False
-    kind = config.get("rope_type", config.get("type"))
-    if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
-        return True
-    return any(map(_depends_on_length, config.values()))
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvferry.keys import weights_digest
+from kvferry.identity import weights_digest
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)

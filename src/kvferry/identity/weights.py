@@ -1,4 +1,4 @@
-"""Identity of a model directory: the content of its weights, and its config.
+"""The identity of weights: a digest of their content.
 
 Two fine-tunes of one shape have files of equal names, sizes and headers, so only a hash of every
 byte distinguishes them. Each file is hashed once: the digest is kept with the file's device, inode,
@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -21,8 +21,7 @@ from blake3 import blake3
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.filesystem import shows_changes
-from kvferry.keys.encoding import JsonValue, canonical
-from kvferry.keys.namespace import relevant_config
+from kvferry.keys.encoding import canonical
 
 logger = logging.getLogger(__name__)
 
@@ -105,45 +104,6 @@ def newest_change(model_dir: Path) -> float:
     """When a weight file of `model_dir` last changed, by its file system; seconds since the epoch.
     ConfigError as for `weights_digest`."""
     return max(_stat(path).st_ctime for path in _weight_files(model_dir).values())
-
-
-def effective_config(model_dir: Path) -> dict[str, JsonValue]:
-    """`config.json` of `model_dir` without the fields that cannot change KV bytes.
-
-    A starting point for `ModelIdentity.config`: an engine that overrides values (dtype,
-    quantisation, rope, `max_model_len`) must put in what it runs with. The tokenizer is no part of
-    it: token ids are hashed, not text.
-
-    Raises:
-        ConfigError: there is no readable config, it is not a JSON object, or which config and
-            weights are loaded depends on the versions of the libraries that load them.
-    """
-    if (model_dir / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{model_dir} holds a PEFT adapter (adapter_config.json), which Transformers applies "
-            "where PEFT is installed and other engines do not; merge it and save the model to a "
-            "directory of its own, or keep the adapter in another directory than the model"
-        )
-    path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        if isinstance(config, dict):
-            _refuse_other_files(config, path)
-            return relevant_config(config)
-    except OSError as error:
-        raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the model config {path} is not JSON: {error}") from error
-    raise ConfigError(f"the model config {path} is a {type(config).__name__}, not an object")
-
-
-def _refuse_other_files(config: Mapping[str, JsonValue], path: Path) -> None:
-    names = config.get("configuration_files")
-    if isinstance(names, list | Mapping) and set(map(str, names)) - {path.name}:
-        raise ConfigError(
-            f"{path} names configuration_files, of which each version of Transformers reads "
-            f"another; copy the one to use over {path.name} and remove the field"
-        )
 
 
 def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from kvferry import filesystem
 from kvferry.errors import ConfigError
-from kvferry.keys import effective_config, weights, weights_digest, weights_state
-from kvferry.keys.weights import RACY_NS, _DigestCache
+from kvferry.identity import weights, weights_digest, weights_state
+from kvferry.identity.weights import RACY_NS, _DigestCache
 
 
 def later():
@@ -267,43 +267,6 @@ def test_what_is_no_model_directory_is_named(tmp_path, digest):
     (empty / "model.safetensors").symlink_to("nowhere")
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a file"):
         digest(empty)
-
-
-def test_config_loses_its_noise_and_keeps_unknown_fields(tmp_path):
-    fields = {"hidden_size": 8, "time_step_limit": [0.0, float("inf")], "brand_new": {"a": 1}}
-    noise = {"_name_or_path": "x", "transformers_version": "5.0", "use_cache": False}
-    (tmp_path / "config.json").write_text(json.dumps({**fields, **noise}))
-    assert effective_config(tmp_path) == fields
-
-
-@pytest.mark.parametrize("names", [["config.4.0.0.json"], {"config.4.0.0.json": 1}])
-def test_a_config_of_which_each_version_reads_another_file_is_refused(tmp_path, names):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"a": 1, "configuration_files": ["config.json"]}))
-    assert effective_config(tmp_path)["a"] == 1
-    path.write_text(json.dumps({"a": 1, "configuration_files": names}))
-    with pytest.raises(ConfigError, match=r"copy the one to use over config\.json"):
-        effective_config(tmp_path)
-
-
-def test_a_directory_with_an_adapter_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert effective_config(tmp_path) == {}
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"PEFT adapter \(adapter_config.json\).*merge it"):
-        effective_config(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "[" * 100_000, "null"])
-def test_a_config_that_is_no_object_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="model config"):
-        effective_config(tmp_path)
-
-
-def test_a_missing_config_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read the model config"):
-        effective_config(tmp_path)
 
 
 def write_index(model, *names):
