@@ -10,11 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.contract.faults import RepairedPlan
-from kvferry.contract.guard import (
-    ASK_AGAIN_SECONDS,
-    GuardedScheduler,
-    GuardedWorker,
-)
+from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import (
     ASK_AGAIN,

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.observe import Counters
 from kvferry.v1.base import KVConnectorBase_V1

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters

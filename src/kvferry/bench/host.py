@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from kvferry.connectors.registry import create_roles
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles

@@ -4,7 +4,7 @@
 
 A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
 the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error is
-raised. Faults of the worker are raised as well; a `GuardedWorker` (`kvferry.contract.guard`) keeps
+raised. Faults of the worker are raised as well; a `GuardedWorker` (`contract.guard_worker`) keeps
 them from the engine.
 """
 

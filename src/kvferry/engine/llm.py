@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig

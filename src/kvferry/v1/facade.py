@@ -8,8 +8,8 @@ A connector of ours for such hosts is a subclass that builds its role and passes
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
 For a host that requires its own base class, a connector inherits from `OneRole` and that class, and
-returns the host's own types. The role runs behind its guard (`kvferry.contract.guard`), driven by
-the one lifecycle (`kvferry.contract.lifecycle`).
+returns the host's own types. The role runs behind its guard (`kvferry.contract.guard_worker`),
+driven by the one lifecycle (`kvferry.contract.lifecycle`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole

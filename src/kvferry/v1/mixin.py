@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from kvferry.contract.guard import GuardedWorker
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import Plan
 from kvferry.contract.worker import WorkerRole
