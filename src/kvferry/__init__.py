@@ -20,14 +20,13 @@ from kvferry.errors import (
     TransferError,
     TransferTimeout,
 )
+from kvferry.moved import moved_names
 
 if TYPE_CHECKING:
-    from kvferry.connectors.shared_storage import SharedStorageConnector
     from kvferry.engine import LLM, SamplingParams
     from kvferry.keys import ChunkKeys
     from kvferry.store.base import Store
     from kvferry.store.url import open_store
-    from kvferry.v1.base import KVConnectorBase_V1
 
     __version__: str
 
@@ -36,13 +35,11 @@ __all__ = [
     "ChunkKeys",
     "ConfigError",
     "ContractError",
-    "KVConnectorBase_V1",
     "KVError",
     "KeyMismatchError",
     "LayoutError",
     "RankError",
     "SamplingParams",
-    "SharedStorageConnector",
     "Store",
     "StoreError",
     "TopologyError",
@@ -55,9 +52,7 @@ __all__ = [
 _MODULES = {
     "LLM": "kvferry.engine",
     "ChunkKeys": "kvferry.keys",
-    "KVConnectorBase_V1": "kvferry.v1.base",
     "SamplingParams": "kvferry.engine",
-    "SharedStorageConnector": "kvferry.connectors.shared_storage",
     "Store": "kvferry.store.base",
     "open_store": "kvferry.store.url",
 }
@@ -68,7 +63,7 @@ def __getattr__(name: str) -> object:
         # The installed version; reading it costs more than the rest of this module.
         return importlib.import_module("importlib.metadata").version("kvferry")
     if name not in _MODULES:
-        raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+        return moved_names("kvferry")(name)
     value: object = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value  # the next use finds it there
     return value

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.blocks.rows import RankRows
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import GroupShard, KVGroup, RankShard
 
 

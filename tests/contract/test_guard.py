@@ -10,11 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.contract.faults import RepairedPlan
-from kvferry.contract.guard import (
-    ASK_AGAIN_SECONDS,
-    GuardedScheduler,
-    GuardedWorker,
-)
+from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import (
     ASK_AGAIN,
     EMPTY_OUTPUT,
@@ -29,8 +27,7 @@ from kvferry.contract.promises import OVERDUE_SECONDS
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import SupportsLayerwise
 from kvferry.observe import Counters
-from kvferry.runner.lifecycle import StepLifecycle
-from tests.runner.dict_roles import (
+from tests.contract.dict_roles import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,
     DictScheduler,
@@ -39,8 +36,8 @@ from tests.runner.dict_roles import (
     FaultyScheduler,
     FaultyWorker,
 )  # fmt: skip
-from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
-from tests.runner.tiny_host import TinyHost, true_kv, true_output
+from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+from tests.contract.tiny_host import TinyHost, true_kv, true_output
 
 
 def request_of(num_tokens: int, request_id: str = "r"):

@@ -7,7 +7,7 @@ import pytest
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
-from kvferry.topology import tensor_parallel_shard
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
 
 

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from kvferry.identity.weights import NOT_WEIGHTS, WEIGHT_SUFFIXES, WEIGHTS_TAG
 from kvferry.keys import KEY_VERSION, ChunkKeys
 from kvferry.keys.chain import CHUNK_TAG
 from kvferry.keys.namespace import IRRELEVANT_FIELDS, NAMESPACE_TAG
-from kvferry.keys.weights import NOT_WEIGHTS, WEIGHT_SUFFIXES, WEIGHTS_TAG
 from kvferry.record import schema
 from kvferry.record.check import MissReason
 from kvferry.types import FORMAT_VERSION, ExtraKeys

@@ -23,8 +23,8 @@ from kvferry.engine.model import PagedModel, Probe, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.paged_attention import AttentionCall, Scores
 from kvferry.errors import ConfigError
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.testing.models import make_tiny_model
-from kvferry.topology import tensor_parallel_shard
 
 
 def write_config(path, model_type: str, **values):
@@ -131,7 +131,8 @@ def test_dtype_follows_the_config_unless_set(tmp_path):
     assert auto.geometry.torch_dtype is torch.bfloat16
     told = ModelConfig(tmp_path, EngineConfig(dtype="float32"))
     assert told.geometry.torch_dtype is torch.float32
-    assert auto.effective_config() != told.effective_config()
+    specs = [engine_spec(model, EngineConfig(block_size=8)) for model in (auto, told)]
+    assert specs[0].identity != specs[1].identity
 
 
 def test_the_spec_names_the_model(model_dir):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvferry.errors import LayoutError
 from kvferry.layout.device import TorchCopies
 from kvferry.layout.ops import PagedKV
-from kvferry.runner.kv_allocation import allocate_uniform_kv_caches
-from kvferry.topology.shards import heads_of_rank
+from kvferry.layout.shards import heads_of_rank
 from kvferry.types import GroupShard, KVGroup
+from kvferry.v1.kv_allocation import allocate_uniform_kv_caches
 from tests.layout.paging import INT_OF, LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
 
 EXECUTORS = ["numpy", "torch"]

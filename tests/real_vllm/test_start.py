@@ -33,9 +33,6 @@ REFUSED = [
     ({"store": "file:///dev/null/store"}, ["/dev/null/store"]),
     ({"store": "memory://x?max_bytes=1KiB"}, ["max_bytes", "chunk"]),
     ({"store": "memory://x", "chunk_tokens": 0}, ["chunk_tokens", "0"]),
-    ({"store": "memory://x", "staging_bytes": "1GiB"}, ["staging_bytes", "memory_bytes"]),
-    ({"store": "memory://x", "keep_bytes": 0}, ["keep_bytes", "memory_bytes"]),
-    ({"store": "memory://x", "promise": "index"}, ["promise", "leave it out"]),
     ({"store": "memory://x", "memory_bytes": "1KiB"}, ["memory_bytes", "1024", "chunk"]),
     ({"store": "memory://x", "io_threads": "many"}, ["io_threads", "many"]),
 ]

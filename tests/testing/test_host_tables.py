@@ -11,9 +11,9 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.testing.host import HostRequest, SimulatedHost
 from kvferry.testing.host_tables import HostBlockPool, HostTable, parts_of_tables
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 TABLES = (

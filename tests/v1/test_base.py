@@ -10,8 +10,8 @@ import pytest
 import kvferry.v1 as v1
 from kvferry.errors import ConfigError, ContractError
 from kvferry.v1.types import CounterStats
-from tests.runner.test_mixin import Metadata, RecordingV1
 from tests.v1.test_driven import make_config
+from tests.v1.test_mixin import Metadata, RecordingV1
 
 # As vLLM 0.12/0.13 has them.
 SIGNATURES = {
@@ -179,12 +179,3 @@ def test_a_clone_of_stats_counts_on_its_own():
     stats = CounterStats({"n": [1]})
     stats.clone().data["n"].append(2)
     assert stats.data == {"n": [1]}
-
-
-def test_the_former_place_has_the_same_names():
-    from kvferry.contract import v1 as former
-
-    assert former.KVConnectorBase_V1 is v1.KVConnectorBase_V1
-    assert former.supports_hma is v1.supports_hma
-    with pytest.raises(AttributeError):
-        _ = former.KVConnectorBase_V2

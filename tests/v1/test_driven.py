@@ -9,13 +9,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.observe import Counters
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
 from kvferry.v1.types import KVConnectorRole
-from tests.runner.tiny_host import TinyHost, true_output
+from tests.contract.tiny_host import TinyHost, true_output
 
 SAMPLE = Path(__file__).with_name("sample_v1_connector.py")
 VLLM_IMPORT = "from vllm.distributed.kv_transfer.kv_connector.v1.base import ("

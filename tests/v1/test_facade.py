@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
@@ -24,9 +25,9 @@ from kvferry.v1.types import (
     SupportsHMA,
     supports_hma,
 )  # fmt: skip
-from tests.runner.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
-from tests.runner.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
-from tests.runner.tiny_host import TinyHost, true_output
+from tests.contract.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
+from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+from tests.contract.tiny_host import TinyHost, true_output
 from tests.v1.test_driven import make_config
 
 PROMPT = list(range(100, 122))
@@ -491,7 +492,7 @@ def test_empty_reports_are_the_shared_one():
     facade, _ = worker_facade(WorkerOutput())
     bind(facade)
     facade.get_finished(set())
-    assert facade._worker.output is EMPTY_OUTPUT
+    assert facade._worker.lifecycle.output is EMPTY_OUTPUT
 
 
 def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Counters

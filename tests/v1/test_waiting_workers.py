@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan
 from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.observe import Counters
-from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.types import KVConnectorRole, PlanMetadata
 from tests.v1.test_driven import make_config

@@ -13,19 +13,20 @@ import numpy as np
 import torch
 
 from kvferry.connectors.registry import create_roles
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
 from kvferry.layout.device import TorchCopies
 from kvferry.layout.ops import PagedKV
 from kvferry.layout.plan import BlockRun
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.spec import parse
 from kvferry.observe import Counters, Observer
-from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.testing.host import HostStep
 from kvferry.testing.host_tables import HostRequest
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 
 CHUNK_TOKENS = 128

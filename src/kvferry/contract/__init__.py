@@ -1,5 +1,6 @@
-"""What a host engine and a connector promise each other: two roles, a plan down, an output up."""
+"""What a host engine and a connector promise each other: two roles, a plan down, an output up, the
+order of a step, and the fold of all ranks' outputs."""
 
-from kvferry.layout.host import yield_req_data
+from kvferry.moved import moved_names
 
-__all__ = ["yield_req_data"]
+__getattr__ = moved_names(__name__)

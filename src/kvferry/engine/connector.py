@@ -16,9 +16,9 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, is_library_class
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity, weights_digest
+from kvferry.identity import identify, weights_digest, written_config
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
 
@@ -113,9 +113,11 @@ def engine_spec(
             )
         )
     return EngineSpec(
-        identity=ModelIdentity(
-            weights=weights_digest(model.model_dir, weights_version=weights_version),
-            config=model.effective_config(),
+        identity=identify(
+            weights_digest(model.model_dir, weights_version=weights_version),
+            written_config(model.model_dir),
+            dtype=geometry.dtype,
+            deviations={},
             weights_version=weights_version,
             name=str(model.model_dir),
         ),

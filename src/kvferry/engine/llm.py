@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -36,7 +37,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.tensor_parallel import device_of_rank
 from kvferry.errors import ConfigError, ContractError, RankError
-from kvferry.keys import weights_state
+from kvferry.identity import weights_state
 from kvferry.observe import Observer
 
 logger = logging.getLogger(__name__)

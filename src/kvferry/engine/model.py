@@ -28,7 +28,7 @@ from kvferry.engine.paged_attention import (
 )
 from kvferry.engine.tensor_parallel import RankGroup, split_layers
 from kvferry.errors import ConfigError
-from kvferry.topology.shards import heads_of_rank
+from kvferry.layout.shards import heads_of_rank
 
 _HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,9 @@ import torch
 
 from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, effective_config
+from kvferry.identity import length_dependent_rope
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Their angles depend on the longest sequence of a forward, so cached keys would go stale."""
 
 LATENT_MODELS = {"deepseek_v2": False, "deepseek_v3": True}
 """Models with multi-head latent attention, and whether Transformers keeps the numbers of a rotated
@@ -92,13 +89,6 @@ class ModelConfig:
                 "a size that divides them"
             )
 
-    def effective_config(self) -> dict[str, JsonValue]:
-        """The part of the config that decides KV bytes, with the dtype the engine computes in."""
-        config = effective_config(self.model_dir)
-        config.pop("torch_dtype", None)
-        config["dtype"] = self.geometry.dtype
-        return config
-
     def model_class(self) -> Any:
         """Transformers' class of causal LM for this config.
 
@@ -139,12 +129,11 @@ class ModelConfig:
             yield " with rope_interleave=false; other engines would read its latents wrongly"
         if getattr(config, "use_bidirectional_attention", None):
             yield " with bidirectional attention; the engine's is causal"
-        for rope_type in _rope_types(config):
-            if rope_type in _LENGTH_DEPENDENT_ROPE:
-                yield (
-                    f" with {rope_type!r} rotary embeddings: its keys depend on how long other "
-                    "sequences of a batch are, so they cannot be kept"
-                )
+        if rope_type := length_dependent_rope(config.to_dict()):
+            yield (
+                f" with {rope_type!r} rotary embeddings: its keys depend on how long other "
+                "sequences of a batch are, so they cannot be kept"
+            )
 
     def _geometry(self, dtype: str) -> ModelGeometry:
         config = self.transformers_config
@@ -204,17 +193,6 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     if kinds is None:
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    # One dict of parameters, or one per layer type; "rope_scaling" before Transformers 5.
-    for name in ("rope_parameters", "rope_scaling"):
-        parameters = getattr(config, name, None)
-        if not isinstance(parameters, Mapping):
-            continue
-        for entry in (parameters, *parameters.values()):
-            if isinstance(entry, Mapping):
-                yield str(entry.get("rope_type", entry.get("type", "default")))
 
 
 def is_library_code(function: object) -> bool:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from kvferry.contract.guard import GuardedWorker
+from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.connector import create_worker
 from kvferry.engine.model import PagedModel

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvferry.aggregation import WorkerOutputFold
+from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import ConnectorChoice

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
@@ -14,7 +15,6 @@ from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import PagedAttention
 from kvferry.engine.request import RunStep
 from kvferry.observe import Observer
-from kvferry.runner.lifecycle import StepLifecycle
 
 
 class ModelRunner:

@@ -25,7 +25,7 @@ from torch import nn
 
 from kvferry.engine.model_config import ModelGeometry
 from kvferry.errors import ConfigError, RankError
-from kvferry.topology.shards import heads_of_rank
+from kvferry.layout.shards import heads_of_rank
 
 RANK_TIMEOUT_SECONDS = 60.0
 """How long one rank waits for another that should be at the same place: a sum, an answer."""

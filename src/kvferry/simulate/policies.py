@@ -1,22 +1,21 @@
 """Replay of eviction orders as the host pool uses them.
 
-`pool` is the class that runs. The others have the same interface, so that a trace can show whether
-one of them earns its place (docs/simulate.md says what they gained).
+`pool` is the order of the host pool. The others have the same interface, so that a trace can show
+whether one of them earns its place (docs/simulate.md says what they gained).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Generic
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvferry.config import unknown
 from kvferry.connectors.shared_storage.config import DEFAULT_CHUNK_TOKENS
-from kvferry.connectors.shared_storage.eviction import EvictionOrder, K, Lru
 from kvferry.connectors.shared_storage.save_plan import MAX_USED_ONCE
 from kvferry.errors import ConfigError
 from kvferry.simulate.reuse import Replay
@@ -24,6 +23,70 @@ from kvferry.simulate.trace import Trace
 
 MAX_CHANCES = 2
 """More keep blocks that were popular once; the traces gain nothing from three."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+class EvictionOrder(Protocol[K]):
+    """The idle chunks, ordered by their worth.
+
+    A chunk that a request uses is removed, and added again at the end of the use.
+    """
+
+    def add(self, key: K) -> None:
+        """A chunk became idle, just after its use. Adding an idle chunk counts as a use."""
+
+    def remove(self, key: K) -> None:
+        """A chunk is used, or was given up; without effect if it is not idle."""
+
+    def touch(self, keys: Sequence[K]) -> None:
+        """A request used a prefix: of its idle chunks, the root is evicted last."""
+
+    def evict(self) -> K:
+        """Remove and return the chunk of the least worth.
+
+        Raises:
+            KeyError: no chunk is idle.
+        """
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
+class Lru(Generic[K]):
+    """Evicts the least recently used chunk, as `HostPool` does. See `EvictionOrder`.
+
+    The chunks of a prefix are used together, and `touch` puts the root last. So a prompt loses its
+    end first, and a chunk never stays behind without its parents.
+    """
+
+    __slots__ = ("_order",)
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[K, None] = OrderedDict()
+
+    def add(self, key: K) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        self._order.pop(key, None)
+
+    def touch(self, keys: Sequence[K]) -> None:
+        order = self._order
+        for key in reversed(keys):
+            if key in order:
+                order.move_to_end(key)
+
+    def evict(self) -> K:
+        return self._order.popitem(last=False)[0]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
 
 
 class Chances(Generic[K]):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.runner.lifecycle import StepLifecycle
 from kvferry.types import NO_EXTRA_KEYS, NULL_BLOCK, ExtraKeys, KVGroup, TablePart
 
 

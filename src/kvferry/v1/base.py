@@ -176,7 +176,7 @@ class KVConnectorBase_V1(ABC):
     @abstractmethod
     def wait_for_save(self) -> None:
         """Return when the blocks of this step may be overwritten. Every step with tokens; in 0.32
-        and `kvferry.runner` also in steps without."""
+        and the model-runner mixin also in steps without."""
 
     def finish_forward(self) -> None:
         """The forward was submitted (0.32)."""

@@ -8,8 +8,8 @@ A connector of ours for such hosts is a subclass that builds its role and passes
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
 For a host that requires its own base class, a connector inherits from `OneRole` and that class, and
-returns the host's own types. The role runs behind its guard (`kvferry.contract.guard`); the rules
-of `kvferry.contract.reports` are applied here.
+returns the host's own types. The role runs behind its guard (`kvferry.contract.guard_worker`),
+driven by the one lifecycle (`kvferry.contract.lifecycle`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.contract.guard import GuardedScheduler, GuardedWorker
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
-from kvferry.contract.reports import ReportRules
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
@@ -62,20 +63,13 @@ class SchedulerHalf(NamedTuple):
 
 
 class WorkerHalf:
-    """The state of an instance in a worker process.
-
-    Attributes:
-        role: behind its guard.
-        layers: the role, if it works around layers.
-        output: the role's report on this step. Hosts ask for its parts one by one.
-    """
+    """The state of an instance in a worker process: the role behind its guard, and the lifecycle
+    that drives it. A host calls the parts of a step one by one."""
 
     def __init__(self, role: WorkerRole, observer: Observer | None) -> None:
         self.role = GuardedWorker(role, observer)
-        self.layers = self.role if isinstance(self.role, SupportsLayerwise) else None
-        self.output: WorkerOutput = EMPTY_OUTPUT
-        self._rules = ReportRules(observer or Observer())
-        self._metadata: PlanMetadata | None = None
+        self.lifecycle = StepLifecycle(self.role, observer=observer)
+        self._has_tokens = True
         self._saved = False
         self._saw_foreign = False
 
@@ -91,39 +85,24 @@ class WorkerHalf:
                     type(metadata).__name__,
                 )
             return False
-        if metadata.is_quiet and self.role.is_idle and not self._rules.holds_reports:
+        if metadata.is_quiet and self.role.is_idle and not self.lifecycle.holds_reports:
             return False
-        self._saved = False
-        self.output = EMPTY_OUTPUT
-        self._metadata = metadata
-        self.role.begin_step(metadata.plan)
-        self._rules.begin(self.role.planned_recving(metadata.plan))
+        self._has_tokens, self._saved = metadata.has_tokens, False
+        self.lifecycle.begin(metadata.plan)
         return True
 
     def save(self) -> None:
         self._saved = True
-        self.role.save()
+        self.lifecycle.save()
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        metadata = self._metadata
-        if metadata is None:
-            return EMPTY_OUTPUT
-        if not self._saved and not metadata.has_tokens:
+        if not self._has_tokens:
             # Hosts before 0.30 do not call wait_for_save in steps without tokens. (In steps with
             # tokens, a host that decodes speculatively may ask for results before it saves.)
-            self.save()
-        if not metadata.has_tokens:
+            if not self._saved:
+                self.save()
             self.role.wait(IDLE_WAIT_SECONDS)
-        output = self.role.collect(finished_request_ids)
-        self.output = self._rules.admit(
-            output, finished_request_ids, lambda: self.role.planned_blocks(metadata.plan)
-        )
-        return self.output
-
-    def end(self) -> None:
-        self._metadata = None
-        self.output = EMPTY_OUTPUT
-        self.role.end_step()
+        return self.lifecycle.collect(finished_request_ids)
 
 
 class OneRole:
@@ -203,19 +182,20 @@ class OneRole:
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         half = self._worker
         if self._step is not None:  # the host did not end the last step
-            self._step.end()
+            self._step.lifecycle.end()
         self._error_before = sys.exc_info()[1]
         self._step = half if half.begin(connector_metadata) else None
         # Without bound metadata, hosts skip the hooks around layers.
-        self._connector_metadata = None if half.layers is None else connector_metadata
+        self._connector_metadata = None if half.lifecycle.layerwise is None else connector_metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         if self._step is not None:
-            self._step.role.start_load()
+            self._step.lifecycle.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._step is not None and self._step.layers is not None:
-            self._step.layers.wait_for_layer_load(layer_name)
+        layers = None if self._step is None else self._step.lifecycle.layerwise
+        if layers is not None:
+            layers.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self,
@@ -224,8 +204,9 @@ class OneRole:
         attn_metadata: Any,  # noqa: ANN401 - the host's
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
-        if self._step is not None and self._step.layers is not None:
-            self._step.layers.save_layer(layer_name, kv_layer, attn_metadata)
+        layers = None if self._step is None else self._step.lifecycle.layerwise
+        if layers is not None:
+            layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
         # Hosts also call this after a forward that raised: its blocks hold arbitrary bytes.
@@ -250,26 +231,26 @@ class OneRole:
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._step is None else set(self._step.output.invalid_block_ids)
+        return set() if self._step is None else set(self._step.lifecycle.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         if isinstance(self._half, SchedulerHalf):
             counts = self._half.role.take_stats()
         else:
-            counts = None if self._step is None else self._step.output.stats
+            counts = None if self._step is None else self._step.lifecycle.output.stats
         return CounterStats(dict(counts)) if counts else None
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
-        return None if self._step is None else self._step.output.events
+        return None if self._step is None else self._step.lifecycle.output.events
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        meta = None if self._step is None else self._step.output.meta
+        meta = None if self._step is None else self._step.lifecycle.output.meta
         return None if meta is None else CarriedMeta(meta)
 
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._step.end()
+            self._step.lifecycle.end()
             self._step = self._error_before = None
 
     # Scheduler side.

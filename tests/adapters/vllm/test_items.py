@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.adapters.vllm.identity import ItemIdentities
+from kvferry.adapters.vllm.request_identity import ItemIdentities
 
 from .fakes import make_config, write_model
 

@@ -21,9 +21,9 @@ from kvferry.connectors.shared_storage.messages import (
 )
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.base import Store
-from kvferry.topology import tensor_parallel_shard
 from tests.connectors.shared_storage.conftest import record_bytes
 from tests.layout.paging import Cache, expected_rows
 

@@ -11,11 +11,11 @@ from typing import Any
 from kvferry.connectors.shared_storage.build import Parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
 from kvferry.testing.host import SimulatedHost
 from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import KVGroup
 from tests.connectors.shared_storage.pools import check_pool
 

@@ -11,9 +11,9 @@ import pytest
 from kvferry.connectors.registry import create_worker, open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity, Namespace
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
-from kvferry.topology import tensor_parallel_shard
 from tests.connectors.shared_storage.hosts import make_groups
 
 GROUPS = make_groups()

@@ -16,7 +16,7 @@ from kvferry.connectors.shared_storage.messages import (
     SharedStorageMeta,
 )
 from kvferry.connectors.shared_storage.policy import LoadPolicy
-from kvferry.contract.guard import GuardedScheduler
+from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters

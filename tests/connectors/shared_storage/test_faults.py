@@ -16,7 +16,7 @@ from kvferry.blocks.copies import BlockCopies
 from kvferry.connectors.shared_storage.requests import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.connectors.shared_storage.save_plan import SAVES_SECONDS
 from kvferry.contract.faults import RepairedPlan
-from kvferry.contract.guard import GuardedScheduler
+from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.errors import TransferError
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore

@@ -8,24 +8,21 @@ from functools import partial
 import pytest
 
 from kvferry.connectors.registry import create_roles, create_worker, open_parts
-from kvferry.connectors.shared_storage import SharedStorageConnector
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine import LLM
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.testing.models import make_tiny_model
-from kvferry.topology import tensor_parallel_shard
+from kvferry.v1 import SharedStorageConnector
 from kvferry.v1.types import KVConnectorRole
 from tests.connectors.shared_storage.hosts import make_groups
-from tests.connectors.shared_storage.test_v1 import make_config
+from tests.v1.test_shared_storage import make_config
 
 CASES = pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"staging_bytes": "1GiB"}, "'staging_bytes' is gone: memory_bytes replaces it"),
-        ({"keep_bytes": 0}, "'keep_bytes' is gone: memory_bytes replaces it"),
-        ({"promise": "index"}, "'promise' is gone: a hit is always verified"),
         ({"memory_byte": 0}, "unknown option 'memory_byte'; did you mean 'memory_bytes'?"),
     ],
 )

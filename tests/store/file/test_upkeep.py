@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvferry.connectors.shared_storage.eviction import Lru
+from kvferry.simulate.policies import Lru
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file import store as store_module

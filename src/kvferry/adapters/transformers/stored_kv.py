@@ -32,12 +32,12 @@ from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys, Namespace
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, refuse_small_quota
-from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
-from kvferry.adapters.vllm.identity import (
-    ItemIdentities,
-    LoraIdentities,
-    local_model,
-    model_identity,
-)
+from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
 from kvferry.config import format_size
 from kvferry.connectors.registry import default_options, open_parts
@@ -28,6 +23,7 @@ from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
 from kvferry.v1.facade import OneRole
+from kvferry.v1.running_model import local_model, model_identity
 from kvferry.v1.types import CarriedMeta, PlanMetadata
 
 if TYPE_CHECKING:
@@ -178,7 +174,7 @@ class FerryConnector(OneRole):
         # Without a field for messages they travel on the stats. Such a host asks the scheduler's
         # half for stats only if a worker has some, so a worker returns stats in every step.
         stats = self.stats_class(data=counted)
-        meta = self._step.output.meta
+        meta = self._step.lifecycle.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
         return stats
 

@@ -5,7 +5,6 @@ versions differ. It looks for names: builds from source have no version numbers.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -32,21 +31,6 @@ _NEEDED_HOOKS = (
     "request_finished",
 )
 """Without these hooks a failed load would go unnoticed, or nothing would work at all."""
-
-
-_NUMERIC_VARIABLES = (
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-)
-"""Environment variables of vLLM that quantise weights, activations or messages between ranks, or
-choose the experts of a token: they change KV by more than rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,22 +124,6 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     disagrees with Transformers (seen with 0.32).
     """
     return not (_on_cpu() and vllm_config.model_config.use_mla)
-
-
-def uses_modelscope() -> bool:
-    """Whether this vLLM takes models by name from ModelScope, not from Hugging Face."""
-    return bool(getattr(_module("vllm.envs"), "VLLM_USE_MODELSCOPE", False))
-
-
-def numeric_variables() -> dict[str, str]:
-    """The variables of `_NUMERIC_VARIABLES` that are set, with their values as vLLM reads them: the
-    text may name a file."""
-    envs = _module("vllm.envs")
-    return {
-        name: repr(getattr(envs, name, os.environ[name]))
-        for name in _NUMERIC_VARIABLES
-        if name in os.environ
-    }
 
 
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.keys import ModelIdentity
-from kvferry.topology import tensor_parallel_shard
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
 
 if TYPE_CHECKING:

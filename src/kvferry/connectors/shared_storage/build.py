@@ -13,7 +13,7 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
 from kvferry.config import build_config
-from kvferry.connectors.shared_storage.config import REPLACED, Context, SharedStorageConfig
+from kvferry.connectors.shared_storage.config import Context, SharedStorageConfig
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.recent import RecentRecords
 from kvferry.connectors.shared_storage.scheduler import SharedStorageScheduler
@@ -52,9 +52,6 @@ class Parts:
         where: str = "shared_storage options",
         schedules: bool = True,
     ) -> None:
-        for name, instead in REPLACED.items():
-            if name in options:
-                raise ConfigError(f"{where}: option {name!r} is gone: {instead}")
         config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
         self.config = config

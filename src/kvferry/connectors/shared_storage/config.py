@@ -17,13 +17,6 @@ from kvferry.types import ChunkKey
 
 DEFAULT_CHUNK_TOKENS = 128
 
-REPLACED = {
-    "staging_bytes": "memory_bytes replaces it",
-    "keep_bytes": "memory_bytes replaces it",
-    "promise": "a hit is always verified before it is promised; leave it out",
-}
-"""Options of the first version, and what to do instead."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorageConfig:

@@ -21,10 +21,10 @@ Invariants:
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.connectors.shared_storage.eviction import EvictionOrder, Lru
 from kvferry.connectors.shared_storage.messages import Fetch, SlotChunk
 from kvferry.types import ChunkKey
 
@@ -88,7 +88,9 @@ class HostPool:
         self._free: list[int] = []  # places that were used before
         self._slots: dict[int, Slot] = {}
         self._by_key: dict[ChunkKey, Slot] = {}
-        self._idle: EvictionOrder[ChunkKey] = Lru()
+        # Least recently used first. `touch` puts the root of a prefix last, so a prompt loses its
+        # end first.
+        self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_filling = 0
         self._num_writing = 0
         self._fetches: dict[int, Fetch] = {}
@@ -202,15 +204,15 @@ class HostPool:
             index = self._free.pop()
         elif self.has_free:
             index = len(self._slots)  # all places before it are assigned, and it was never used
-        elif len(self._idle):
-            index = self._by_key.pop(self._idle.evict()).index
+        elif self._idle:
+            index = self._by_key.pop(self._idle.popitem(last=False)[0]).index
         else:
             return None
         slot = self._slots[index] = Slot(index, key, first_token)
         return slot
 
     def _fill(self, slot: Slot, groups: frozenset[int]) -> None:
-        self._idle.remove(slot.key)
+        self._idle.pop(slot.key, None)
         slot.filling = groups
         slot.num_filling = self._num_ranks
         slot.failed = False
@@ -219,11 +221,13 @@ class HostPool:
     def pin(self, slot: Slot) -> None:
         """Keep a chunk where it is until `unpin`."""
         slot.pins += 1
-        self._idle.remove(slot.key)
+        self._idle.pop(slot.key, None)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a prefix was used: its root is evicted last."""
-        self._idle.touch(keys)
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key)
 
     def unpin(self, slot: Slot) -> None:
         """End one pin. Without a pin left, a fetch is cancelled."""
@@ -318,14 +322,15 @@ class HostPool:
         """Remove a slot from the index."""
         if self._by_key.get(slot.key) is slot:
             del self._by_key[slot.key]
-            self._idle.remove(slot.key)
+            self._idle.pop(slot.key, None)
 
     def _settle(self, slot: Slot) -> None:
         """Make a slot idle or free if no request and no rank uses it any more."""
         if slot.pins or slot.is_busy or self._slots.get(slot.index) is not slot:
             return
         if self._by_key.get(slot.key) is slot:
-            self._idle.add(slot.key)
+            self._idle[slot.key] = None
+            self._idle.move_to_end(slot.key)
         else:
             del self._slots[slot.index]
             self._free.append(slot.index)

@@ -312,13 +312,6 @@ class Directory:
         content = self._read(name, _MAX_TEXT_BYTES, *within)
         return None if content is None else content.decode(errors="replace")
 
-    def remove_first_version(self) -> None:
-        """Remove the accounts of format version 1, which the index replaces."""
-        with self.opened() as root:
-            for name in ("writers", "reconcile.lock"):
-                with suppress(FileNotFoundError):
-                    self._remove_any(name, root)
-
     def listed(self, *names: str) -> list[str]:
         with suppress(*_ABSENT), self.opened(*names) as fd:
             return os.listdir(fd)
@@ -365,7 +358,7 @@ class Directory:
                 raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
 
 
-def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
+def open_root(root: Path, *, create: bool) -> Directory:
     """Check that `root` is a store this version can use; make it one if it is empty or absent. A
     directory that holds other things is never turned into a store.
 
@@ -377,15 +370,15 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
     try:
         if create:
             os.makedirs(directory.root, mode=0o700, exist_ok=True)
-        version = _read_marker(directory)
-        if version is None and not create:
+        is_store = _read_marker(directory)
+        if not is_store and not create:
             raise ConfigError(
                 f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, or "
                 "let the first writer create the store"
             )
-        if version is None:
+        if not is_store:
             foreign = [name for name in directory.listed() if not _IGNORED.fullmatch(name)]
-            if foreign and _read_marker(directory) is None:
+            if foreign and not _read_marker(directory):
                 raise ConfigError(
                     f"{directory.root} is not empty ({foreign[0]!r} is in it) and has no {MARKER}: "
                     "it is no kvferry store and will not be made one; choose an empty or new "
@@ -394,10 +387,6 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
             _write_marker(directory)
             with directory.opened("records", make=True):
                 pass
-        elif version < STORE_FORMAT_VERSION and not read_only:
-            with suppress(OSError):  # one that cannot be written is opened for reading
-                directory.remove_first_version()
-                _write_marker(directory)
     except FileNotFoundError as error:
         raise ConfigError(
             f"the store directory {directory.root} does not exist; create it or check the path"
@@ -414,11 +403,12 @@ def open_root(root: Path, *, create: bool, read_only: bool) -> Directory:
     return directory
 
 
-def _read_marker(directory: Directory) -> int | None:
+def _read_marker(directory: Directory) -> bool:
+    """Whether the directory is a store of this version. Raises ConfigError for another marker."""
     text = directory.read_text(MARKER)
     if text is None:
         os.stat(directory.root)
-        return None
+        return False
     try:
         marker = json.loads(text)
         version = marker["version"] if marker["format"] == "kvferry-store" else None
@@ -429,12 +419,12 @@ def _read_marker(directory: Directory) -> int | None:
             f"{directory.root}/{MARKER} is not the marker of a kvferry store; if the directory is "
             "a cache you can do without, remove it, else choose another one"
         )
-    if version > STORE_FORMAT_VERSION:
+    if version != STORE_FORMAT_VERSION:
         raise ConfigError(
             f"the store {directory.root} has format version {version}, this kvferry knows "
-            f"{STORE_FORMAT_VERSION}; use a newer kvferry or another directory"
+            f"{STORE_FORMAT_VERSION}; use another kvferry or another directory"
         )
-    return version
+    return True
 
 
 def _write_marker(directory: Directory) -> None:

@@ -107,7 +107,7 @@ class FileStore(Store):
             ConfigError: `root` cannot be used.
             StoreError: the medium does not answer now.
         """
-        self._directory = open_root(root, create=create and not read_only, read_only=read_only)
+        self._directory = open_root(root, create=create and not read_only)
         self.url = str(StoreUrl(scheme="file", path=self._directory.root))
         self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
         self._direct_io = direct_io

@@ -1,0 +1,220 @@
+"""The guard at the host boundary, for the scheduler role: a fault of a role becomes a miss, never
+a fault of the engine.
+
+`GuardedScheduler` and `GuardedWorker` (`guard_worker`) wrap the two roles and are roles themselves.
+When a hook raises an `Exception`, the guard counts it (`hook_failed`, `hook_failed_<hook>`), logs
+it now and then, and gives the answer that is safe for that hook. `KeyboardInterrupt` and
+`SystemExit` pass.
+
+Tokens that were promised to the host and will not be loaded must reach it as a failed load. If a
+scheduler role faults between promise and plan, its guard sends a `RepairedPlan`, which the guard of
+every worker role unpacks: wrap both roles or neither.
+
+Construction and registration are not guarded: options or a layout that cannot be used are refused
+loudly at start-up, when nothing has been promised yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvferry.contract.faults import FaultLog
+from kvferry.contract.messages import (
+    ASK_AGAIN,
+    FREE_NOW,
+    MISS,
+    FinishResult,
+    LookupResult,
+    Plan,
+    WorkerOutput,
+)
+from kvferry.contract.promises import Promises
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.observe import Observer
+from kvferry.types import BlockTable, RequestView, StepView
+
+ASK_AGAIN_SECONDS = 60.0
+"""After this long, "ask again" becomes a miss: no host bounds the retries, and a role may have no
+deadline. Our own roles have much shorter ones."""
+
+
+class GuardedScheduler(SchedulerRole):
+    """A scheduler role whose faults are misses and whose promises a host can keep.
+
+    Adds to the wrapped role:
+    - lookups are corrected to the rules of `SchedulerRole.lookup`;
+    - "ask again" ends after `ASK_AGAIN_SECONDS`;
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
+      so is what no worker reports within `OVERDUE_SECONDS`;
+    - a request whose load failed is not offered a hit again: a host that recomputes such a request
+      from its start asks again, and would repeat this for ever.
+
+    Runs in: scheduler. Costs less than a microsecond per hook if nothing is wrong.
+    """
+
+    def __init__(
+        self,
+        role: SchedulerRole,
+        observer: Observer | None = None,
+        *,
+        block_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrap `role`.
+
+        Args:
+            observer: receives `hook_failed...` and `contract_violation` counts.
+            block_size: tokens to which hits are rounded down: the block size, with several groups
+                their least common multiple. None: not checked, and a load that is lost fails all
+                blocks of its request.
+            clock: seconds, for the bounds on waiting.
+        """
+        self._role = role
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._block_size = block_size
+        self._clock = clock
+        self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
+        self._promises = Promises(block_size, clock, self._faults)
+        self._empty_plan = self._faults.call(
+            role.empty_plan, otherwise=Plan(), then="a plan that cannot be built is a bare Plan()"
+        )
+
+    def on_new_request(self, request: RequestView) -> None:
+        hook = self._role.on_new_request
+        self._faults.call(hook, request, otherwise=None, then="the request goes on")
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if self._promises.is_barred(request.request_id):
+            return MISS
+        try:
+            answer = LookupResult(*self._role.lookup(request, num_local_tokens))
+            count, is_async, reason = answer
+            if not isinstance(reason, str | None):
+                raise TypeError(f"a reason is text or None, not {reason!r}")
+            if count is None:
+                return self._ask_again(request.request_id)
+            if count == 0 and not is_async:
+                return answer
+            legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))
+            answer = legal._replace(reason=reason)
+        except Exception:
+            self._faults.fault("lookup", "answered as a miss")
+            return MISS
+        if answer.num_tokens:
+            self._promises.offer(request.request_id, num_local_tokens, answer.is_async)
+        return answer
+
+    def _ask_again(self, request_id: str) -> LookupResult:
+        now = self._clock()
+        waited = now - self._asked.setdefault(request_id, now)
+        if waited < ASK_AGAIN_SECONDS:
+            return ASK_AGAIN
+        self._faults.violation(
+            "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"
+        )
+        return MISS
+
+    def _corrected(
+        self, request: RequestView, num_local_tokens: int, count: int, is_async: bool
+    ) -> LookupResult:
+        """The largest answer within the rules that promises no more than `count`."""
+        num_tokens = len(request.all_token_ids)
+        # Sync: the engine must have a token to compute. Async: it steps back by itself.
+        limit = (num_tokens if is_async else num_tokens - 1) - num_local_tokens
+        legal = max(0, min(count, limit))
+        if self._block_size is not None:
+            total = num_local_tokens + legal
+            legal = max(0, total - total % self._block_size - num_local_tokens)
+        if legal != count or (legal == 0 and is_async):
+            self._faults.violation(
+                "lookup",
+                f"({count}, {is_async}) for a request of {num_tokens} tokens, {num_local_tokens} "
+                f"local, block size {self._block_size}: {legal} answered",
+            )
+        return LookupResult(legal, is_async) if legal else MISS
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        request_id = request.request_id
+        self._asked.pop(request_id, None)
+        self._promises.allocate(request_id, block_ids, num_external_tokens)
+        try:
+            self._role.update_after_alloc(request, block_ids, num_external_tokens)
+        except Exception:
+            self._faults.fault("update_after_alloc", "the promised load is reported as failed")
+            self._promises.lose(request_id)
+
+    def build_plan(self, step: StepView) -> Plan:
+        try:
+            plan = self._role.build_plan(step)
+            if not isinstance(plan, Plan):
+                raise TypeError(f"build_plan returned {type(plan).__name__}, not a Plan")
+        except Exception:
+            self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
+            plan = self._empty_plan
+            self._promises.lose_plan()
+        return self._promises.settle(plan)
+
+    def empty_plan(self) -> Plan:
+        return self._empty_plan
+
+    @property
+    def is_idle(self) -> bool:
+        try:
+            return self._promises.are_kept and self._role.is_idle
+        except Exception:
+            self._faults.fault("is_idle", "the role is called in every step")
+            return False
+
+    def update_output(self, output: WorkerOutput) -> None:
+        self._promises.learn(output)
+        then = "the role did not learn what the workers did"
+        self._faults.call(self._role.update_output, output, otherwise=None, then=then)
+
+    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        request_id = request.request_id
+        self._asked.pop(request_id, None)
+        is_loading = self._promises.end(request_id)
+        try:
+            result = self._role.request_finished(request, block_ids)
+            delay_free, params = result
+        except Exception:
+            self._faults.fault("request_finished", "its blocks are freed now")
+            self._promises.free_now(request_id)
+            return FREE_NOW
+        if delay_free and is_loading:
+            self._faults.violation(
+                "request_finished",
+                f"delay_free for {request_id!r}, which still loads: the end of the load frees its "
+                "blocks",
+            )
+            return FinishResult(False, params)
+        if delay_free:
+            self._promises.delay_free(request_id)
+        return result
+
+    def take_events(self) -> Iterable[Any]:
+        try:
+            # A generator would raise later, outside of the guard.
+            return tuple(self._role.take_events())
+        except Exception:
+            self._faults.fault("take_events", "its events are lost")
+            return ()
+
+    def take_stats(self) -> Mapping[str, float] | None:
+        hook = self._role.take_stats
+        return self._faults.call(hook, otherwise=None, then="its counters are lost")
+
+    def has_pending_work(self) -> bool:
+        hook = self._role.has_pending_work
+        return self._faults.call(hook, otherwise=False, then="the engine does not step for it")
+
+    def reset(self) -> bool:
+        then = "reported as failed: stored KV may be stale"
+        return self._faults.call(self._role.reset, otherwise=False, then=then)
+
+    def close(self) -> None:
+        self._faults.call(self._role.close, otherwise=None, then="something may be left open")

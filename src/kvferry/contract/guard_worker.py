@@ -1,0 +1,227 @@
+"""The guard at the host boundary, for the worker role; see `guard_scheduler` for what both do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.contract.faults import FaultLog, RepairedPlan
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.worker import SupportsLayerwise, WorkerRole
+from kvferry.observe import Observer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _OwedReports:
+    """The guard's additions to the role's reports.
+
+    Attributes:
+        invalid: blocks that a failed load left unfilled.
+        lost_recving: async loads that never started: reported as failed at once.
+        failed_recving: async loads that the role ends itself: reported as failed when it does.
+        freed: requests whose blocks were freed: the role's report of them is dropped.
+        overdue: delayed frees that the role has not reported in time: reported in its place.
+    """
+
+    def __init__(self) -> None:
+        self.invalid: set[int] = set()
+        self.lost_recving: set[str] = set()
+        self.failed_recving: set[str] = set()
+        self.freed: set[str] = set()
+        self.overdue: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.invalid or self.lost_recving or self.failed_recving or self.freed or self.overdue
+        )
+
+    def add_to(self, output: WorkerOutput) -> WorkerOutput:
+        """The role's report with the additions that are due, which are then no longer owed."""
+        recving = output.finished_recving | self.lost_recving
+        failed = output.failed_recving | self.lost_recving | (self.failed_recving & recving)
+        added = msgspec.structs.replace(
+            output,
+            finished_sending=(output.finished_sending | self.overdue) - self.freed,
+            finished_recving=recving,
+            failed_recving=failed,
+            invalid_block_ids=output.invalid_block_ids | self.invalid,
+        )
+        self.freed -= output.finished_sending
+        self.overdue = frozenset()
+        self.failed_recving -= failed
+        self.lost_recving.clear()
+        self.invalid.clear()
+        return added
+
+
+class GuardedWorker(WorkerRole):
+    """A worker role whose faults are failed loads and absent saves.
+
+    - `begin_step`, `start_load`: every block that the plan was to fill is reported as invalid, its
+      async loads as failed; nothing more is loaded or saved in this step.
+    - `wait_for_layer_load`: the blocks likewise, and nothing is saved, since what was computed from
+      them is wrong. Async loads are under way: the role reports their end itself.
+    - `save_layer`, `save`: nothing (more) is saved in this step; loads are not affected.
+    - `collect`: the blocks of the step's loads are reported as invalid, because their failures may
+      have been in the lost report. Ends that the role still remembers come with a later step.
+
+    Layer hooks are there if, and only if, the wrapped role has them.
+
+    Runs in: worker.
+    """
+
+    # Set per instance if the role has them, so that `SupportsLayerwise` holds for the guard too.
+    wait_for_layer_load: Callable[[str], None]
+    save_layer: Callable[[str, torch.Tensor, Any], None]
+
+    def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
+        """Wrap `role`; `observer` receives the `hook_failed...` counts."""
+        self._role = role
+        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._plan = Plan()
+        self._loads_stopped = False  # in this step
+        self._saves_stopped = False  # in this step
+        self._owed = _OwedReports()
+        if isinstance(role, SupportsLayerwise):
+            self.wait_for_layer_load = partial(self._wait_for_layer_load, role)
+            self.save_layer = partial(self._save_layer, role)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Not guarded: a layout that cannot be served is refused at start-up."""
+        self._role.register_kv_caches(kv_caches)
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        lost: frozenset[int] = frozenset()
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_block_ids
+            plan = plan.plan
+        then = "failed loads of this plan may go unreported"
+        hook = self._role.planned_blocks
+        return lost | self._faults.call(hook, plan, otherwise=lost, then=then)
+
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
+        if isinstance(plan, RepairedPlan):
+            lost = plan.lost_request_ids
+            if plan.promised_block_ids is not None:
+                # Done or refused as a whole: either way these are reported, and no others.
+                return lost | plan.promised_request_ids
+            recving = self.planned_recving(plan.plan)
+            return None if recving is None else recving | lost
+        try:
+            return self._role.planned_recving(plan)
+        except Exception:
+            self._faults.fault("planned_recving", "async loads of this plan may go unreported")
+            return frozenset()
+
+    def begin_step(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loads_stopped = self._saves_stopped = False
+        if isinstance(plan, RepairedPlan):
+            self._report_lost(plan)
+            if not self._is_promised(plan):
+                return
+            plan = plan.plan
+        try:
+            self._role.begin_step(plan)
+        except Exception:
+            self._faults.fault("begin_step", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _report_lost(self, plan: RepairedPlan) -> None:
+        owed = self._owed
+        owed.freed |= plan.freed_request_ids
+        owed.overdue = plan.overdue_sending
+        owed.invalid |= plan.lost_block_ids
+        # The role reports the end of loads that it starts nevertheless; until then it may write.
+        started = self.planned_recving(plan.plan) or frozenset()
+        owed.lost_recving |= plan.lost_request_ids - started
+        owed.failed_recving |= plan.lost_request_ids & started
+        # The engine computes on blocks that were never filled.
+        self._saves_stopped = bool(plan.lost_block_ids)
+
+    def _is_promised(self, plan: RepairedPlan) -> bool:
+        """Whether the plan loads only what the host was promised. If not, the step is given up:
+        the role would write to blocks of other requests."""
+        promised = plan.promised_block_ids
+        if promised is None or self.planned_blocks(plan.plan) <= promised:
+            return True
+        self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
+        self._loads_stopped = self._saves_stopped = True
+        self._owed.invalid |= promised
+        self._owed.lost_recving |= plan.promised_request_ids | plan.lost_request_ids
+        return False
+
+    def start_load(self) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            self._role.start_load()
+        except Exception:
+            self._faults.fault("start_load", "this step loads and saves nothing")
+            self._give_up_step()
+
+    def _give_up_step(self) -> None:
+        self._loads_stopped = self._saves_stopped = True
+        self._owed.invalid |= self.planned_blocks(self._plan)
+        self._owed.lost_recving |= self.planned_recving(self._plan) or frozenset()
+
+    def _wait_for_layer_load(self, role: SupportsLayerwise, layer_name: str) -> None:
+        if self._loads_stopped:
+            return
+        try:
+            role.wait_for_layer_load(layer_name)
+        except Exception:
+            self._faults.fault("wait_for_layer_load", "the loads of this step are failed")
+            self._loads_stopped = self._saves_stopped = True
+            self._owed.invalid |= self.planned_blocks(self._plan)
+
+    def _save_layer(
+        self,
+        role: SupportsLayerwise,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: object,
+    ) -> None:
+        if self._saves_stopped:
+            return
+        try:
+            role.save_layer(layer_name, kv_layer, attn_metadata)
+        except Exception:
+            self._faults.fault("save_layer", "this step saves nothing")
+            self._saves_stopped = True
+
+    def save(self) -> None:
+        if not self._saves_stopped:
+            self._faults.call(self._role.save, otherwise=None, then="this step saves nothing")
+
+    def wait(self, seconds: float) -> None:
+        then = "the step goes on without waiting"
+        self._faults.call(self._role.wait, seconds, otherwise=None, then=then)
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        try:
+            output = self._role.collect(finished_request_ids)
+            return self._owed.add_to(output) if self._owed else output
+        except Exception:
+            self._faults.fault("collect", "the loads of this step are failed")
+            self._owed.invalid |= self.planned_blocks(self._plan)
+            return self._owed.add_to(EMPTY_OUTPUT)
+
+    @property
+    def is_idle(self) -> bool:
+        try:
+            return not self._owed and self._role.is_idle
+        except Exception:
+            self._faults.fault("is_idle", "the role is called in every step")
+            return False
+
+    def end_step(self) -> None:
+        self._faults.call(self._role.end_step, otherwise=None, then="the step is over nevertheless")
+
+    def close(self) -> None:
+        self._faults.call(self._role.close, otherwise=None, then="something may be left open")

@@ -1,0 +1,174 @@
+"""One step of a worker, in order; the only place that knows that order.
+
+    begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
+
+A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
+the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error is
+raised. Faults of the worker are raised as well; a `GuardedWorker` (`contract.guard_worker`) keeps
+them from the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.reports import ReportRules
+from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+
+
+class StepLifecycle:
+    """Drives one worker role, step by step, and holds it to its contract.
+
+    Guarantees to the host: whatever the worker reports, each output obeys the rules of
+    `WorkerOutput` (see `kvferry.contract.reports`); an output that says nothing is `EMPTY_OUTPUT`
+    itself; every begun step is ended before the next one begins.
+
+    Runs in: worker, on the model runner's thread.
+
+    Attributes:
+        layerwise: the worker's layer hooks, for the host to call around each attention layer of the
+            open step; None if the worker has none.
+        output: the report of the last step, also if its forward raised; empty while a step is open.
+    """
+
+    def __init__(
+        self, worker: WorkerRole, *, observer: Observer | None = None, strict: bool = False
+    ) -> None:
+        """Drive `worker`.
+
+        Args:
+            worker: the role, guarded or bare.
+            observer: receives `contract_violation` counts.
+            strict: raise ContractError on a violation instead of dropping, counting and logging it;
+                for conformance runs.
+        """
+        self.layerwise = worker if isinstance(worker, SupportsLayerwise) else None
+        self.output: WorkerOutput = EMPTY_OUTPUT
+        self._worker = worker
+        self._rules = ReportRules(observer or Observer(), strict=strict)
+        self._plan: Plan | None = None  # of the open step
+
+    @contextmanager
+    def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Iterator[StepLifecycle]:
+        """A step around its forward: `with lifecycle.step(plan, finished): forward()`. Yields this
+        lifecycle, whose `output` is set when the block is left.
+
+        Args:
+            plan: what the scheduler role built for this step.
+            finished_request_ids: every request that ended since the last step.
+        """
+        self.open(plan)
+        try:
+            yield self
+            self.save()
+        finally:
+            self.finish(finished_request_ids)
+
+    def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """A step without tokens. It starts loads, saves, and reports like any other step, since an
+        engine that only waits for the cache has no other steps."""
+        with self.step(plan, finished_request_ids):
+            self._worker.wait(IDLE_WAIT_SECONDS)
+        return self.output
+
+    # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
+
+    def open(self, plan: Plan) -> None:
+        """Before the forward: `begin` and `start_load`; errors as for these."""
+        self.begin(plan)
+        self.start_load()
+
+    def begin(self, plan: Plan) -> None:
+        """Begin a step. If the worker fails, there is no step.
+
+        Raises:
+            ContractError: the last step was not ended.
+        """
+        if self._plan is not None:
+            raise ContractError(
+                "a step begins while the last one is open: call finish() first, or leave its "
+                "`with` block"
+            )
+        worker = self._worker
+        self._plan = plan
+        self.output = EMPTY_OUTPUT
+        with self._ended_by_an_error():
+            worker.begin_step(plan)
+            recving = worker.planned_recving(plan)
+            if recving or recving is None:
+                self._rules.begin(recving)
+
+    def start_load(self) -> None:
+        """Start the plan's loads: at once, or when the host gets to it. If the worker fails, the
+        step is ended.
+
+        Raises:
+            ContractError: no step is open.
+        """
+        self._require_step("loads start")
+        with self._ended_by_an_error():
+            self._worker.start_load()
+
+    def save(self) -> None:
+        """After the forward; left out if that failed.
+
+        Raises:
+            ContractError: no step is open.
+        """
+        self._require_step("a save")
+        self._worker.save()
+
+    def finish(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """`collect`, and `end` even if that fails; errors as for these."""
+        try:
+            return self.collect(finished_request_ids)
+        finally:
+            if self._plan is not None:
+                self.end()
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        """The report of the step, which is also kept as `output`.
+
+        Raises:
+            ContractError: no step is open; or, when strict, a rule was broken.
+        """
+        plan = self._require_step("a report")
+        self.output = self._rules.admit(
+            self._worker.collect(finished_request_ids),
+            finished_request_ids,
+            lambda: self._worker.planned_blocks(plan),
+        )
+        return self.output
+
+    def end(self) -> None:
+        """End the step, also one without a report.
+
+        Raises:
+            ContractError: no step is open.
+        """
+        self._require_step("an end")
+        self._plan = None
+        self._worker.end_step()
+
+    @property
+    def holds_reports(self) -> bool:
+        """Whether a later step passes on what the worker reported too early: the host must not
+        leave steps out."""
+        return self._rules.holds_reports
+
+    def _require_step(self, what: str) -> Plan:
+        if self._plan is None:
+            raise ContractError(f"{what} outside of a step, which was not begun: call open() first")
+        return self._plan
+
+    @contextmanager
+    def _ended_by_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise

@@ -1,0 +1,194 @@
+"""vLLM's model-runner mixin under its own names, over our step lifecycle.
+
+For model runners written around these calls. Where vLLM's mixin reads a process-wide connector,
+this one reads `self.kv_connector`; its methods are instance methods for that reason.
+
+Unlike there, a step without tokens runs `wait_for_save` (a queue drained nowhere else would stall),
+a forward that raised is not saved, and a fault of the connector does not reach the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.messages import Plan
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+from kvferry.v1 import kv_allocation
+from kvferry.v1.base import KVConnectorBase_V1
+from kvferry.v1.driven import V1Plan, V1WorkerRole
+from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
+
+
+class StepMessage(Protocol):
+    """The part of a scheduler's output that the mixin reads. The metadata is a
+    `KVConnectorMetadata` for a V1 connector, and a `Plan` for a worker role."""
+
+    @property
+    def kv_connector_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
+    @property
+    def finished_req_ids(self) -> Collection[str]: ...
+    @property
+    def total_num_scheduled_tokens(self) -> int: ...
+
+
+@dataclass
+class ModelRunnerOutput:
+    """The part of a model runner's output that this mixin fills."""
+
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
+"""Shared; never written to."""
+
+
+class KVConnectorModelRunnerMixin:
+    """Drives `self.kv_connector` through the steps of a model runner.
+
+    Either wrap each forward in `maybe_get_kv_connector_output`, and call `kv_connector_no_forward`
+    for steps without tokens; or call `maybe_setup_kv_connector`, the forward,
+    `maybe_wait_for_kv_save` and `get_finished_kv_transfers`, which ends the step.
+
+    Runs in: worker, on the model runner's thread.
+
+    Attributes:
+        kv_connector: a V1 connector built for the worker, one of our worker roles, or None: every
+            call then does nothing. Set between steps.
+        kv_observer: receives counts of the connector's faults and violations.
+        empty_model_runner_output: returned by a step without tokens whose report is empty; a copy
+            of it carries a report. Hosts set their own, with an attribute `kv_connector_output`.
+    """
+
+    kv_connector: KVConnectorBase_V1 | WorkerRole | None = None
+    kv_observer: Observer = Observer()
+    empty_model_runner_output: ClassVar[Any] = EMPTY_MODEL_RUNNER_OUTPUT
+
+    _kv_lifecycle: StepLifecycle | None = None
+    _kv_driven: KVConnectorBase_V1 | WorkerRole | None = None
+    _kv_worker: GuardedWorker | None = None
+
+    def _lifecycle(self) -> StepLifecycle | None:
+        """The lifecycle of `kv_connector`; a new one if the connector was replaced."""
+        if self._kv_driven is not self.kv_connector:
+            self._kv_driven = connector = self.kv_connector
+            self._kv_worker = self._kv_lifecycle = None
+            if connector is not None:
+                role = connector if isinstance(connector, WorkerRole) else V1WorkerRole(connector)
+                self._kv_worker = GuardedWorker(role, self.kv_observer)
+                self._kv_lifecycle = StepLifecycle(self._kv_worker, observer=self.kv_observer)
+        return self._kv_lifecycle
+
+    def _plan(self, scheduler_output: StepMessage) -> Plan:
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is None:
+            raise ContractError(
+                "kv_connector_metadata is None, but the runner has a connector: the scheduler must "
+                "call build_connector_meta (or build_plan) in every step"
+            )
+        if isinstance(metadata, Plan):
+            return metadata
+        # Hosts before 0.14 do not name preempted requests. `recving` is None because only the
+        # connector knows which loads its metadata starts.
+        preempted = getattr(scheduler_output, "preempted_req_ids", None)
+        return V1Plan(
+            metadata=metadata,
+            has_tokens=scheduler_output.total_num_scheduled_tokens > 0,
+            recving=None,
+            preempted=frozenset(preempted or ()),
+        )
+
+    def maybe_setup_kv_connector(self, scheduler_output: StepMessage) -> None:
+        """Begin a step: bind the metadata, start loads.
+
+        Raises:
+            ContractError: no metadata, or the last step was not ended.
+        """
+        lifecycle = self._lifecycle()
+        if lifecycle is not None:
+            lifecycle.open(self._plan(scheduler_output))
+
+    def maybe_wait_for_kv_save(self) -> None:
+        """After a forward that succeeded: its blocks may be overwritten when this returns."""
+        lifecycle = self._lifecycle()
+        if lifecycle is not None:
+            lifecycle.save()
+
+    def get_finished_kv_transfers(
+        self, scheduler_output: StepMessage
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """End the step: which requests' sends and loads ended; None instead of an empty set."""
+        lifecycle = self._lifecycle()
+        if lifecycle is None:
+            return None, None
+        output = lifecycle.finish(scheduler_output.finished_req_ids)
+        return set(output.finished_sending) or None, set(output.finished_recving) or None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counters of the last step that was ended; None if it had none."""
+        lifecycle = self._lifecycle()
+        return None if lifecycle is None else to_v1_output(lifecycle.output).kv_connector_stats
+
+    def kv_connector_no_forward(
+        self, scheduler_output: StepMessage, vllm_config: object | None = None
+    ) -> Any:  # noqa: ANN401 - the host's
+        """A step without tokens. Returns the shared `empty_model_runner_output` if the report is
+        empty. Hosts pass `vllm_config`, which is not read."""
+        with self.maybe_get_kv_connector_output(scheduler_output) as kv_connector_output:
+            pass
+        if kv_connector_output is None or kv_connector_output.is_empty():
+            return self.empty_model_runner_output
+        output = copy.copy(self.empty_model_runner_output)
+        output.kv_connector_output = kv_connector_output
+        return output
+
+    def maybe_get_kv_connector_output(
+        self, scheduler_output: StepMessage
+    ) -> AbstractContextManager[KVConnectorOutput | None]:
+        """A whole step around the forward. Yields an output that is filled when the block is left,
+        by an error or not; None without a connector."""
+        if self.kv_connector is None:
+            return nullcontext()
+        return self._get_kv_connector_output(scheduler_output)
+
+    @contextmanager
+    def _get_kv_connector_output(
+        self, scheduler_output: StepMessage, wait_for_save: bool = True
+    ) -> Generator[KVConnectorOutput, None, None]:
+        lifecycle = self._lifecycle()
+        if lifecycle is None:
+            raise ContractError("there is no connector: use maybe_get_kv_connector_output")
+        output = KVConnectorOutput()
+        lifecycle.open(self._plan(scheduler_output))
+        try:
+            yield output
+            if wait_for_save:
+                lifecycle.save()
+        finally:
+            report = lifecycle.finish(scheduler_output.finished_req_ids)
+            vars(output).update(vars(to_v1_output(report)))
+
+    def ensure_kv_transfer_shutdown(self) -> None:
+        """Stop the connector and forget it. Idempotent; safe without one."""
+        self._lifecycle()
+        worker, self.kv_connector = self._kv_worker, None
+        self._lifecycle()
+        if worker is not None:
+            worker.close()
+
+    def use_uniform_kv_cache(
+        self, attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]], cache_dtype: str
+    ) -> bool:
+        """Whether to allocate by `allocate_uniform_kv_caches`, and to register the one tensor by
+        `register_cross_layers_kv_cache` instead of `register_kv_caches`."""
+        connector = self.kv_connector
+        return kv_allocation.use_uniform_kv_cache(attn_groups, cache_dtype, connector=connector)
+
+    allocate_uniform_kv_caches = staticmethod(kv_allocation.allocate_uniform_kv_caches)

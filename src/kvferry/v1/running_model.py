@@ -1,0 +1,427 @@
+"""The identity, by content, of the model that a V1 host runs: weights and effective configuration.
+
+The configuration is the model directory's `config.json` and this host's deviations from it:
+overrides by the operator, dtypes, a quantisation done while loading. Engines without deviations
+agree on a model's identity, whatever library version read it.
+
+Every connector of a V1 host takes its identity from here. A host that lacks an attribute which a
+vLLM has (the running `hf_config`, a registry of model classes) deviates in nothing there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+from kvferry.identity import (
+    identify,
+    length_dependent_rope,
+    newest_change,
+    weights_digest,
+    written_config,
+)
+from kvferry.keys import ModelIdentity, relevant_config
+
+logger = logging.getLogger(__name__)
+
+_FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read the same tensors from a model directory."""
+
+_FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
+"""Load formats that read other files of it, which may hold other weights. With a format in neither
+list, the weights may not be those of the files."""
+
+_LORA_SETTINGS = (
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+"""Fields of vLLM's LoRA configuration that decide which part of an adapter is used, and how it is
+read."""
+
+_NUMERIC_VARIABLES = (
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+)
+"""Environment variables of vLLM that quantise weights, activations or messages between ranks, or
+choose the experts of a token: they change KV by more than rounding."""
+
+ConfigReader = Callable[..., Any]
+"""vLLM's `get_config`: the configuration of a model as it is written."""
+
+
+def model_identity(
+    vllm_config: Any,  # noqa: ANN401 - the host's, as all here
+    weights_version: str | None,
+    load_config: ConfigReader | None = None,
+) -> ModelIdentity:
+    """The identity of the model that `vllm_config` describes.
+
+    Args:
+        weights_version: from the operator; stands for the weights where they cannot be hashed.
+        load_config: None for that of the host in this process, if it has one. Without any, there is
+            nothing to compare the running configuration with, so all of it is identity.
+
+    Raises:
+        ConfigError: KV that cannot be identified, or weights that cannot be read and have no
+            `weights_version`.
+    """
+    model = vllm_config.model_config
+    load_format = _load_format(vllm_config)
+    source = local_model(vllm_config)
+    is_known = load_format in _FROM_FILES + _FROM_OTHER_FILES
+    if load_format == "dummy" or (not is_known and weights_version is None):
+        logger.warning(
+            "load_format=%s: weights are not those of the files, so nothing is shared with other "
+            "processes",
+            load_format,
+        )
+        weights = secrets.token_bytes(32)
+    elif source is not None and is_known:
+        weights = weights_digest(source, weights_version=weights_version)
+        if weights_version is None and source == Path(str(model.model)):
+            _refuse_recent(source, "weights", newest_change(source))
+    elif weights_version is not None:
+        weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
+    else:
+        raise ConfigError(
+            f"the weights of {model.model!r} are not on this machine's disk and so have no digest; "
+            'set "weights_version" to a name that changes whenever they do'
+        )
+    if source is not None and (source / "config.json").is_file():
+        config, is_written = written_config(source), True
+    else:  # another format: as vLLM reads it
+        config, is_written = _plain(_running_config(model) or {}), False
+    code = _custom_code(vllm_config, source, config.get("auto_map"), weights_version)
+    if code is not None:
+        config["code"] = code
+    return identify(
+        weights,
+        config,
+        dtype=_dtype(model),
+        deviations=_deviations(vllm_config, is_written, load_config or _config_reader()),
+        weights_version=weights_version,
+        name=str(model.model),
+    )
+
+
+def _refuse_recent(source: Path, files: str, changed: float) -> None:
+    """Refuse files that changed since the engine's process started: hosts load them before they
+    ask for their identity. Downloads from a hub have names by content and need no such look. An
+    engine inside a caller's process may have started long after it: there is no such look."""
+    if is_engine_process() and changed > process_start():
+        raise ConfigError(
+            f"the {files} in {source} changed after this process had started, so others may be "
+            "loaded than were hashed: start again when they are complete"
+        )
+
+
+def is_engine_process() -> bool:
+    return multiprocessing.parent_process() is not None
+
+
+def process_start() -> float:
+    """Seconds since the epoch; infinite if the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return time.time() - up_seconds + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
+    config = getattr(vllm_config, "load_config", None)
+    # Some releases have an enumeration here.
+    found = getattr(config, "load_format", "auto")
+    return str(getattr(found, "value", found)).lower()
+
+
+def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
+    """The path of the weights: a directory, a single file, or Hugging Face's snapshot on this
+    disk. None for a model of another hub: the snapshot of that name may hold other weights."""
+    model = vllm_config.model_config
+    path = Path(str(getattr(model, "model_weights", "") or model.model))
+    if path.exists():
+        return path
+    if uses_modelscope():
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        found = snapshot_download(
+            str(model.model),
+            revision=getattr(model, "revision", None),
+            # A cache of the operator's own may hold another commit than the user's.
+            cache_dir=getattr(getattr(vllm_config, "load_config", None), "download_dir", None),
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _custom_code(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    stored_map: object,
+    weights_version: str | None,
+) -> str | None:
+    """Digest of all Python files of the model's directory, if vLLM may run them; else None.
+
+    Only `trust_remote_code` allows code, and only that which an `auto_map` names. vLLM may have a
+    class of its own for the model and run no code: no one can tell from here, so the digest enters.
+
+    Args:
+        source: the model's directory, or its snapshot of a hub.
+        stored_map: `auto_map` of the model's config.json.
+        weights_version: names code, too, that is not in the directory.
+
+    Raises:
+        ConfigError: code that is not in the directory and has no version.
+    """
+    model = vllm_config.model_config
+    running_map = getattr(getattr(model, "hf_config", None), "auto_map", None)
+    named = sorted({*_classes(stored_map), *_classes(running_map)})
+    if not named or not getattr(model, "trust_remote_code", False):
+        return None
+    directory = _code_directory(vllm_config, source, named)
+    files = sorted(directory.rglob("*.py")) if directory is not None else []
+    if directory is None or not files:
+        if weights_version is None:
+            raise ConfigError(
+                f"trust_remote_code runs code that is not in the model's directory ({named[0]}); "
+                'copy it there, or set "weights_version" to a name that changes whenever it does'
+            )
+        return ", ".join(named)
+    if weights_version is None and directory == Path(str(model.model)):
+        _refuse_recent(directory, "code", max(file.stat().st_ctime for file in files))
+    hasher = blake3()
+    for file in files:
+        content = blake3(file.read_bytes()).hexdigest()
+        hasher.update(f"{file.relative_to(directory)}\0{content}\0".encode())
+    return hasher.hexdigest()
+
+
+def _classes(auto_map: object) -> list[str]:
+    """`file.Class`, or `repository--file.Class`, of all entries of an `auto_map`."""
+    if not isinstance(auto_map, Mapping):
+        return []
+    names = [
+        name
+        for entry in auto_map.values()
+        for name in (entry if isinstance(entry, list) else [entry])
+    ]
+    return [str(name) for name in names if name]
+
+
+def _code_directory(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    named: list[str],
+) -> Path | None:
+    """The model's own directory, if all code is from there; None if some is from elsewhere."""
+    model = vllm_config.model_config
+    repositories = {name.partition("--")[0] for name in named if "--" in name}
+    own_revisions = (None, getattr(model, "revision", None))
+    if (
+        repositories - {str(model.model)}
+        or getattr(model, "hf_config_path", None) not in (None, model.model)
+        or getattr(model, "code_revision", None) not in own_revisions
+    ):
+        return None
+    path = Path(str(model.model))
+    if path.is_dir():
+        return path
+    # Weights with a directory of their own may be of another commit than the code.
+    apart = getattr(getattr(vllm_config, "load_config", None), "download_dir", None)
+    return source if source is not None and source.is_dir() and not apart else None
+
+
+def _deviations(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    is_written: bool,
+    load_config: ConfigReader | None,
+) -> dict[str, Any]:
+    """The part of the configuration that decides KV bytes and is not in the model's files."""
+    model = vllm_config.model_config
+    found: dict[str, Any] = {}
+    changed = _changed_fields(model, is_written, load_config)
+    if changed:
+        found["overrides"] = changed
+    classes = _foreign_classes(model)
+    if classes:
+        found["model_class"] = classes
+    load_format = _load_format(vllm_config)
+    if load_format not in _FROM_FILES:
+        options = getattr(vllm_config.load_config, "model_loader_extra_config", None)
+        found["load_format"] = f"{load_format} {options!r}" if options else load_format
+    # The options may also quantise layers that a quantised checkpoint left as they were.
+    quantization = getattr(model, "quantization_config", None)
+    method = getattr(model, "quantization", None)
+    is_written_so = hasattr(getattr(model, "hf_config", None), "quantization_config")
+    if quantization or (method is not None and not is_written_so):
+        found["online_quantization"] = {
+            "method": str(method),
+            "options": repr(quantization),
+        }
+    found.update(_options(vllm_config))
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in ("auto", _dtype(model)):
+        found["kv_cache_dtype"] = str(cache.cache_dtype)
+        skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+        if skipped:
+            found["kv_cache_dtype_skip_layers"] = [str(name) for name in skipped]
+        if getattr(cache, "calculate_kv_scales", False):
+            raise ConfigError(
+                "calculate_kv_scales=True takes the scales of the KV cache from the first "
+                "requests, so equal prompts have other KV in every process; use a checkpoint with "
+                "scales"
+            )
+    if getattr(model, "use_mla", False) is True:
+        # For such models vLLM 0.32 on a CPU computes other KV than Transformers, with or without a
+        # cache: its records are for vLLM alone, on devices of one kind.
+        device = getattr(getattr(vllm_config, "device_config", None), "device_type", "unknown")
+        found["latents_of"] = f"vllm on {device}"
+    if length_dependent_rope(_running_config(model)):
+        found["max_model_len"] = int(model.max_model_len)
+    return found
+
+
+def _dtype(model: Any) -> str:  # noqa: ANN401 - the host's
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
+    """Options and variables with which equal files make other KV, where the operator set them."""
+    found = {
+        f"lora_{name}": getattr(getattr(vllm_config, "lora_config", None), name, None)
+        for name in _LORA_SETTINGS
+    }
+    # Read by platforms of others, in ways that only they know.
+    found["additional_config"] = getattr(vllm_config, "additional_config", None)
+    overrides = getattr(vllm_config.model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping) and overrides.get("quantization_config_file"):
+        path = Path(overrides["quantization_config_file"])
+        found["quantization_config_file"] = blake3(path.read_bytes()).hexdigest()
+    return numeric_variables() | {name: repr(value) for name, value in found.items() if value}
+
+
+def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
+    """The model's class and those it inherits from, where they are not vLLM's own for the
+    architecture: of plug-ins, with the digests of their files, or of Transformers. A class of the
+    latter may order a key's elements otherwise (the rotated part, in DeepSeek's models)."""
+    by_transformers = getattr(model, "using_transformers_backend", None)
+    if by_transformers is not None and by_transformers():
+        return ["transformers"]
+    if not hasattr(model, "registry"):
+        return []
+    names = getattr(model.hf_config, "architectures", None) or []
+    found, _ = model.registry.resolve_model_cls(names, model)
+    if found.__module__.startswith("vllm."):
+        return []
+    known = {"vllm", "torch", *sys.stdlib_module_names}
+    classes = [base for base in found.__mro__ if base.__module__.partition(".")[0] not in known]
+    return [f"{base.__module__}.{base.__qualname__} {_file_digest(base)}" for base in classes]
+
+
+def _file_digest(code: type) -> str:
+    """Of the file that defines `code`; random if there is none to read."""
+    path = getattr(sys.modules.get(code.__module__), "__file__", None)
+    try:
+        return blake3(Path(path or "").read_bytes()).hexdigest(16)
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def _changed_fields(
+    model: Any,  # noqa: ANN401 - the host's
+    is_written: bool,
+    load_config: ConfigReader | None,
+) -> dict[str, Any]:
+    """Fields in which the running config differs from the one that vLLM loads, which is
+    `config.json` if there is one, whatever other config the operator names."""
+    running = _running_config(model)
+    if running is None:
+        return {}
+    runs = _plain(running)
+    if load_config is None:
+        return runs
+    try:
+        config = load_config(
+            model.model,
+            trust_remote_code=bool(getattr(model, "trust_remote_code", False)),
+            revision=getattr(model, "revision", None),
+            code_revision=getattr(model, "code_revision", None),
+            config_format="hf" if is_written else getattr(model, "config_format", "auto"),
+        )
+        loaded = _plain(config.to_dict())
+    except (OSError, ValueError, TypeError) as error:
+        # Nothing to compare with: all of it counts.
+        logger.warning("the model's config cannot be read again (%s): all of it is identity", error)
+        return runs
+    return {
+        name: runs.get(name)
+        for name in sorted(runs.keys() | loaded.keys())
+        if name not in ("dtype", "torch_dtype") and runs.get(name) != loaded.get(name)
+    }
+
+
+def _running_config(model: Any) -> Mapping[str, Any] | None:  # noqa: ANN401 - the host's
+    """The model's configuration as it runs; None on a host that does not show it."""
+    config = getattr(model, "hf_config", None)
+    return None if config is None else config.to_dict()
+
+
+def _config_reader() -> ConfigReader | None:
+    """That of the vLLM which runs in this process; None in other hosts."""
+    return getattr(sys.modules.get("vllm.transformers_utils.config"), "get_config", None)
+
+
+def uses_modelscope() -> bool:
+    """Whether this vLLM takes models by name from ModelScope, not from Hugging Face."""
+    return bool(getattr(_variables(), "VLLM_USE_MODELSCOPE", False))
+
+
+def numeric_variables() -> dict[str, str]:
+    """The variables of `_NUMERIC_VARIABLES` that are set, with their values as vLLM reads them: the
+    text may name a file."""
+    envs = _variables()
+    return {
+        name: repr(getattr(envs, name, os.environ[name]))
+        for name in _NUMERIC_VARIABLES
+        if name in os.environ
+    }
+
+
+def _variables() -> object:
+    """VLLM's module of environment variables, which every vLLM has imported by now; or None."""
+    return sys.modules.get("vllm.envs")
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without irrelevant fields, as plain JSON values."""
+    return dict(relevant_config(json.loads(json.dumps(config, default=str))))

@@ -1,0 +1,85 @@
+"""A LoRA adapter is known by its content, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+
+from kvferry.adapters.vllm.request_identity import LoraIdentities
+
+from .fakes import write_model
+
+
+class Lora:
+    def __init__(self, path, number=1, *, load_inplace=False):
+        self.lora_int_id = number
+        self.lora_path = str(path)
+        self.load_inplace = load_inplace
+
+
+def write_adapter(path, fill):
+    write_model(path, fill=fill)
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    return path
+
+
+def settled(identities, request):
+    """Ask until there is an answer, as later requests would."""
+    deadline = time.monotonic() + 20
+    while (found := identities(request)) is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def test_adapters_are_distinguished_by_content(tmp_path):
+    first, second = (write_adapter(tmp_path / str(fill), fill) for fill in (1.0, 2.0))
+    copied = tmp_path / "copy"
+    shutil.copytree(first, copied)
+    identities = LoraIdentities()
+    digests = [settled(identities, Lora(p, n)) for n, p in enumerate((first, second, copied))]
+    identities.close()
+    assert None not in digests
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_first_request_under_an_adapter_waits_for_nothing(tmp_path):
+    identities = LoraIdentities()
+    assert identities(Lora(write_adapter(tmp_path / "a", 1.0))) is None
+    identities.close()
+
+
+@pytest.mark.parametrize("lora", [Lora("", 1), Lora("/a", 2, load_inplace=True)])
+def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
+    identities = LoraIdentities()
+    assert identities(lora) is None
+    assert identities._jobs == {}
+    identities.close()
+
+
+def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
+    path = write_adapter(tmp_path / "a", 1.0)
+    identities = LoraIdentities(recheck_seconds=0.05)
+    assert settled(identities, Lora(path)) is not None
+    time.sleep(0.06)
+    write_adapter(path, 2.0)
+    deadline = time.monotonic() + 20
+    while "cannot be relied on" not in caplog.text and time.monotonic() < deadline:
+        # Not even the first request behind the change: its files are looked at again first.
+        assert identities(Lora(path)) is None
+        time.sleep(0.001)
+    assert "cannot be relied on" in caplog.text
+    for _ in range(50):
+        assert identities(Lora(path)) is None
+    identities.close()
+
+
+def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(tmp_path):
+    path = write_adapter(tmp_path / "a", 1.0)
+    identities = LoraIdentities(recheck_seconds=0.01)
+    first = settled(identities, Lora(path))
+    time.sleep(0.02)
+    assert identities(Lora(path)) is None
+    assert settled(identities, Lora(path)) == first
+    identities.close()

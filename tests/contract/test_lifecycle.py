@@ -1,0 +1,311 @@
+"""The order of one step, whatever the forward does, and what a host gets to see of the reports."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.reports import REMEMBERED_REQUESTS
+from kvferry.errors import ContractError
+from kvferry.observe import Counters
+from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
+
+NORMAL_STEP = ["begin_step", "start_load", "save", "collect", "end_step"]
+
+
+def ids(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+class Run:
+    """A lifecycle over a worker that reports `outputs`, one per step."""
+
+    def __init__(self, *outputs: object, strict: bool = False) -> None:
+        self.observer = Counters()
+        self.worker = RecordingWorker(*outputs)
+        self.lifecycle = StepLifecycle(self.worker, observer=self.observer, strict=strict)
+
+    def step(self, *, loads=(), finished=(), blocks=()) -> WorkerOutput:
+        plan = LoadPlan(recving=ids(*loads), blocks=frozenset(blocks))
+        with self.lifecycle.step(plan, ids(*finished)) as step:
+            pass
+        return step.output
+
+    @property
+    def violations(self) -> int:
+        return self.observer["contract_violation"]
+
+
+# --- order -------------------------------------------------------------------------------------
+
+
+def test_a3_a_step_runs_its_hooks_in_order_around_the_forward():
+    run = Run()
+    plan = Plan()
+    with run.lifecycle.step(plan, ids("gone")) as step:
+        run.worker.calls.append("forward")
+    assert run.worker.calls == [
+        "begin_step", "start_load", "forward", "save", "collect", "end_step",
+    ]  # fmt: skip
+    assert run.worker.plans == [plan]
+    assert run.worker.finished == [ids("gone")]
+    assert step.output is EMPTY_OUTPUT
+
+
+def test_a13_a_step_without_tokens_runs_every_hook():
+    run = Run(WorkerOutput(stats={"n": 1}))
+    output = run.lifecycle.no_forward(Plan(), ids())
+    assert run.worker.calls == NORMAL_STEP
+    assert output.stats == {"n": 1}
+
+
+def test_a_failed_forward_is_not_saved_but_collected_ended_and_raised():
+    run = Run(WorkerOutput(invalid_block_ids=frozenset({3})))
+    with pytest.raises(ZeroDivisionError), run.lifecycle.step(Plan(), ids("gone")):
+        raise ZeroDivisionError
+    assert run.worker.calls == ["begin_step", "start_load", "collect", "end_step"]
+    assert run.lifecycle.output.invalid_block_ids == {3}
+    run.step()
+    assert run.worker.calls[4:] == NORMAL_STEP
+
+
+@pytest.mark.parametrize(
+    ("hook", "calls"),
+    [
+        ("begin_step", ["begin_step", "end_step"]),
+        ("start_load", ["begin_step", "start_load", "end_step"]),
+        ("save", NORMAL_STEP),
+        ("collect", NORMAL_STEP),
+        ("end_step", NORMAL_STEP),
+    ],
+)
+def test_a_fault_of_a_bare_worker_is_raised_and_the_step_is_ended(hook, calls):
+    worker = RecordingWorker(fail={hook})
+    lifecycle = StepLifecycle(worker)
+    with pytest.raises(OSError, match=f"{hook} failed"):
+        lifecycle.no_forward(Plan(), ids())
+    assert worker.calls == calls
+    worker.fail.clear()
+    worker.calls.clear()
+    lifecycle.no_forward(Plan(), ids())
+    assert worker.calls == NORMAL_STEP
+
+
+def test_a_step_inside_a_step_is_refused():
+    run = Run()
+    with run.lifecycle.step(Plan(), ids()), pytest.raises(ContractError, match="open"):
+        run.lifecycle.open(Plan())
+    assert run.worker.calls == NORMAL_STEP
+
+
+def test_ending_a_step_that_was_not_begun_is_refused():
+    with pytest.raises(ContractError, match="not begun"):
+        Run().lifecycle.finish(ids())
+
+
+def test_a_host_may_start_loads_after_the_forward_and_ask_before_it_ends_the_step():
+    run = Run(WorkerOutput(stats={"n": 1}))
+    run.lifecycle.begin(Plan())
+    run.worker.calls.append("forward")
+    run.lifecycle.start_load()
+    assert run.lifecycle.collect(ids()).stats == {"n": 1}
+    assert run.lifecycle.output.stats == {"n": 1}
+    run.lifecycle.end()
+    assert run.worker.calls == ["begin_step", "forward", "start_load", "collect", "end_step"]
+    assert run.step() is EMPTY_OUTPUT
+
+
+@pytest.mark.parametrize("part", ["start_load", "save", "end"])
+def test_a_part_of_a_step_outside_of_one_is_refused(part):
+    run = Run()
+    with pytest.raises(ContractError, match="not begun"):
+        getattr(run.lifecycle, part)()
+    assert run.worker.calls == []
+
+
+def test_layer_hooks_are_offered_by_a_worker_that_has_them_only():
+    worker = RecordingLayerwiseWorker()
+    assert StepLifecycle(worker).layerwise is worker
+    assert StepLifecycle(RecordingWorker()).layerwise is None
+
+
+def test_an_output_that_says_nothing_is_the_shared_empty_one():
+    assert Run(WorkerOutput()).step() is EMPTY_OUTPUT
+
+
+# --- reports: async loads ----------------------------------------------------------------------
+
+
+def test_a6_a_load_is_reported_once_per_plan_that_started_it():
+    done = WorkerOutput(finished_recving=ids("r"))
+    run = Run(EMPTY_OUTPUT, done, done, done)
+    assert run.step(loads=["r"]) is EMPTY_OUTPUT
+    assert run.step().finished_recving == {"r"}
+    assert run.step() is EMPTY_OUTPUT  # the host dies of a second report
+    assert run.violations == 1
+    # Preempted, looked up and loaded again: another load, another report.
+    assert run.step(loads=["r"]).finished_recving == {"r"}
+    assert run.violations == 1
+
+
+def test_a6_the_end_of_a_load_that_no_plan_started_is_dropped():
+    run = Run(WorkerOutput(finished_recving=ids("stranger"), stats={"n": 1}))
+    output = run.step()
+    assert output.finished_recving == ids()
+    assert output.stats == {"n": 1}
+    assert run.violations == 1
+
+
+def test_a10_abort_while_loading_is_reported_once_and_is_the_last_report():
+    done = WorkerOutput(finished_recving=ids("r"))
+    sent = WorkerOutput(finished_sending=ids("r"))
+    run = Run(EMPTY_OUTPUT, EMPTY_OUTPUT, done, sent, done)
+    run.step(loads=["r"])
+    run.step(finished=["r"])
+    assert run.step().finished_recving == {"r"}
+    assert run.step() is EMPTY_OUTPUT  # the host has forgotten the request
+    assert run.step() is EMPTY_OUTPUT
+    assert run.violations == 2
+
+
+def test_a10_sending_while_the_load_is_under_way_is_dropped():
+    run = Run(
+        EMPTY_OUTPUT,
+        WorkerOutput(finished_sending=ids("r")),
+        WorkerOutput(finished_recving=ids("r")),
+    )
+    run.step(loads=["r"])
+    assert run.step(finished=["r"]) is EMPTY_OUTPUT
+    assert run.step().finished_recving == {"r"}
+    assert run.violations == 1
+
+
+def test_one_output_never_says_both_sent_and_received_of_one_request():
+    run = Run(EMPTY_OUTPUT, WorkerOutput(finished_sending=ids("r"), finished_recving=ids("r")))
+    run.step(loads=["r"])
+    output = run.step(finished=["r"])
+    assert output.finished_recving == {"r"}
+    assert output.finished_sending == ids()
+
+
+def test_a11_a_failed_load_is_failed_and_finished_in_one_output():
+    run = Run(WorkerOutput(finished_recving=ids("r"), failed_recving=ids("r")))
+    output = run.step(loads=["r"])
+    assert output.failed_recving == output.finished_recving == {"r"}
+    assert run.violations == 0
+
+
+def test_a11_a_failure_reported_before_the_end_of_its_load_is_not_lost():
+    run = Run(
+        WorkerOutput(failed_recving=ids("r")), EMPTY_OUTPUT, WorkerOutput(finished_recving=ids("r"))
+    )
+    assert run.step(loads=["r"]) is EMPTY_OUTPUT
+    assert run.step() is EMPTY_OUTPUT
+    output = run.step()
+    assert output.finished_recving == output.failed_recving == {"r"}
+    assert run.violations == 1
+
+
+def test_a11_the_failure_of_a_load_that_was_never_started_is_dropped():
+    run = Run(WorkerOutput(failed_recving=ids("stranger")))
+    assert run.step() is EMPTY_OUTPUT
+    assert run.violations == 1
+
+
+# --- reports: delayed frees --------------------------------------------------------------------
+
+
+def test_a9_sending_is_reported_once_per_life_of_an_id():
+    sent = WorkerOutput(finished_sending=ids("r"))
+    run = Run(EMPTY_OUTPUT, sent, sent, sent)
+    run.step(finished=["r"])
+    assert run.step().finished_sending == {"r"}
+    assert run.step() is EMPTY_OUTPUT
+    assert run.violations == 1
+    assert run.step(finished=["r"]).finished_sending == {"r"}  # the id was used again
+
+
+def test_a9_sending_may_be_reported_in_the_step_that_tells_of_the_end():
+    run = Run(WorkerOutput(finished_sending=ids("r")))
+    assert run.step(finished=["r"]).finished_sending == {"r"}
+    assert run.violations == 0
+
+
+def test_a9_sending_before_the_end_is_held_back_until_then():
+    run = Run(WorkerOutput(finished_sending=ids("r")), EMPTY_OUTPUT)
+    assert run.step() is EMPTY_OUTPUT  # a running request: the host would die
+    assert run.violations == 1
+    assert run.step() is EMPTY_OUTPUT
+    assert run.step(finished=["r"]).finished_sending == {"r"}  # or its blocks would leak
+    assert run.step() is EMPTY_OUTPUT
+    assert run.violations == 1
+
+
+def test_the_memory_of_ended_requests_is_bounded():
+    run = Run()
+    run.step(finished=["old"])
+    run.step(finished=[f"r{i}" for i in range(REMEMBERED_REQUESTS)])
+    run.worker.outputs = [WorkerOutput(finished_sending=ids("old", "r7"))]
+    assert run.step().finished_sending == {"r7"}
+
+
+# --- reports: blocks ---------------------------------------------------------------------------
+
+
+def test_a11_invalid_blocks_pass_and_become_plain_integers():
+    run = Run(WorkerOutput(invalid_block_ids=frozenset({np.int64(3), 5})))
+    output = run.step()
+    assert output.invalid_block_ids == {3, 5}
+    assert {type(block) for block in output.invalid_block_ids} == {int}
+    assert run.violations == 0
+
+
+@pytest.mark.parametrize("bad", [-1, "7", 2.0, None])
+def test_a11_a_malformed_block_id_fails_every_block_of_the_plan(bad):
+    run = Run(WorkerOutput(invalid_block_ids=frozenset({bad, 40})))
+    assert run.step(blocks=[4, 5]).invalid_block_ids == {4, 5, 40}
+    assert run.violations == 1
+
+
+@pytest.mark.parametrize(
+    "bad", [None, ({"r"}, None), {}, WorkerOutput(finished_recving=None, invalid_block_ids=[4])]
+)
+def test_a_report_of_another_type_fails_every_block_of_the_plan(bad):
+    run = Run(bad)
+    assert run.step(blocks=[4, 5]) == WorkerOutput(invalid_block_ids=frozenset({4, 5}))
+    assert run.violations == 1
+
+
+# --- reports: counted, logged once, or raised --------------------------------------------------
+
+
+def test_a_violation_is_logged_once_per_rule_and_counted_each_time(caplog):
+    bad = WorkerOutput(finished_recving=ids("a", "b"))
+    run = Run(bad, bad)
+    with caplog.at_level(logging.WARNING, logger="kvferry"):
+        run.step()
+        run.step()
+    assert run.violations == 4
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        WorkerOutput(finished_recving=ids("r")),
+        WorkerOutput(finished_sending=ids("r")),
+        WorkerOutput(failed_recving=ids("r")),
+        WorkerOutput(invalid_block_ids=frozenset({-1})),
+        None,
+    ],
+)
+def test_strict_raises_on_a_violation_and_still_ends_the_step(bad):
+    run = Run(bad, strict=True)
+    with pytest.raises(ContractError):
+        run.step()
+    assert run.worker.calls == NORMAL_STEP
+    assert run.step() is EMPTY_OUTPUT

@@ -1,0 +1,348 @@
+import itertools
+import json
+import os
+import shutil
+import time
+import tracemalloc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import save_file
+
+from kvferry import filesystem
+from kvferry.errors import ConfigError
+from kvferry.identity import weights, weights_digest, weights_state
+from kvferry.identity.weights import RACY_NS, _DigestCache
+
+
+def later():
+    """A clock by which every file of a test is long unchanged."""
+    return time.time_ns() + 10 * RACY_NS
+
+
+def make_model(path, *, shards=1, seed=0, suffix=".safetensors"):
+    """A directory with `shards` weight files of equal names, sizes and headers for every seed."""
+    path.mkdir()
+    for shard in range(shards):
+        generator = torch.Generator().manual_seed(1000 * seed + shard)
+        save_file(
+            {"w": torch.randn(13, 17, generator=generator)},
+            path / f"model-{shard + 1:05d}-of-{shards:05d}{suffix}",
+        )
+    (path / "config.json").write_text("{}")
+    return path
+
+
+class Reads:
+    """Counts the bytes that were hashed, through the progress hook."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, done, total):
+        self.calls.append((done, total))
+
+
+@pytest.fixture(autouse=True)
+def _any_file_system_will_do(monkeypatch):
+    monkeypatch.setattr(weights, "shows_changes", lambda directory: True)
+
+
+@pytest.fixture
+def digest(tmp_path):
+    def run(model, *, cache=tmp_path / "cache", clock_ns=later, progress=lambda done, total: None):
+        return weights_digest(model, cache_dir=cache, clock_ns=clock_ns, progress=progress)
+
+    return run
+
+
+def is_cached(tmp_path, model_file):
+    info = model_file.stat()
+    return _DigestCache(tmp_path / "cache").get(info) is not None
+
+
+def test_two_models_of_equal_names_sizes_and_headers_differ(tmp_path, digest):
+    a, b = make_model(tmp_path / "a", seed=1), make_model(tmp_path / "b", seed=2)
+    (file_a,), (file_b,) = a.glob("*.safetensors"), b.glob("*.safetensors")
+    head = 8 + int.from_bytes(file_a.read_bytes()[:8], "little")
+    assert file_a.stat().st_size == file_b.stat().st_size
+    assert file_a.read_bytes()[:head] == file_b.read_bytes()[:head]
+    assert digest(a) != digest(b)
+
+
+def test_a_copy_a_rename_and_new_times_keep_the_digest(tmp_path, digest):
+    model = make_model(tmp_path / "a", shards=3)
+    first = digest(model)
+    assert len(first) == 32
+    shutil.copytree(model, tmp_path / "copy")
+    assert digest(tmp_path / "copy") == first
+    model.rename(tmp_path / "renamed")
+    assert digest(tmp_path / "renamed") == first
+    for path in (tmp_path / "renamed").iterdir():
+        os.utime(path, ns=(1, 1))
+    assert digest(tmp_path / "renamed") == first
+
+
+def test_links_are_followed_to_the_content(tmp_path, digest):
+    model = make_model(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in model.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert digest(snapshot) == digest(model)
+
+
+def test_the_digest_is_the_documented_one(tmp_path, digest):
+    model = make_model(tmp_path / "a", shards=2)
+    (model / "pytorch_model.bin").write_bytes(b"tensors")
+    hasher = blake3(b"kvferry.weight.1")
+    for path in sorted(model.iterdir()):
+        if path.name != "config.json":
+            name, content = path.name.encode(), blake3(path.read_bytes()).hexdigest().encode()
+            hasher.update(b"L" + (2).to_bytes(8, "little"))
+            hasher.update(b"S" + len(name).to_bytes(8, "little") + name)
+            hasher.update(b"S" + (64).to_bytes(8, "little") + content)
+    assert digest(model) == hasher.digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("extra.safetensors", True),
+        ("extra.bin", True),
+        ("extra.gguf", True),
+        ("extra.pth", True),
+        ("model.safetensors.index.json", True),
+        ("training_args.bin", False),
+        ("tokenizer.json", False),
+        ("config.json", False),
+    ],
+)
+def test_which_files_count_as_weights(tmp_path, digest, name, counts):
+    model = make_model(tmp_path / "a")
+    before = digest(model)
+    (model / name).write_bytes(b"something else")
+    assert (digest(model) != before) == counts
+
+
+def test_an_unchanged_file_is_not_read_again(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    real = digest(model)
+    # Only whoever believes the entry for this very state of the file gives another answer.
+    _DigestCache(tmp_path / "cache").put(file.stat(), b"d" * 32)
+    believed = digest(model)
+    assert believed != real
+    assert digest(model, cache=tmp_path / "other") == real
+
+
+def test_touching_a_file_hashes_it_again(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    digest(model)
+    assert is_cached(tmp_path, file)
+    os.utime(file, ns=(1, 1))
+    assert not is_cached(tmp_path, file)
+
+
+def test_changed_content_under_a_restored_mtime_is_seen(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    before, info = digest(model), file.stat()
+    time.sleep(0.02)  # one tick of the file system's real clock, which no fake can move
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize(("age_ns", "kept"), [(0, False), (RACY_NS - 1, False), (RACY_NS, True)])
+def test_a_file_changed_just_before_hashing_is_not_kept(tmp_path, digest, age_ns, kept):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    digest(model, clock_ns=lambda: file.stat().st_ctime_ns + age_ns)
+    assert is_cached(tmp_path, file) == kept
+
+
+def test_a_damaged_cache_entry_is_ignored(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    expected = digest(model)
+    (entry,) = (tmp_path / "cache").iterdir()
+    good = entry.read_bytes()
+    damaged = [b"", good[:-1], good + b" ", good[:-64] + b"0" * 64, good[:-64] + b"zz" * 32]
+    damaged += [good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :] for i in range(len(good))]
+    (file,) = model.glob("*.safetensors")
+    for content in damaged:
+        entry.write_bytes(content)
+        assert not is_cached(tmp_path, file)
+    assert digest(model) == expected
+    assert entry.read_bytes() == good
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert digest(model) == digest(model)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_directory_is_made_private(tmp_path, digest):
+    digest(make_model(tmp_path / "a"))
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_is_a_file_costs_nothing_but_time(tmp_path, digest):
+    (tmp_path / "file").write_text("not a directory")
+    model = make_model(tmp_path / "a")
+    assert digest(model, cache=tmp_path / "file") == digest(model)
+
+
+def test_the_default_cache_is_the_users_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    weights_digest(make_model(tmp_path / "a"), clock_ns=later)
+    assert len(list((tmp_path / "xdg" / "kvferry" / "weights").iterdir())) == 1
+
+
+def test_progress_reaches_the_total_and_never_falls(tmp_path, digest):
+    model = make_model(tmp_path / "a", shards=3)
+    for _ in range(2):
+        reads = Reads()
+        digest(model, progress=reads)
+        done = [call[0] for call in reads.calls]
+        assert done == sorted(done)
+        assert reads.calls[-1][0] == reads.calls[-1][1] > 0
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path, digest):
+    model = tmp_path / "a"
+    model.mkdir()
+    with (model / "big.safetensors").open("wb") as file:
+        file.truncate(128 * 1024 * 1024)
+    tracemalloc.start()
+    try:
+        digest(model)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * 1024 * 1024
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, digest):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+
+    def grow(done, total):
+        with file.open("ab") as appended:
+            appended.write(b"more")
+
+    def overwrite(done, total):
+        time.sleep(0.02)  # one tick of the file system's clock
+        file.write_bytes(bytes(file.stat().st_size))
+
+    def cut_off(done, total):
+        os.truncate(file, 10)
+
+    for change in (grow, overwrite, cut_off):
+        with pytest.raises(ConfigError, match="changes while it is read"):
+            digest(model, progress=change)
+
+
+def test_what_is_no_model_directory_is_named(tmp_path, digest):
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        digest(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        digest(tmp_path / "file")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="holds no weights"):
+        digest(empty)
+    (empty / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no weights"):
+        digest(empty)
+    (empty / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a file"):
+        digest(empty)
+
+
+def write_index(model, *names):
+    model_map = {f"w{number}": name for number, name in enumerate(names)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": model_map}))
+
+
+@pytest.mark.parametrize("name", ["shards/model-00001.safetensors", "shards/part", "./shards/part"])
+def test_a_file_that_an_index_names_counts_wherever_it_stands(tmp_path, digest, name):
+    model = make_model(tmp_path / "a")
+    (model / "shards").mkdir()
+    (model / name).write_bytes(b"some tensors")
+    before = digest(model)
+    write_index(model, name)
+    named = digest(model)
+    (model / name).write_bytes(b"other tensor")
+    assert len({before, named, digest(model)}) == 3
+    (model / name).unlink()
+    with pytest.raises(ConfigError, match="is not a file"):
+        digest(model)
+
+
+@pytest.mark.parametrize("name", ["../b/model.safetensors", "/etc/passwd", "shards/../../b/x"])
+def test_an_index_that_names_a_file_outside_is_refused(tmp_path, digest, name):
+    model = make_model(tmp_path / "a")
+    make_model(tmp_path / "b")
+    write_index(model, name)
+    with pytest.raises(ConfigError, match="outside of the model directory"):
+        digest(model)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"weight_map": [1]}', "[" * 100_000])
+def test_an_index_that_is_none_is_a_file_like_others(tmp_path, digest, text):
+    model = make_model(tmp_path / "a")
+    before = digest(model)
+    (model / "model.safetensors.index.json").write_text(text)
+    assert digest(model) != before
+
+
+def test_digests_are_kept_only_where_files_show_their_changes(tmp_path, digest, monkeypatch):
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    monkeypatch.setattr(weights, "shows_changes", lambda directory: False)
+    digest(model)
+    assert not is_cached(tmp_path, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "shown"),
+    [
+        ("ext4", 0, True),
+        ("xfs", os.ST_NOSUID, True),
+        ("ext4", os.ST_RDONLY, False),
+        ("squashfs", os.ST_RDONLY, False),
+        ("erofs", 0, False),
+        ("overlay", 0, False),
+        ("nfs4", 0, False),
+        ("fuse.sshfs", 0, False),
+    ],
+)
+def test_which_file_systems_show_every_change(tmp_path, monkeypatch, kind, flags, shown):
+    monkeypatch.setattr(filesystem, "file_system", lambda directory: kind)
+    monkeypatch.setattr(os, "statvfs", lambda directory: SimpleNamespace(f_flag=flags))
+    assert filesystem.shows_changes(tmp_path) is shown
+
+
+def test_a_change_addition_or_removal_shows_in_the_state(tmp_path):
+    model = make_model(tmp_path / "a", shards=2)
+    files = sorted(model.glob("*.safetensors"))
+    states = [weights_state(model)]
+    assert weights_state(model) == states[0]
+    time.sleep(0.02)  # one tick of the file system's clock
+    files[0].write_bytes(files[0].read_bytes())
+    states.append(weights_state(model))
+    (model / "extra.bin").write_bytes(b"more")
+    states.append(weights_state(model))
+    files[1].unlink()
+    states.append(weights_state(model))
+    assert all(one != other for one, other in itertools.pairwise(states))

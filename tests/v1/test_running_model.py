@@ -1,0 +1,400 @@
+"""Two engines agree on a model's identity exactly if they make the same KV from the same tokens."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvferry.errors import ConfigError
+from kvferry.identity import weights_digest, written_config
+from kvferry.keys import Namespace
+from kvferry.types import KVGroup
+from kvferry.v1.running_model import local_model, model_identity
+from tests.adapters.vllm.fakes import (
+    HFConfig,
+    load_config,
+    make_code,
+    make_config,
+    registry_of,
+    write_model,
+)
+
+GROUP = KVGroup(num_layers=2, num_kv_heads=2, content_size=8, dtype="float32", block_size=4)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def namespace(config, version=None):
+    return Namespace.of(model_identity(config, version, load_config), (GROUP,), 128).digest
+
+
+def test_a_model_run_as_it_is_written_is_what_its_files_say(model):
+    identity = model_identity(make_config(model), None, load_config)
+    expected = written_config(model)
+    expected.pop("torch_dtype")
+    assert identity.config == {**expected, "dtype": "float32"}
+    assert identity.weights == weights_digest(model)
+
+
+def test_a_copy_elsewhere_is_the_same_model(model, tmp_path):
+    other = tmp_path / "elsewhere"
+    shutil.copytree(model, other)
+    assert namespace(make_config(model)) == namespace(make_config(other))
+
+
+def test_other_weights_under_the_same_path_are_another_model(model):
+    before = namespace(make_config(model))
+    write_model(model, fill=2.0)
+    assert namespace(make_config(model)) != before
+
+
+OVERRIDES = {
+    "dtype": {"model_config__dtype": torch.bfloat16},
+    "kv dtype": {"cache_config__cache_dtype": "fp8_e4m3"},
+    "online quantisation": {"model_config__quantization": "fp8"},
+    "implementation": {"model_config__using_transformers_backend": lambda: True},
+    "LoRA modules": {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
+    "options of a platform": {"additional_config": {"kv": "compressed"}},
+}
+
+
+@pytest.mark.parametrize("changes", OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_what_the_operator_changes_is_another_model(model, changes):
+    assert namespace(make_config(model, **changes)) != namespace(make_config(model))
+
+
+def test_an_override_of_rope_is_another_model(model):
+    config = make_config(model)
+    values = config.model_config.hf_config.to_dict()
+    values["rope_parameters"]["rope_theta"] = 5e5
+    config.model_config.hf_config = HFConfig(values)
+    assert namespace(config) != namespace(make_config(model))
+
+
+def test_quantisation_by_the_checkpoint_is_known_from_its_config_alone(tmp_path):
+    model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
+    marlin = make_config(model, model_config__quantization="fp8_marlin")
+    assert namespace(marlin) == namespace(make_config(model, model_config__quantization="fp8"))
+
+
+def test_quantisation_of_what_a_quantised_checkpoint_left_is_another_model(tmp_path):
+    model = write_model(tmp_path / "q", quantization_config={"quant_method": "fp8"})
+    plain = make_config(model, model_config__quantization="fp8")
+    more = make_config(
+        model, model_config__quantization="fp8", model_config__quantization_config={"moe": "int8"}
+    )
+    assert namespace(more) != namespace(plain)
+
+
+def test_variables_that_quantise_are_another_model(model, monkeypatch):
+    before = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert namespace(make_config(model)) == before
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    by_int8 = namespace(make_config(model))
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    assert len({before, by_int8, namespace(make_config(model))}) == 3
+
+
+def test_a_file_that_says_how_to_quantise_counts_by_content(model, tmp_path):
+    path = tmp_path / "torchao.json"
+    config = make_config(model, model_config__hf_overrides={"quantization_config_file": str(path)})
+    found = []
+    for text in ("{}", '{"bits": 4}'):
+        path.write_text(text)
+        found.append(namespace(config))
+    assert found[0] != found[1]
+
+
+def import_plugin(path, monkeypatch, *, base="...", child="..."):
+    """The class of a plug-in, and the one it inherits from, each in a module of its own."""
+    (path / "their_base.py").write_text(f"class Base: {base}")
+    (path / "their_models.py").write_text(
+        f"from their_base import Base\nclass Llama(Base): {child}"
+    )
+    monkeypatch.syspath_prepend(path)
+    importlib.invalidate_caches()
+    for name in ("their_base", "their_models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("their_models")
+    return module.Llama, module.Base
+
+
+def test_a_model_class_of_a_plug_in_is_another_model_and_its_files_count(
+    model, tmp_path, monkeypatch
+):
+    def by(code):
+        return namespace(make_config(model, model_config__registry=registry_of(code)))
+
+    own = by(make_code("vllm.model_executor.models.llama"))
+    assert own == by(make_code("vllm.models.llama", name="Renamed"))
+    code, base = import_plugin(tmp_path, monkeypatch)
+    theirs = by(code)
+    assert theirs == by(code)
+    assert theirs not in (own, by(base))
+    for number, changed in enumerate(("base", "child")):
+        path = tmp_path / str(number)
+        path.mkdir()
+        other, _ = import_plugin(path, monkeypatch, **{changed: "scale = 2"})
+        assert by(other) != theirs
+
+
+def test_a_model_class_without_a_file_is_shared_with_nobody(model):
+    config = make_config(model, model_config__registry=registry_of(make_code("nowhere")))
+    assert namespace(config) != namespace(config)
+
+
+def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    written = write_hub(cache, 1.0)
+    config = make_config(
+        written,
+        model_config__model="some/model",
+        load_config__download_dir=str(cache),
+    )
+    assert local_model(config) is not None
+    variables = SimpleNamespace(VLLM_USE_MODELSCOPE=True)
+    monkeypatch.setitem(sys.modules, "vllm.envs", variables)
+    assert local_model(config) is None
+
+
+@pytest.mark.parametrize(("rope_type", "differs"), [("default", False), ("dynamic", True)])
+def test_the_context_length_counts_where_rope_depends_on_it(tmp_path, rope_type, differs):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4}
+    model = write_model(tmp_path / "m", rope_parameters=rope)
+    short = namespace(make_config(model))
+    long = namespace(make_config(model, model_config__max_model_len=128))
+    assert (short != long) == differs
+
+
+def test_latents_are_for_vllm_alone(model):
+    config = model_identity(
+        make_config(model, model_config__use_mla=True), None, load_config
+    ).config
+    assert config["latents_of"] == "vllm on unknown"
+    assert "latents_of" not in model_identity(make_config(model), None, load_config).config
+
+
+def test_a_weights_version_makes_another_namespace(model):
+    assert namespace(make_config(model), "step-1") != namespace(make_config(model), "step-2")
+
+
+def test_weights_that_are_nowhere_on_disk_need_a_version(model, tmp_path):
+    config = make_config(model, model_config__model=str(tmp_path / "not-here"))
+    with pytest.raises(ConfigError, match='set "weights_version"') as caught:
+        model_identity(config, None, load_config)
+    assert "\n" not in str(caught.value)
+    first = model_identity(config, "v1", load_config)
+    assert first.weights != model_identity(config, "v2", load_config).weights
+
+
+def test_a_config_taken_from_elsewhere_is_another_model(model, tmp_path):
+    elsewhere = write_model(tmp_path / "elsewhere", rope_parameters={"rope_theta": 5e5})
+    changes = {
+        "model_config__hf_config": load_config(elsewhere),
+        "model_config__hf_config_path": str(elsewhere),
+    }
+    assert namespace(make_config(model, **changes)) != namespace(make_config(model))
+
+
+def test_a_config_in_another_format_counts_where_it_differs(model):
+    def by_format(path, *, config_format, **_):
+        values = load_config(path).to_dict()
+        return HFConfig(values if config_format == "hf" else {**values, "rope_theta": 5e5})
+
+    def digest(config_format):
+        config = make_config(model, model_config__config_format=config_format)
+        config.model_config.hf_config = by_format(model, config_format=config_format)
+        return Namespace.of(model_identity(config, None, by_format), (GROUP,), 128).digest
+
+    assert digest("mistral") != digest("hf")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "is_shared"),
+    [("safetensors", True), ("fastsafetensors", True), ("pt", False), ("mistral", False)],
+)
+def test_a_format_that_reads_other_files_is_another_model(model, load_format, is_shared):
+    found = namespace(make_config(model, load_config__load_format=load_format))
+    assert (found == namespace(make_config(model))) == is_shared
+    assert found == namespace(make_config(model, load_config__load_format=load_format))
+
+
+TRUSTED = {"model_config__trust_remote_code": True}
+
+
+def write_custom(path, auto_map=None):
+    auto_map = auto_map or {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"}
+    write_model(path, auto_map=auto_map)
+    (path / "modeling_x.py").write_text("from .parts import SCALE\n")
+    (path / "parts.py").write_text("SCALE = 1.0\n")
+    return path
+
+
+def test_custom_code_is_known_by_all_files_of_the_directory(tmp_path):
+    model = write_custom(tmp_path / "model")
+    copied = shutil.copytree(model, tmp_path / "copy")
+    trusted = namespace(make_config(model, **TRUSTED))
+    assert namespace(make_config(copied, **TRUSTED)) == trusted
+    assert namespace(make_config(model)) != trusted
+    without = namespace(make_config(model))
+    (copied / "parts.py").write_text("SCALE = 2.0\n")
+    assert namespace(make_config(copied, **TRUSTED)) != trusted
+    (copied / "parts.py").rename(copied / "pieces.py")
+    assert namespace(make_config(copied, **TRUSTED)) != trusted
+    assert namespace(make_config(copied)) == without  # which runs none of it
+
+
+def test_trust_alone_changes_nothing(model):
+    (model / "convert.py").write_text("SCALE = 2.0\n")
+    assert namespace(make_config(model, **TRUSTED)) == namespace(make_config(model))
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "changes"),
+    [
+        ({"AutoModel": "someone/else--modeling_x.X"}, {}),
+        ({"AutoModel": ["modeling_x.X", "someone/else--fast.X"]}, {}),
+        (None, {"model_config__code_revision": "v2"}),
+        (None, {"model_config__hf_config_path": "elsewhere"}),
+    ],
+)
+def test_custom_code_from_elsewhere_needs_a_version(tmp_path, auto_map, changes):
+    config = make_config(write_custom(tmp_path / "model", auto_map), **TRUSTED, **changes)
+    with pytest.raises(ConfigError, match=r'copy it there, or set "weights_version"') as refusal:
+        namespace(config)
+    assert "\n" not in str(refusal.value)
+    assert namespace(config, "v1") == namespace(config, "v1")
+    stock = make_config(tmp_path / "model", **changes)
+    assert namespace(config, "v1") not in (namespace(config, "v2"), namespace(stock, "v1"))
+
+
+def test_code_that_the_directory_does_not_hold_is_from_elsewhere(tmp_path):
+    model = write_model(tmp_path / "model", auto_map={"AutoModel": "modeling_x.X"})
+    with pytest.raises(ConfigError, match=r"not in the model's directory \(modeling_x.X\)"):
+        namespace(make_config(model, **TRUSTED))
+
+
+def test_weights_from_an_unknown_loader_need_a_version_to_be_shared(model):
+    config = make_config(model, load_config__load_format="tensorizer")
+    assert namespace(config) != namespace(config)
+    assert namespace(config, "v1") == namespace(config, "v1") != namespace(config, "v2")
+
+
+def write_hub(cache, fill):
+    """A hub's cache that holds one commit of `some/model`."""
+    commit = f"{int(fill):040x}"
+    model = write_model(cache / "models--some--model" / "snapshots" / commit, fill=fill)
+    refs = cache / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    return model
+
+
+def test_a_model_of_a_hub_is_the_commit_in_the_cache_that_the_operator_names(tmp_path):
+    digests = []
+    for fill in (1.0, 2.0):
+        cache = tmp_path / str(fill)
+        expected = weights_digest(write_hub(cache, fill))
+        config = make_config(
+            cache / "models--some--model" / "snapshots" / f"{int(fill):040x}",
+            model_config__model="some/model",
+            load_config__download_dir=str(cache),
+        )
+        digests.append(model_identity(config, None, lambda *_, **__: HFConfig({})).weights)
+        assert digests[-1] == expected
+    assert digests[0] != digests[1]
+
+
+def test_a_single_file_of_weights_is_hashed(model, tmp_path):
+    other = write_model(tmp_path / "other", fill=2.0)
+    first, second = (
+        namespace(make_config(path, model_config__model_weights=str(path / "model.safetensors")))
+        for path in (model, other)
+    )
+    assert first != second
+
+
+def test_dummy_weights_are_not_shared(model):
+    config = make_config(model, load_config__load_format="dummy")
+    assert namespace(config) != namespace(config)
+
+
+def test_scales_taken_from_requests_are_refused(model):
+    config = make_config(
+        model, cache_config__cache_dtype="fp8", cache_config__calculate_kv_scales=True
+    )
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        model_identity(config, None, load_config)
+
+
+def test_a_config_that_cannot_be_read_again_counts_as_a_whole(model):
+    def unreadable(*_, **__):
+        raise OSError("gone")
+
+    identity = model_identity(make_config(model), None, unreadable)
+    assert identity.config["overrides"]["num_hidden_layers"] == 2
+
+
+def test_weights_that_changed_after_the_process_started_are_refused(tmp_path):
+    """The host had loaded its weights before it asked who they are."""
+    script = """
+import sys, time
+from pathlib import Path
+from kvferry.errors import ConfigError
+from tests.adapters.vllm.fakes import load_config, make_config, write_model
+from kvferry.v1 import running_model
+from kvferry.v1.running_model import model_identity
+
+path = Path(sys.argv[1])
+model_identity(make_config(path), None, load_config)
+time.sleep(0.05)
+write_model(path, fill=2.0)
+model_identity(make_config(path), None, load_config)  # inside a caller's process
+running_model.is_engine_process = lambda: True
+model_identity(make_config(path), "v2", load_config)
+try:
+    model_identity(make_config(path), None, load_config)
+except ConfigError as error:
+    assert "changed after this process had started" in str(error), error
+else:
+    sys.exit("not refused")
+"""
+    path = write_model(tmp_path / "model", fill=1.0)
+    time.sleep(0.05)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("version", [None, "v1"])
+def test_a_version_is_enough_where_a_directory_has_no_weights(tmp_path, version):
+    path = write_model(tmp_path / "model")
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    if version is None:
+        with pytest.raises(ConfigError, match="holds no weights"):
+            model_identity(make_config(path), version, load_config)
+    else:
+        identities = [model_identity(make_config(path), v, load_config) for v in ("v1", "v1", "v2")]
+        assert identities[0] == identities[1] != identities[2]
+        assert identities[1].weights != identities[2].weights
+
+
+def test_the_name_is_what_the_user_calls_the_model(model):
+    assert model_identity(make_config(model), None, load_config).name == str(model)
