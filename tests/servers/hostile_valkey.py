@@ -72,6 +72,13 @@ ATTACKS: dict[str, Answer] = {
         b"*2\r\n$1\r\n7\r\n*12000\r\n", again=b"$4\r\nkv/1\r\n" * 999
     ),
     "as many items as a cluster may have": sends(b"*200000\r\n", again=b":1\r\n" * 9999),
+    "slots of more than a cluster": sends(
+        b"*20000\r\n", again=b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n" * 999
+    ),
+    "a node of a long name": sends(
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1000000\r\n%b\r\n:1\r\n" % (b"\x1b" * 1000000)
+    ),
+    "a move to nowhere": sends(b"-MOVED 1 \x1b[31m:0655359\r\n"),
     "pushes": sends(again=b">2\r\n+invalidate\r\n*-1\r\n" * 999),
     "pushes in pushes": sends(again=b">1\r\n" * 9999),
     "a map of 1e9 pairs": sends(b"%1000000000\r\n", again=b"+a\r\n:1\r\n" * 9999),

@@ -43,9 +43,9 @@ def attacked(servers: dict[str, HostileValkey], seed: int = 0, rounds: int = 0) 
     """What a process that called these servers measured; nothing was late, large or in the way of
     other threads, and nothing but StoreError was raised."""
     ports = {name: server.port for name, server in servers.items()}
-    command = [sys.executable, "-m", "tests.servers.victim", json.dumps(ports)]
+    victim = [sys.executable, "-m", "tests.servers.victim", json.dumps(ports)]
     done = subprocess.run(
-        [*command, str(seed), str(rounds)],
+        [*victim, str(seed), str(rounds)],
         capture_output=True,
         text=True,
         timeout=400,
@@ -76,6 +76,8 @@ def test_no_attack_costs_more_than_what_was_asked(greets):
     for what, outcome in outcomes.items():
         if not what.startswith(MAY_BE_RIGHT):
             assert outcome.startswith("StoreError: valkey"), (what, outcome)
+            assert outcome.isprintable(), (what, outcome)
+            assert len(outcome) < 300, (what, outcome)
 
 
 def test_an_honest_server_is_answered_in_the_same_process():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import binascii
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from kvferry.errors import StoreError
@@ -18,6 +19,9 @@ _MAX_MOVES = 5
 """A name whose slot moves on and on is given up."""
 _SLOTS_ROOM = 16 << 20
 """A cluster with each slot in a range of its own, and a replica of each, takes so much."""
+
+_MAX_HOST = 255
+"""Characters of a host's name."""
 
 Place = tuple[str, int]
 
@@ -38,7 +42,8 @@ class ValkeyCluster:
         # By slot; empty until they are learnt.
         self._owners: list[ValkeyNode | None] = []
         self._is_stale = True
-        self._failed: ValkeyNode | None = None
+        self._failed: Place | None = None
+        self._closed = False
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Replies to commands whose second words are names; one round trip to each node."""
@@ -67,6 +72,7 @@ class ValkeyCluster:
         self._is_stale = True
 
     def close(self) -> None:
+        self._closed = True
         for node in list(self._nodes.values()):
             node.close()
 
@@ -74,8 +80,19 @@ class ValkeyCluster:
         try:
             return node.ask(commands, deadline)
         except StoreError:
-            self._failed, self._is_stale = node, True
+            self._failed, self._is_stale = (node.host, node.port), True
             raise
+
+    @contextmanager
+    def _node_at(self, place: Place) -> Iterator[ValkeyNode]:
+        """One that is not known yet is used once: servers may name as many as they like."""
+        known = self._nodes.get(place)
+        node = known or self._new_node(*place)
+        try:
+            yield node
+        finally:
+            if known is None:
+                node.close()
 
     def _follow(self, node: ValkeyNode, asked: Command, reply: object, deadline: float) -> object:
         """The reply to a command whose slot has moved, or is about to."""
@@ -83,16 +100,13 @@ class ValkeyCluster:
             if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
                 break
             self._is_stale = True
-            host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
-            if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
-                _refuse(node)
-            node = self._node_at((host or node.host, int(port)))
-            # A server that has the slot for good takes this, too.
-            _, reply = self._ask(node, [command("ASKING"), asked], deadline)
+            named, _, port = reply.text.rpartition(" ")[2].rpartition(":")
+            is_number = port.isascii() and port.isdigit() and len(port) < 6
+            with self._node_at(_place(named, int(port) if is_number else 0, node)) as other:
+                # A server that has the slot for good takes ASKING, too.
+                _, reply = self._ask(other, [command("ASKING"), asked], deadline)
+                node = other
         return reply
-
-    def _node_at(self, place: Place) -> ValkeyNode:
-        return self._nodes.get(place) or self._nodes.setdefault(place, self._new_node(*place))
 
     def _learnt(self, deadline: float) -> list[ValkeyNode | None]:
         """The owner of each slot. Keeps the old ones if no node answers."""
@@ -103,18 +117,13 @@ class ValkeyCluster:
         until = min(deadline, time.monotonic() + _LEARN_SECONDS)
         if owners:  # half of the time at most, so that the call itself can still succeed
             until = (until + time.monotonic()) / 2
-        nodes = [*self._nodes.values(), *map(self._node_at, self._seeds)]
         fault = StoreError("valkey cluster: it has no nodes")
-        for node in sorted(dict.fromkeys(nodes), key=lambda each: each is failed):
-            now = time.monotonic()
+        places = dict.fromkeys([*self._nodes, *self._seeds])
+        for place in sorted(places, key=lambda each: each == failed):
             try:
-                # Half of what is left, so that one that hangs leaves time to ask another.
-                (reply,) = node.ask(
-                    [command("CLUSTER", "SLOTS", room=_SLOTS_ROOM)], now + (until - now) / 2
-                )
-                if isinstance(reply, ErrorReply):
-                    raise StoreError(f"valkey server {node}: it answered {reply}")
-                return self._take(node, reply)
+                with self._node_at(place) as node:
+                    # Half of what is left, so that one that hangs leaves time to ask another.
+                    return self._take(node, (until + time.monotonic()) / 2)
             except StoreError as error:
                 fault = error
         if not owners:
@@ -122,33 +131,42 @@ class ValkeyCluster:
             raise fault
         return owners
 
-    def _take(self, asked: ValkeyNode, reply: object) -> list[ValkeyNode | None]:
-        """Learn what a node answered. Raises StoreError."""
+    def _take(self, asked: ValkeyNode, deadline: float) -> list[ValkeyNode | None]:
+        """Learn what a node answers. Raises StoreError."""
+        (reply,) = asked.ask([command("CLUSTER", "SLOTS", room=_SLOTS_ROOM)], deadline)
+        if isinstance(reply, ErrorReply):
+            raise StoreError(f"valkey server {asked}: it answered {reply}")
+        nodes: dict[Place, ValkeyNode] = {}
         owners: list[ValkeyNode | None] = [None] * _NUM_SLOTS
         left = _NUM_SLOTS
         for each in reply if isinstance(reply, list) else [reply]:
             match each:
                 case [int(first), int(last), [host, int(port), *_], *_] if (
-                    0 <= first <= last < _NUM_SLOTS
-                    and 0 < port < 1 << 16
-                    and (host is None or isinstance(host, bytes))
+                    0 <= first <= last < _NUM_SLOTS and (host is None or isinstance(host, bytes))
                 ):
                     left -= last - first + 1
                     if left < 0:
                         _refuse(asked)
-                    # Where a node does not know its own name, it is the one that was used.
-                    known = (host or b"?").decode("utf-8", "replace")
-                    name = asked.host if known == "?" else known
-                    owners[first : last + 1] = [self._node_at((name, port))] * (last - first + 1)
+                    place = _place((host or b"").decode("utf-8", "replace"), port, asked)
+                    if place not in nodes:
+                        nodes[place] = self._nodes.get(place) or self._new_node(*place)
+                    owners[first : last + 1] = [nodes[place]] * (last - first + 1)
                 case _:
                     _refuse(asked)
-        used = {asked, *owners}
-        for place, node in list(self._nodes.items()):
-            if node not in used:
-                self._nodes.pop(place, None)
-                node.close()
-        self._owners = owners
+        former, self._nodes, self._owners = self._nodes, nodes, owners
+        for node in set(former.values()) - set(nodes.values()):
+            node.close()
+        if self._closed:  # meanwhile
+            self.close()
         return owners
+
+
+def _place(host: str, port: int, asked: ValkeyNode) -> Place:
+    """Where a node says that another one is. One that does not know its name leaves it out: it is
+    the one that was used. Raises StoreError."""
+    if not 0 < port < 1 << 16 or len(host) > _MAX_HOST or not host.isprintable():
+        _refuse(asked)
+    return (asked.host if host in ("", "?") else host, port)
 
 
 def _refuse(node: ValkeyNode) -> NoReturn:
