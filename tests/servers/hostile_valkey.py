@@ -71,9 +71,9 @@ ATTACKS: dict[str, Answer] = {
     "as many names as a page may have": sends(
         b"*2\r\n$1\r\n7\r\n*12000\r\n", again=b"$4\r\nkv/1\r\n" * 999
     ),
-    "as many items as a cluster may have": sends(b"*200000\r\n", again=b":1\r\n" * 9999),
+    "as many items as a cluster may have": sends(b"*50000\r\n", again=b":1\r\n" * 9999),
     "slots of more than a cluster": sends(
-        b"*20000\r\n", again=b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n" * 999
+        b"*5000\r\n", again=b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n" * 999
     ),
     "a node of a long name": sends(
         b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1000000\r\n%b\r\n:1\r\n" % (b"\x1b" * 1000000)

@@ -4,8 +4,8 @@
 
 prints JSON: `outcomes`, of each attack and call the result or the type of what was raised, `late`
 and `cpu`, the longest time beyond a deadline and the most CPU of a call, `stalls`, by attack and
-call the longest time in which another thread did not get to run, and `peak_mib`, the memory that
-all calls together took at most.
+call the longest work during which another thread did not get to run, and `peak_mib`, the memory
+that all calls together took at most.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Ticker:
     """A thread that wants to run every millisecond.
 
     Attributes:
-        longest: seconds in which it could not.
+        longest: seconds of work of this process during which it could not. By the processor's
+            clock: on a busy machine the whole process waits, and that is no stall of our making.
     """
 
     def __init__(self) -> None:
@@ -41,10 +42,10 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        last = time.monotonic()
+        last = time.process_time()
         while True:
             time.sleep(0.001)
-            now = time.monotonic()
+            now = time.process_time()
             self.longest = max(self.longest, now - last)
             last = now
 

@@ -94,6 +94,17 @@ def test_an_honest_server_is_answered_in_the_same_process():
     }
 
 
+def test_a_call_that_keeps_other_threads_out_would_be_seen():
+    code = (
+        "import time; from tests.servers.victim import Ticker; ticker = Ticker(); time.sleep(0.1)\n"
+        "sum(range(30_000_000)); time.sleep(0.1); print(ticker.longest)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert float(done.stdout) > MAX_STALL_SECONDS
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_changed_replies_cost_no_more_than_what_was_asked(seed):
     with hostile_valkey(mutated(seed)) as server, hostile_valkey(mutated(seed + 99)) as other:

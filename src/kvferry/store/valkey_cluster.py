@@ -17,8 +17,8 @@ _LEARN_SECONDS = 2.0
 """Limit of learning the nodes."""
 _MAX_MOVES = 5
 """A name whose slot moves on and on is given up."""
-_SLOTS_ROOM = 16 << 20
-"""A cluster with each slot in a range of its own, and a replica of each, takes so much."""
+_SLOTS_ROOM = 4 << 20
+"""4,000 ranges of slots, with a replica of each, take so much."""
 
 _MAX_HOST = 255
 """Characters of a host's name."""
