@@ -139,8 +139,6 @@ THIRD_PARTIES = {
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
     "triton": ["layout/kernels.py"],
-    "hiredis": ["store/valkey.py"],
-    "redis": ["store/valkey.py"],
     "numpy": [
         "layout/ops.py",
         "layout/numpy_copies.py",

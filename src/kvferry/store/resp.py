@@ -1,0 +1,244 @@
+"""The protocol of Valkey and Redis (RESP2), read so that an answer costs no more than was asked.
+
+A server announces how much it is going to send. A reader that believes it can be frozen, filled or
+led into a depth without end. So each command says what its reply may be, and what is larger, deeper
+or of another kind ends the connection before memory is made for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvferry.config import printable
+from kvferry.errors import StoreError
+from kvferry.store.base import Buffer
+
+_BUFFER_BYTES = 32 * 1024
+_JOINED_BYTES = 64 * 1024
+"""A larger value is sent by itself; for a smaller one, to copy it costs less."""
+_JOINED_WORDS = 1000
+_MAX_LINE_BYTES = 1024
+"""Lines hold a number, a word or an error."""
+_MAX_DEPTH = 4
+"""Of lists in lists: ranges of slots, their nodes, what is said of these."""
+_ITEM_BYTES = 64
+"""What an item of a list costs in memory, besides its bytes."""
+_STRANGE = "it does not speak the protocol of Valkey and Redis"
+_MORE = "it sends more than was asked for"
+
+_TEXT = (str, bytes, int)
+Word = str | bytes | int | Sequence[Buffer]
+"""Of a command. Buffers are one word together, and are not copied."""
+
+
+class Command(NamedTuple):
+    """What is asked, and how large the reply may be; numbers, short texts and errors always may."""
+
+    words: tuple[Word, ...]
+    into: memoryview | None = None
+    """Where a reply of bytes goes; it is no longer than this."""
+    room: int = 0
+    """Bytes of memory that a reply of lists may take."""
+
+
+def command(*words: Word, into: memoryview | None = None, room: int = 0) -> Command:
+    """See `Command`."""
+    return Command(words, into, room)
+
+
+class ErrorReply(NamedTuple):
+    """An error that a server answered."""
+
+    text: str
+
+    @property
+    def code(self) -> str:
+        """The first word: WRONGPASS, NOAUTH, ..."""
+        word = self.text.partition(" ")[0]
+        return word if word.isascii() and word.isalpha() and word.isupper() else "ERR"
+
+    def __str__(self) -> str:
+        """One line of at most 200 characters."""
+        return printable(self.text)[:200]
+
+
+class Connection:
+    """A connection that one call at a time uses, each wait of which ends at the call's deadline.
+
+    Args:
+        stream: connected; closed with this.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._pid = os.getpid()
+        self._deadline = 0.0
+        # What came and is not read yet: [start, end) of the buffer.
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._start = 0
+        self._end = 0
+        self._room = 0
+
+    def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
+        """The replies: a number, None, bytes of a short text, the filled part of `into`, an
+        `ErrorReply`, or a list of these with bytes of any length.
+
+        Raises:
+            OSError: the connection failed, or the deadline passed (TimeoutError).
+            StoreError: the server sent anything else. Whatever is raised, the connection is closed:
+                an answer that is late would be taken for that of the next call.
+        """
+        self._deadline = deadline
+        try:
+            self._send(commands)
+            replies = [self._reply(each) for each in commands]
+            if self._start < self._end:
+                raise StoreError(_MORE)
+        except BaseException:
+            self.close()
+            raise
+        return replies
+
+    def is_quiet(self) -> bool:
+        """Whether it can be used: the server closed nothing, and sent nothing that nobody asked
+        for. In the child of a fork it cannot: the parent uses it."""
+        if self._pid != os.getpid():
+            return False
+        try:
+            self._stream.settimeout(0.0)
+            self._stream.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stream.close()
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        # Not the socket's `sendall`: with TLS, that of Python starts its timeout at every record.
+        for piece in _pack(commands):
+            view, sent = memoryview(piece), 0
+            while sent < len(view):
+                self._stream.settimeout(seconds_left(self._deadline))
+                sent += self._stream.send(view[sent:])
+
+    def _reply(self, asked: Command) -> object:
+        line = self._line()
+        if asked.into is not None and line[:1] == b"$" and line != b"$-1":
+            return self._bulk(asked.into, _number(line))
+        self._room = asked.room
+        return self._parse(line, 0)
+
+    def _parse(self, line: bytes, depth: int) -> object:
+        kind = line[:1]
+        if depth:
+            self._take(len(line))
+        if kind == b":":
+            return _number(line)
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return ErrorReply(line[1:].decode("utf-8", "replace"))
+        if line in (b"$-1", b"*-1"):
+            return None
+        if kind == b"$":
+            size = _number(line)
+            self._take(size)
+            return bytes(self._bulk(memoryview(bytearray(size)), size))
+        if kind == b"*" and depth < _MAX_DEPTH:
+            count = _number(line)
+            self._take(_ITEM_BYTES * count)
+            return [self._parse(self._line(), depth + 1) for _ in range(count)]
+        raise StoreError(_STRANGE)
+
+    def _take(self, num_bytes: int) -> None:
+        if not 0 <= num_bytes <= self._room:
+            raise StoreError(_MORE)
+        self._room -= num_bytes
+
+    def _bulk(self, view: memoryview, size: int) -> memoryview:
+        """Read `size` bytes to the begin of `view`; that part."""
+        if not 0 <= size <= view.nbytes:
+            raise StoreError(_MORE)
+        view = view[:size]
+        done = min(size, self._end - self._start)
+        view[:done] = memoryview(self._buffer)[self._start : self._start + done]
+        self._start += done
+        while done < size:
+            done += self._receive(view[done:])
+        if self._line():
+            raise StoreError(_STRANGE)
+        return view
+
+    def _line(self) -> bytes:
+        """The next line, without its end."""
+        while True:
+            end = self._buffer.find(b"\r\n", self._start, self._end)
+            if (end if end >= 0 else self._end) - self._start > _MAX_LINE_BYTES:
+                raise StoreError(_STRANGE)
+            if end >= 0:
+                line = bytes(self._buffer[self._start : end])
+                self._start = end + 2
+                return line
+            left = self._buffer[self._start : self._end]
+            self._buffer[: len(left)] = left
+            self._start, self._end = 0, len(left)
+            self._end += self._receive(memoryview(self._buffer)[self._end :])
+
+    def _receive(self, view: memoryview) -> int:
+        self._stream.settimeout(seconds_left(self._deadline))
+        num_bytes = self._stream.recv_into(view)
+        if not num_bytes:
+            raise ConnectionResetError("it closed the connection")
+        return num_bytes
+
+
+def seconds_left(deadline: float) -> float:
+    """More than zero, which would mean a socket that does not block. Raises TimeoutError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _number(line: bytes) -> int:
+    """What follows the first character. Raises StoreError unless it has at most 64 bits."""
+    digits = line[1:]
+    if len(digits) <= 20 and digits.removeprefix(b"-").isdigit():
+        number = int(digits)
+        if -(1 << 63) <= number < 1 << 63:
+            return number
+    raise StoreError(_STRANGE)
+
+
+def _pack(commands: Sequence[Command]) -> Iterator[Buffer]:
+    """The commands, in the pieces in which they are sent."""
+    packed: list[Buffer] = []
+    for words, *_ in commands:
+        packed.append(b"*%d\r\n" % len(words))
+        for word in words:
+            if isinstance(word, _TEXT):
+                text = word if isinstance(word, bytes) else str(word).encode()
+                packed.append(b"$%d\r\n%b\r\n" % (len(text), text))
+                continue
+            views = [memoryview(buffer).cast("B") for buffer in word]
+            size = sum(map(len, views))
+            packed.append(b"$%d\r\n" % size)
+            if size > _JOINED_BYTES:
+                yield b"".join(packed)
+                yield from views
+                packed = [b"\r\n"]
+            else:
+                packed += [*views, b"\r\n"]
+        if len(packed) > _JOINED_WORDS:  # the server begins while the others are packed
+            yield b"".join(packed)
+            packed = []
+    yield b"".join(packed)

@@ -1,0 +1,229 @@
+"""One Valkey or Redis server: how it is found, connected to and logged in to."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.store.resp import Command, Connection, ErrorReply, command, seconds_left
+
+CONNECT_SECONDS = 2.0
+
+
+class Login(NamedTuple):
+    """User and password of a server. Nothing shows it."""
+
+    username: str = ""
+    password: str = ""
+    password_file: str | None = None
+    """Its first line is the password, read at every connect; instead of `password`."""
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """User, if there is one, and password; nothing for no login.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        password = self.password
+        if self.password_file is not None:
+            try:
+                lines = Path(self.password_file).read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not text"
+                raise StoreError(f"password_file {self.password_file!r}: {reason}") from None
+            password = lines[0] if lines else ""
+        if self.username:
+            return (self.username, password)
+        return (password,) if password else ()
+
+    def __repr__(self) -> str:
+        return "Login(...)"
+
+
+class ValkeyNode:
+    """A server, and the connections to it that no call is using. Thread-safe, and on both sides of
+    a fork: a list hands each connection to one thread, and a connection knows its process.
+
+    Args:
+        tls: None for a connection in clear.
+        connect_seconds: limit of a connect, within the deadline of its call.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        login: Login,
+        tls: ssl.SSLContext | None,
+        *,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._login = login
+        self._tls = tls
+        self._connect_seconds = connect_seconds
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
+        """Replies, as of `Connection`, in one round trip. Raises StoreError for all that fails."""
+        try:
+            seconds_left(deadline)
+            connection = self._idle_one() or self._connect(deadline)
+            replies = connection.ask(commands, deadline)
+        # ValueError: a host name that cannot be one. MemoryError: little was left.
+        except (StoreError, OSError, ValueError, MemoryError) as error:
+            raise StoreError(f"valkey server {self}: {_reason(error)}") from None
+        self._idle.append(connection)
+        if self._closed:  # meanwhile
+            self.refresh()
+        return replies
+
+    def nodes(self, deadline: float) -> list[ValkeyNode]:
+        """Of a server alone; see `ValkeyCluster`."""
+        return [self]
+
+    def refresh(self) -> None:
+        """Connect anew from now on: the name of the server may lead to another one."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        self._closed = True
+        self.refresh()  # the others as their calls end
+
+    def _idle_one(self) -> Connection | None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.is_quiet():
+                return connection
+            connection.close()
+
+    def _connect(self, deadline: float) -> Connection:
+        limit = min(deadline, time.monotonic() + self._connect_seconds)
+        fault = OSError("it has no address")
+        for address in _addresses_of(self.host, seconds_left(limit)):
+            try:
+                stream = socket.create_connection((address, self.port), seconds_left(limit))
+                connection = Connection(self._secure(stream, limit))
+            except OSError as error:
+                fault = error
+            else:
+                self._log_in(connection, deadline)
+                return connection
+        raise fault
+
+    def _secure(self, stream: socket.socket, limit: float) -> socket.socket:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is None:
+            return stream
+        with stream:  # closed if this fails; what comes back has taken its place
+            stream.settimeout(seconds_left(limit))
+            return self._tls.wrap_socket(stream, server_hostname=self.host)
+
+    def _log_in(self, connection: Connection, deadline: float) -> None:
+        """Log in, and give the connection a name: that makes a server that wants a password, and
+        got none, say so. It would answer a large value by closing."""
+        try:
+            credentials = self._login.get_credentials()
+            if credentials:
+                _say(connection, command("AUTH", *credentials), deadline, is_login=True)
+            naming = command("CLIENT", "SETNAME", "kvferry")
+            _say(connection, naming, deadline, is_login=bool(credentials))
+        except BaseException:
+            connection.close()
+            raise
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _say(connection: Connection, asked: Command, deadline: float, *, is_login: bool) -> None:
+    """Raises StoreError if the server refuses."""
+    (reply,) = connection.ask([asked], deadline)
+    code = reply.code if isinstance(reply, ErrorReply) else ""
+    if reply == b"OK" or (asked.words[0] == "CLIENT" and code == "NOPERM"):
+        return  # a user of these keys alone cannot give names
+    if not code:
+        raise StoreError("refused the connection: a reply that makes no sense")
+    if is_login:
+        # The code alone: a server that does not know AUTH repeats its arguments.
+        raise StoreError(f"refused the login ({code}); check username and password")
+    hint = "; give username and password_file" if code == "NOAUTH" else ""
+    raise StoreError(f"refused the connection: {reply}{hint}")
+
+
+def make_tls(
+    ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+) -> ssl.SSLContext:
+    """What `ValkeyClient` takes as `tls`: checks the server's certificate and name.
+
+    Args:
+        ca_file: PEM file of those who sign servers; None for those that the system trusts.
+        cert_file: PEM file of a certificate to show to the server, if it asks for one.
+        key_file: PEM file of its key, unless that is in the same file.
+
+    Raises:
+        ConfigError: a file that is absent or holds something else.
+    """
+    if key_file is not None and cert_file is None:
+        raise ConfigError("key_file is given without cert_file")
+    shown = ca_file
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+        shown = f"{cert_file} and {key_file}" if key_file is not None else cert_file
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
+    except OSError as error:  # an SSLError is one
+        reason = "holds no usable PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"{shown}: {reason}") from None
+    return context
+
+
+def _addresses_of(host: str, seconds: float) -> list[str]:
+    """Numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
+    found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.put([str(place[0]) for *_, place in answers])
+        except (OSError, ValueError) as error:
+            found.put(error)
+
+    # A look-up takes no timeout. The thread ends when the resolver gives up.
+    threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    try:
+        answer = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in words without a name or a number of this process."""
+    match error:
+        case StoreError():
+            return str(error)
+        case TimeoutError():
+            return "no answer in time"
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is refused: {error.verify_message}"
+        case OSError():
+            return error.strerror or str(error) or type(error).__name__
+        case MemoryError():
+            return "no memory for its answer"
+    return "its host is no name of a host"

@@ -1,0 +1,271 @@
+"""A server that speaks like Valkey, until it is told to attack those who ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tests.servers.process import LOCALHOST
+
+VALUE = bytes(range(256)) * 400
+"""Of every name that ends in a 1; other names have none."""
+
+Answer = Callable[[bytes], Iterator[bytes]]
+"""What is sent instead of a right reply. The connection is closed when it ends."""
+
+
+def sends(*pieces: bytes, again: bytes = b"", wait: float = 0.0) -> Answer:
+    """The pieces, then one of them for ever, with a wait before each."""
+
+    def answer(_right: bytes) -> Iterator[bytes]:
+        yield from pieces
+        while again:
+            time.sleep(wait)
+            yield again
+
+    return answer
+
+
+def after_right(again: bytes) -> Answer:
+    """The right reply, and more for ever."""
+
+    def answer(right: bytes) -> Iterator[bytes]:
+        yield right
+        yield from sends(again=again)(right)
+
+    return answer
+
+
+def dribbled(right: bytes) -> Iterator[bytes]:
+    for byte in right:
+        yield bytes([byte])
+        time.sleep(0.03)
+
+
+def silent(_right: bytes) -> Iterator[bytes]:
+    while True:
+        time.sleep(0.05)
+        yield b""
+
+
+_MUCH = b"x" * (1 << 20)
+ATTACKS: dict[str, Answer] = {
+    "a list of 1e9 items": sends(b"*1000000000\r\n", again=b":1\r\n" * 9999),
+    "a list of 1e9 items, silence": sends(b"*1000000000\r\n", again=b"\0", wait=0.05),
+    "a list of 4e9 items": sends(b"*4000000000\r\n", again=b"$-1\r\n" * 9999),
+    "a list of -5 items": sends(b"*-5\r\n"),
+    "a value of 512 MiB": sends(b"$536870912\r\n", again=_MUCH),
+    "a value of 1e18 bytes": sends(b"$1000000000000000000\r\n", again=_MUCH),
+    "a value of -5 bytes": sends(b"$-5\r\n"),
+    "a value without an end": sends(b"$5\r\nhello", again=_MUCH),
+    "a value in pieces": sends(b"$?\r\n", again=b";4\r\nabcd\r\n" * 999),
+    "a list in pieces": sends(b"*?\r\n", again=b":1\r\n" * 9999),
+    "lists in lists": sends(again=b"*1\r\n" * 9999),
+    "wide lists in lists": sends(again=b"*1000\r\n" * 9999),
+    "a page of large names": sends(b"*2\r\n$1\r\n7\r\n*500\r\n", again=b"$1000000\r\n" + _MUCH),
+    "a page of 1e6 names": sends(b"*2\r\n$1\r\n7\r\n*1000000\r\n", again=b"$4\r\nkv/1\r\n" * 9999),
+    "as many names as a page may have": sends(
+        b"*2\r\n$1\r\n7\r\n*12000\r\n", again=b"$4\r\nkv/1\r\n" * 999
+    ),
+    "as many items as a cluster may have": sends(b"*50000\r\n", again=b":1\r\n" * 9999),
+    "slots of more than a cluster": sends(
+        b"*5000\r\n", again=b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n" * 999
+    ),
+    "a node of a long name": sends(
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1000000\r\n%b\r\n:1\r\n" % (b"\x1b" * 1000000)
+    ),
+    "a move to nowhere": sends(b"-MOVED 1 \x1b[31m:0655359\r\n"),
+    "pushes": sends(again=b">2\r\n+invalidate\r\n*-1\r\n" * 999),
+    "pushes in pushes": sends(again=b">1\r\n" * 9999),
+    "a map of 1e9 pairs": sends(b"%1000000000\r\n", again=b"+a\r\n:1\r\n" * 9999),
+    "a set of 1e9 items": sends(b"~1000000000\r\n", again=b":1\r\n" * 9999),
+    "attributes": sends(again=b"|1\r\n+a\r\n+b\r\n" * 999),
+    "null": sends(b"_\r\n" * 99),
+    "a large number": sends(b"(", again=b"9" * 99999),
+    "a number without an end": sends(b":", again=b"9" * 99999),
+    "a word without an end": sends(b"+", again=_MUCH),
+    "an error without an end": sends(b"-ERR ", again=_MUCH),
+    "errors without an end": sends(again=b"-ERR no\r\n" * 9999),
+    "moves without an end": sends(again=b"-MOVED 1 :1\r\n" * 9999),
+    "numbers without an end": sends(again=b":1\r\n" * 9999),
+    "zeros": sends(again=bytes(1 << 20)),
+    "another page": sends(b"*2\r\n$1\r\n0\r\n*0\r\n" * 99),
+    "the right reply, then a flood": after_right(_MUCH),
+    "the right reply, then numbers": after_right(b":1\r\n" * 9999),
+    "the right reply, slowly": dribbled,
+    "silence": silent,
+    "the end": sends(),
+}
+
+
+def mutated(seed: int) -> Answer:
+    """Right replies, changed in places by a generator of this seed."""
+    chance = random.Random(seed)
+
+    def answer(right: bytes) -> Iterator[bytes]:
+        reply = bytearray(right)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(reply) + 1)
+            head = chance.choice([b"*", b"$", b":", b"+", b"-", b">", b"%", b"|", b"_", b"("])
+            size = str(chance.choice([-1, 0, 1, 2, 7, 10**4, 10**9, 1 << 63])).encode()
+            line = head + size + b"\r\n"
+            kind = chance.randrange(6)
+            if kind == 0:
+                del reply[at:]
+            elif kind == 1:
+                reply[at:at] = line * chance.choice([1, 1, 5, 2000])
+            elif kind == 2:
+                end = reply.find(b"\r\n")
+                reply[: end + 2] = line
+            elif kind == 3:
+                reply[at : at + 1] = chance.randbytes(1)
+            elif kind == 4:
+                reply += reply[:at]
+            else:
+                reply[:0] = line
+        yield bytes(reply)
+        if chance.random() < 0.1:
+            yield from silent(right)
+
+    return answer
+
+
+class HostileValkey:
+    """Listens on a free port; each connection has a thread.
+
+    Attributes:
+        port: where it listens.
+        answer: what it does; None while it is honest.
+        names: what a list of names has, on its only page.
+        next_cursor: where a page says that the next one begins.
+    """
+
+    def __init__(self, answer: Answer | None = None, *, greets: bool = True) -> None:
+        """`greets`: honest while a client connects."""
+        self.answer = answer
+        self.names: list[bytes] = [b"kv/1"]
+        self.next_cursor: Callable[[bytes], bytes] = lambda _cursor: b"0"
+        self._greets = greets
+        self._is_closed = False
+        self._listener = socket.create_server((LOCALHOST, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = self._listener.accept()
+                thread = threading.Thread(target=self._serve, args=(stream,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        stream.settimeout(0.2)
+        received = b""
+        with stream, contextlib.suppress(ConnectionError):
+            while not self._is_closed:
+                try:
+                    chunk = stream.recv(1 << 20)
+                except TimeoutError:
+                    continue
+                if not chunk:
+                    return
+                received += chunk
+                commands, received = _parse(received)
+                if not commands:
+                    continue
+                right = b"".join(map(self._right_reply, commands))
+                is_greeting = self._greets and commands[0][:2] == [b"CLIENT", b"SETNAME"]
+                if self.answer is None or is_greeting:
+                    self._send(stream, right)
+                    continue
+                for piece in self.answer(right):
+                    if not self._send(stream, piece):
+                        break
+                return
+
+    def _send(self, stream: socket.socket, piece: bytes) -> bool:
+        """False when nobody is there any more, or nobody reads."""
+        view, end = memoryview(piece), time.monotonic() + 10
+        while view and not self._is_closed and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                view = view[stream.send(view) :]
+        if not piece:
+            stream.setblocking(False)
+            try:
+                return bool(stream.recv(1 << 16))
+            except BlockingIOError:
+                return not self._is_closed
+            finally:
+                stream.settimeout(0.2)
+        return not view
+
+    def _right_reply(self, words: list[bytes]) -> bytes:
+        name = words[1] if len(words) > 1 else b""
+        has_value = name.endswith(b"1")
+        match words[0]:
+            case b"GETRANGE":
+                part = VALUE[int(words[2]) : int(words[3]) + 1] if has_value else b""
+                return b"$%d\r\n%b\r\n" % (len(part), part)
+            case b"STRLEN":
+                return b":%d\r\n" % (len(VALUE) if has_value else 0)
+            case b"SET":
+                return b"$-1\r\n" if has_value else b"+OK\r\n"
+            case b"EXISTS" | b"UNLINK":
+                return b":%d\r\n" % has_value
+            case b"SCAN":
+                cursor = self.next_cursor(name)
+                names = b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in self.names)
+                head = b"*2\r\n$%d\r\n%b\r\n*%d\r\n" % (len(cursor), cursor, len(self.names))
+                return head + names
+            case b"OBJECT":
+                return b":1\r\n"
+            case b"CLUSTER":
+                place = b"$9\r\n127.0.0.1\r\n:%d\r\n" % self.port
+                return b"*1\r\n*3\r\n:0\r\n:16383\r\n*4\r\n" + place + b"$2\r\nid\r\n*0\r\n"
+        return b"+OK\r\n"
+
+
+def _parse(received: bytes) -> tuple[list[list[bytes]], bytes]:
+    """Whole commands, and what is left."""
+    commands: list[list[bytes]] = []
+    at = 0
+    while True:
+        words: list[bytes] = []
+        try:
+            end = received.index(b"\r\n", at)
+            count, start = int(received[at + 1 : end]), end + 2
+            for _ in range(count):
+                end = received.index(b"\r\n", start)
+                size = int(received[start + 1 : end])
+                start = end + 2 + size + 2
+                if start > len(received):
+                    return commands, received[at:]
+                words.append(received[end + 2 : start - 2])
+        except ValueError:
+            return commands, received[at:]
+        commands.append(words)
+        at = start
+
+
+@contextlib.contextmanager
+def hostile_valkey(answer: Answer | None = None, *, greets: bool = True) -> Iterator[HostileValkey]:
+    """A server that ends with the `with`."""
+    server = HostileValkey(answer, greets=greets)
+    try:
+        yield server
+    finally:
+        server.close()

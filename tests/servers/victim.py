@@ -1,0 +1,131 @@
+"""A process that calls servers that attack it, and measures what that costs.
+
+    python -m tests.servers.victim '{"name of an attack": port, ...}' SEED ROUNDS
+
+prints JSON: `outcomes`, of each attack and call the result or the type of what was raised, `late`
+and `cpu`, the longest time beyond a deadline and the most CPU of a call, `stalls`, by attack and
+call the longest work during which another thread did not get to run, and `peak_mib`, the memory
+that all calls together took at most.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvferry.errors import StoreError
+from kvferry.store.valkey import ValkeyClient
+from tests.servers.process import LOCALHOST
+
+CALL_SECONDS = 0.3
+MAX_STALL_SECONDS = 0.05
+_MAX_TRIES = 6
+_MEMORY_BYTES = 6 << 30
+
+
+class Ticker:
+    """A thread that wants to run every millisecond.
+
+    Attributes:
+        longest: seconds of work of this process during which it could not. By the processor's
+            clock: on a busy machine the whole process waits, and that is no stall of our making.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        last = time.process_time()
+        while True:
+            time.sleep(0.001)
+            now = time.process_time()
+            self.longest = max(self.longest, now - last)
+            last = now
+
+
+def calls(port: int) -> Iterator[tuple[str, Callable[[float], object]]]:
+    """Each over connections of its own."""
+
+    def client(*, cluster: bool = False) -> ValkeyClient:
+        return ValkeyClient([(LOCALHOST, port)], cluster=cluster)
+
+    buffers = [memoryview(bytearray(each)) for each in (100, 64_000, 38_300)]
+    ranges = [(0, buffers[0]), (100, buffers[1]), (64_100, buffers[2])]
+    yield "read", lambda until: client().read("kv/1", ranges, until)
+    yield "size", lambda until: client().read("kv/1", [], until)
+    yield "put", lambda until: client().put("kv/2", [bytes(200_000)], until)
+    yield "exists", lambda until: client().exists(["kv/1", "kv/2"] * 100, until)
+    yield "delete", lambda until: client().delete("kv/1", until)
+    yield "scan", lambda until: list(client().scan("kv/", until))
+    yield "cluster", lambda until: client(cluster=True).exists(["kv/1"], until)
+
+
+def peak_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+class Costs:
+    """What the calls cost; see the module."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+        self.stalls: dict[str, float] = {}
+        self.late = self.cpu = 0.0
+        self._ticker = Ticker()
+
+    def measure(self, what: str, call: Callable[[float], object]) -> None:
+        """A call during which this machine stalls is made again."""
+        for _ in range(_MAX_TRIES):
+            self._ticker.longest = 0.0
+            self.outcomes[what] = self._made(call)
+            time.sleep(0.002)  # the ticker sees the end
+            self.stalls[what] = self._ticker.longest
+            if self._ticker.longest < MAX_STALL_SECONDS:
+                return
+
+    def _made(self, call: Callable[[float], object]) -> str:
+        started, cpu = time.monotonic(), time.thread_time()
+        try:
+            outcome = repr(call(started + CALL_SECONDS))[:60]
+        except StoreError as error:
+            outcome = f"StoreError: {error}"
+        except BaseException as error:  # whatever comes out is what is asked here
+            outcome = f"RAISED {type(error).__name__}"
+        self.late = max(self.late, time.monotonic() - started - CALL_SECONDS)
+        self.cpu = max(self.cpu, time.thread_time() - cpu)
+        return outcome
+
+
+def main(ports: dict[str, int], seed: int, rounds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    costs, chance = Costs(), random.Random(seed)
+    before = peak_mib()
+    for attack, port in ports.items():
+        for name, call in calls(port):
+            costs.measure(f"{attack}: {name}", call)
+    for number in range(rounds):
+        name, call = chance.choice(list(calls(chance.choice(list(ports.values())))))
+        costs.measure(f"round {number}: {name}", call)
+    print(
+        json.dumps(
+            {
+                "outcomes": costs.outcomes,
+                "stalls": costs.stalls,
+                "late": costs.late,
+                "cpu": costs.cpu,
+                "peak_mib": peak_mib() - before,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

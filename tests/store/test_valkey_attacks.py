@@ -1,0 +1,232 @@
+"""The client of Valkey and Redis, against servers that lie: what they send costs what was asked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import StoreError
+from kvferry.store.resp import Connection, command
+from kvferry.store.url import open_store
+from kvferry.store.valkey import ListLimit, ValkeyClient
+from kvferry.testing.stores import make_key, read_value
+from tests.servers.hostile_valkey import ATTACKS, HostileValkey, hostile_valkey, mutated, silent
+from tests.servers.process import LOCALHOST
+from tests.servers.victim import CALL_SECONDS, MAX_STALL_SECONDS
+
+ROOT = Path(__file__).parents[2]
+# A machine may stall for seconds; a call that ignores its deadline takes much longer, or much CPU.
+GRACE_SECONDS = 10.0
+MAX_CPU_SECONDS = CALL_SECONDS + 0.5
+MAX_MIB = 64
+MAY_BE_RIGHT = "the right reply"
+"""Attacks that begin so: a call may have its answer before it sees more."""
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def attacked(servers: dict[str, HostileValkey], seed: int = 0, rounds: int = 0) -> dict:
+    """What a process that called these servers measured; nothing was late, large or in the way of
+    other threads, and nothing but StoreError was raised."""
+    ports = {name: server.port for name, server in servers.items()}
+    victim = [sys.executable, "-m", "tests.servers.victim", json.dumps(ports)]
+    done = subprocess.run(
+        [*victim, str(seed), str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    costs = json.loads(done.stdout)
+    raised = {what: each for what, each in costs["outcomes"].items() if each.startswith("RAISED")}
+    assert not raised
+    assert costs["late"] < GRACE_SECONDS
+    assert costs["cpu"] < MAX_CPU_SECONDS
+    assert costs["peak_mib"] < MAX_MIB
+    stalls = {what: each for what, each in costs["stalls"].items() if each >= MAX_STALL_SECONDS}
+    assert not stalls
+    return costs
+
+
+@pytest.mark.parametrize("greets", [True, False], ids=["call", "connect"])
+def test_no_attack_costs_more_than_what_was_asked(greets):
+    with contextlib.ExitStack() as undo:
+        servers = {
+            name: undo.enter_context(hostile_valkey(answer, greets=greets))
+            for name, answer in ATTACKS.items()
+        }
+        outcomes = attacked(servers)["outcomes"]
+    assert len(outcomes) == 7 * len(ATTACKS)
+    for what, outcome in outcomes.items():
+        if not what.startswith(MAY_BE_RIGHT):
+            assert outcome.startswith("StoreError: valkey"), (what, outcome)
+            assert outcome.isprintable(), (what, outcome)
+            assert len(outcome) < 300, (what, outcome)
+
+
+def test_an_honest_server_is_answered_in_the_same_process():
+    with hostile_valkey() as server:
+        outcomes = attacked({"honest": server})["outcomes"]
+    assert outcomes.pop("honest: scan").startswith("[('kv/1', 102400, ")
+    assert outcomes == {
+        "honest: read": "102400",
+        "honest: size": "102400",
+        "honest: put": "<PutResult.STORED: 'stored'>",
+        "honest: exists": repr([True, False] * 100)[:60],
+        "honest: delete": "True",
+        "honest: cluster": "[True]",
+    }
+
+
+def test_a_call_that_keeps_other_threads_out_would_be_seen():
+    code = (
+        "import time; from tests.servers.victim import Ticker; ticker = Ticker(); time.sleep(0.1)\n"
+        "sum(range(30_000_000)); time.sleep(0.1); print(ticker.longest)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert float(done.stdout) > MAX_STALL_SECONDS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_replies_cost_no_more_than_what_was_asked(seed):
+    with hostile_valkey(mutated(seed)) as server, hostile_valkey(mutated(seed + 99)) as other:
+        attacked({"changed": server, "changed otherwise": other}, seed, rounds=150)
+
+
+PIECES = st.one_of(
+    st.sampled_from([b"*", b"$", b":", b"+", b"-", b">", b"%", b"_", b"\r\n", b"\n", b"-1", b"?"]),
+    st.sampled_from([b"$3\r\nabc\r\n", b":1\r\n", b"+OK\r\n", b"*2\r\n", b"$-1\r\n", b"*-1\r\n"]),
+    st.integers(-(1 << 65), 1 << 65).map(lambda number: b"%d\r\n" % number),
+    st.binary(max_size=20),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(PIECES, max_size=30).map(b"".join))
+def test_whatever_comes_is_an_answer_or_a_fault(sent):
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), theirs:
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        buffer = bytearray(b"....")
+        asked = [command("a", "b", into=memoryview(buffer)), command("c", "d", room=500)]
+        with contextlib.suppress(StoreError, OSError):
+            first, second = Connection(ours).ask(asked, soon())
+            if isinstance(first, memoryview):
+                assert sent.startswith(b"$%d\r\n%b\r\n" % (len(first), first))
+            assert sum(map(len, texts_of(second))) <= 500
+
+
+def texts_of(reply: object) -> list[bytes]:
+    if isinstance(reply, list):
+        return [text for each in reply for text in texts_of(each)]
+    return [reply] if isinstance(reply, bytes) else []
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["a list of 1e9 items", "a list of 4e9 items", "pushes", "lists in lists", "null"],
+)
+def test_a_store_that_attacks_is_left_alone_after_three_faults(attack, caplog):
+    caplog.set_level(logging.WARNING, logger="kvferry")
+    with hostile_valkey() as server, open_store(f"valkey://{LOCALHOST}:{server.port}/kv") as store:
+        assert read_value(store, make_key()) is None
+        server.answer = ATTACKS[attack]
+        for _ in range(3):
+            with pytest.raises(StoreError):
+                store.read(make_key(), (), soon())
+        for _ in range(3):
+            assert store.read(make_key(), (), soon()) is None  # not asked
+        (line,) = caplog.messages
+        assert "left alone until it answers: valkey" in line
+        assert line.isprintable()
+
+
+def test_what_comes_between_two_calls_is_the_answer_to_neither():
+    goes_on = threading.Event()
+
+    def late(right):
+        yield right
+        goes_on.wait(20)
+        yield b":1\r\n"
+        yield from silent(right)
+
+    with hostile_valkey(late) as server:
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        assert client.exists(["kv/absent"], soon()) == [False]
+        stray = client._server._idle[0]._stream
+        goes_on.set()
+        stray.settimeout(20)
+        assert stray.recv(1, socket.MSG_PEEK) == b":"  # it is there
+        server.answer = None
+        assert client.exists(["kv/absent"], soon()) == [False]
+        client.close()
+
+
+def test_a_list_of_many_pages_is_whole():
+    with hostile_valkey() as server:
+        pages = iter([*(str(number).encode() for number in range(1, 2001)), b"0"])
+        server.next_cursor = lambda _cursor: next(pages)
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        assert sum(1 for _ in client.scan("kv/", soon(100.0))) == 2001
+        client.close()
+
+
+def test_a_list_that_comes_back_to_where_it_was_is_an_error():
+    with hostile_valkey() as server:
+        cursors = itertools.cycle([b"7", b"9", b"3"])
+        server.next_cursor = lambda _cursor: next(cursors)
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        with pytest.raises(StoreError, match="list of names does not end"):
+            for _ in client.scan("kv/", soon(100.0)):
+                pass
+        client.close()
+
+
+def test_a_list_without_an_end_ends_at_its_deadline():
+    with hostile_valkey() as server:
+        cursors = itertools.count(1)
+        server.next_cursor = lambda _cursor: str(next(cursors)).encode()
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        until = soon(1.0)
+        with pytest.raises(StoreError, match="no answer in time"):
+            for _ in client.scan("kv/", until):
+                pass
+        assert time.monotonic() < until + GRACE_SECONDS
+        client.close()
+
+
+def test_a_list_ends_after_so_many_pages_and_names():
+    for limit in (ListLimit(max_pages=5), ListLimit(max_names=50)):
+        for number in range(5):
+            limit.count(0, b"%d" % number, 10)
+        with pytest.raises(StoreError, match="does not end"):
+            limit.count(0, b"9", 10)
+
+
+@pytest.mark.parametrize("names", [[b"kv/%0130d" % n for n in range(20_000)], [b"kv/" * 400_000]])
+def test_a_page_far_larger_than_asked_for_is_an_error(names):
+    with hostile_valkey() as server:
+        server.names = names
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        with pytest.raises(StoreError, match="more than was asked for"):
+            list(client.scan("kv/", soon()))
+        client.close()
