@@ -216,7 +216,11 @@ class MooncakeClient(RemoteClient):
                     used += length
         return size
 
-    def put(self, name: str, buffers: Sequence[Buffer], deadline: float) -> PutResult:
+    def put(
+        self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
+    ) -> PutResult:
+        if replaces:  # the master overwrites nothing
+            self.delete(name, deadline)
         parts = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(map(len, parts))
         offset = 0

@@ -125,8 +125,11 @@ class ValkeyClient(RemoteClient):
                 return None  # it went, and another one came, between two ranges
         return size or None
 
-    def put(self, name: str, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        (reply,) = self._ask([command("SET", name, buffers, "NX")], deadline)
+    def put(
+        self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
+    ) -> PutResult:
+        condition = () if replaces else ("NX",)
+        (reply,) = self._ask([command("SET", name, buffers, *condition)], deadline)
         if isinstance(reply, ErrorReply) and reply.code == "OOM":
             return PutResult.NO_SPACE
         if reply is not None and reply != b"OK":
