@@ -9,6 +9,7 @@ from kvferry.record.check import MissReason
 from kvferry.record.schema import RowRange, leaf_digests
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, truncate
 from kvferry.testing.stores import read_value
 from tests.record.samples import KEY, schema_of
@@ -78,6 +79,32 @@ def test_a_value_shorter_than_its_head_is_a_miss():
             MissReason.BAD_HEADER,
         )
         stored(store)
+
+
+class ReplacedMeanwhile(WrapperStore):
+    """Another process finds the first value wrong, too, and stores a right one after its read."""
+
+    def __init__(self, inner, right):
+        super().__init__(inner)
+        self.right = right
+
+    def read(self, key, ranges, deadline):
+        size = self.inner.read(key, ranges, deadline)
+        if self.right is not None:
+            self.inner.delete(key)
+            self.inner.put(key, [self.right])
+            self.right = None
+        return size
+
+
+def test_a_right_record_that_replaced_a_wrong_one_is_served_and_stays():
+    store = MemoryStore()
+    payload = stored(store)
+    right = bytes(read_value(store, KEY))
+    store.delete(KEY)
+    store.put(KEY, [right[:-1] + bytes([right[-1] ^ 1])])
+    assert read(ReplacedMeanwhile(store, right), EVERY) == (None, payload)
+    assert store.contains(KEY)
 
 
 def test_a_medium_that_fails_says_nothing_against_the_record():

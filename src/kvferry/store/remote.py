@@ -100,6 +100,7 @@ class RemoteStore(Store):
         namespace: under which values are named. Without one, only values that a `scan` of this
             store found can be read.
         index: False if `contains` is never asked.
+        value_bytes: size of every value; `put` replaces one of another size. None: sizes differ.
         clock: monotonic seconds.
     """
 
@@ -114,6 +115,7 @@ class RemoteStore(Store):
         namespace: bytes = bytes(32),
         observer: Observer | None = None,
         index: bool = True,
+        value_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
@@ -121,6 +123,7 @@ class RemoteStore(Store):
         self._prefix = prefix
         self._namespace = namespace
         self._observer = Observer() if observer is None else observer
+        self._size = value_bytes
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
         self._listed: dict[ChunkKey, bytes] = {}
@@ -152,9 +155,9 @@ class RemoteStore(Store):
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         try:
             result = self._client.put(name, buffers, until)
-            # A value of another size is empty, cut or foreign. Replacing it by a right one loses
-            # nothing, whoever does it first; to remove it could take what another writer stored.
-            if result is PutResult.EXISTS and self._client.read(name, (), until) != num_bytes:
+            # To replace what is wrong loses nothing, also where another writer was first; to remove
+            # it could take the right value that another writer stored meanwhile.
+            if result is PutResult.EXISTS and self._is_wrong(self._client.read(name, (), until)):
                 result = self._client.put(name, buffers, until, replaces=True)
         except StoreError:
             result = PutResult.FAILED
@@ -165,6 +168,11 @@ class RemoteStore(Store):
         elif result is PutResult.EXISTS:
             self._keys.learn(key)
         return result
+
+    def _is_wrong(self, size: int | None) -> bool:
+        """Whether a value of this size is none of ours; None for one that went, or is not whole
+        yet."""
+        return size == 0 or (size is not None and self._size not in (None, size))
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Deleted and counted: a server that others share is no place for quarantine."""

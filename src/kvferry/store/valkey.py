@@ -113,8 +113,9 @@ class ValkeyClient(RemoteClient):
             command("GETRANGE", name, offset, offset + view.nbytes - 1, into=view)
             for offset, view in wanted
         ]
-        # The size comes last: a value that went while its ranges were read has none.
-        *pieces, last = self._ask([*commands, command("STRLEN", name)], deadline)
+        # These come last: a value that went while its ranges were read has no size.
+        commands += [command("STRLEN", name), command("EXISTS", name)]
+        *pieces, last, exists = self._ask(commands, deadline)
         if _is_of_other_type(last):
             return _OTHER_TYPE_BYTES
         size = self._number(last, "read", name)
@@ -123,7 +124,7 @@ class ValkeyClient(RemoteClient):
                 self._refuse(piece, "read", name)
             if piece.nbytes != max(min(view.nbytes, size - offset), 0):
                 return None  # it went, and another one came, between two ranges
-        return size or None
+        return size if self._number(exists, "read", name) else None
 
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False

@@ -33,6 +33,7 @@ from kvferry.testing.stores.hooks import (
     same_bytes,
     wait_until,
 )
+from kvferry.types import ChunkKey
 
 SIZE = 8191
 """Of most values where there is a quota."""
@@ -438,9 +439,36 @@ class LifecycleTests(StoreHooks):
             assert same_bytes(read_value(again, make_key()), expected)
 
 
-class RemoteStoreTests(ValueTests, RaceTests, LifecycleTests):
+class EmptyValueTests(StoreHooks):
+    """An empty value is none: nobody has to remove it before a value can be stored."""
+
+    def test_an_empty_value_is_replaced(self, store: Store) -> None:
+        key, value = make_key(), make_value(SIZE)
+        self.poke(store, key, b"")
+        assert not store.read(key, [])
+        assert store.put(key, [value]) is PutResult.STORED
+        assert store.contains(key)
+        assert same_bytes(read_value(store, key), value)
+
+    def test_one_of_racing_writers_replaces_an_empty_value(self, store: Store) -> None:
+        value = make_value(SIZE)
+        for number in range(ROUNDS):
+            key = make_key(number)
+            self.poke(store, key, b"")
+            results: list[PutResult] = []
+
+            def put(key: ChunkKey = key, results: list[PutResult] = results) -> None:
+                results.append(store.put(key, [value]))
+
+            run_together(put, put, put, put)
+            assert PutResult.STORED in results
+            assert set(results) <= {PutResult.STORED, PutResult.EXISTS}
+            assert same_bytes(read_value(store, key), value)
+
+
+class RemoteStoreTests(ValueTests, RaceTests, LifecycleTests, EmptyValueTests):
     """What every store must pass whose server has a quota of its own; `max_bytes` is not given."""
 
 
-class StoreTests(RemoteStoreTests, QuotaTests):
+class StoreTests(ValueTests, RaceTests, LifecycleTests, QuotaTests):
     """What every other store must pass."""
