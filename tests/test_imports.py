@@ -43,9 +43,8 @@ SIDEWAYS = {
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
 ONLY_FROM = {
-    # A connector is reached by its name. `bench` measures its roles; `simulate` replays the
-    # order in which its pool evicts.
-    "connectors.shared_storage": ["bench", "simulate"],
+    # A connector is reached by its name. `simulate` replays the order in which its pool evicts.
+    "connectors.shared_storage": ["simulate"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -65,8 +64,6 @@ ONLY_FROM = {
     "engine": [
         "adapters/transformers",
         "testing",
-        "bench/audit.py",
-        "bench/away.py",
         "cli",
         "demo",
     ],
@@ -76,7 +73,6 @@ ONLY_FROM = {
         "connectors",
         "engine",
         "adapters",
-        "bench",
         "cli",
         "demo",
     ],
@@ -88,7 +84,6 @@ ONLY_FROM = {
         "runner",
         "engine",
         "adapters",
-        "bench",
     ],
     # Where a chunk lies is the same for every connector; how it is stored is not its business.
     "store": [
@@ -102,9 +97,8 @@ ONLY_FROM = {
         "cli",
         "demo",
     ],
-    # `cli` runs the conformance kit on what others bring; `bench` drives the simulated host, which
-    # shows what our own hooks cost without an engine around them.
-    "testing": ["cli", "bench"],
+    # `cli` runs the conformance kit on what others bring.
+    "testing": ["cli"],
 }
 
 # Third parties that cost time or may be absent: where they may be imported at run time.
@@ -124,7 +118,6 @@ THIRD_PARTIES = {
         "engine",
         "testing",
         "adapters",
-        "bench",
         "demo",
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
@@ -138,10 +131,12 @@ THIRD_PARTIES = {
         "engine",
         "testing",
         "adapters",
-        "bench",
         "demo",
         "simulate",
     ],
+    # They stand beside src, and no wheel has them.
+    "benchmarks": [],
+    "tests": [],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters.py"],
@@ -175,7 +170,6 @@ LAZY = {
     "adapters/vllm": {"vllm", "huggingface_hub", "kvferry.adapters.vllm.plugin"},
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
-    "bench": {"vllm"},
     "simulate": {"matplotlib"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
@@ -329,7 +323,7 @@ def test_a_wrong_import_is_found(path, source, part):
         ("blocks/rows.py", "from kvferry.store.recordio import pieces"),
         ("connectors/p2p/worker.py", "import kvferry.blocks.copies"),
         ("connectors/registry.py", "def f():\n  from kvferry.connectors.shared_storage import x"),
-        ("cli/main.py", "import kvferry.bench.step\nfrom kvferry import KVError, __version__"),
+        ("cli/main.py", "import kvferry.bench.stores\nfrom kvferry import KVError, __version__"),
         ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
     ],
 )
