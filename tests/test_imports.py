@@ -306,6 +306,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import KVError", "public names are above store"),
         ("store/base.py", "from . import memory", "relative"),
         ("store/base.py", "def f():\n  from kvferry.types import X", "inside a function"),
+        ("cli/bench.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
         ("store/base.py", "if TYPE_CHECKING:\n  import kvferry.engine", "above store"),
         ("attic/x.py", "", "room 'attic' stands in no layer"),
         ("store/base.py", "import kvferry.attic", "kvferry.attic stands in no layer"),
