@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _GAP_BYTES = 1 << 20
 _NUM_LANES = 16
 # Enough for the reads in flight and a page of a list.
-_CHILD_BYTES = 64 << 20
+_CHILD_BYTES = 56 << 20
 # Only what is written takes memory.
 _LANE_BYTES = 1 << 30
 
