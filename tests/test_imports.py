@@ -152,7 +152,7 @@ THIRD_PARTIES = {
     "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo", "simulate"],
     "gguf": ["demo"],
-    "obstore": ["store/objects.py"],
+    "obstore": ["store/objects.py", "store/objects_child.py"],
     "mooncake": ["store/mooncake_child.py"],
 }
 

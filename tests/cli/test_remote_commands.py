@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import pytest
+from blake3 import blake3
 
+from kvferry.cli.stores import UNREADABLE
 from kvferry.keys import ModelIdentity, Namespace
+from kvferry.keys.encoding import canonical
+from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import RecordSchema
 from kvferry.store import remote
 from kvferry.store import url as store_url
@@ -19,6 +23,7 @@ from kvferry.store.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
+from tests.servers.hostile_s3 import running_hostile_s3
 from tests.servers.mooncake import mooncake
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
@@ -164,6 +169,55 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
         "removed_since": None,
     }
     assert "org/model-7b" in run("stat", made.url).out
+
+
+# Valid JSON that is no description of a namespace, deep nesting, megabytes, and no text.
+HOSTILE_TEXTS = [
+    b'{"model": null, "description": []}',
+    b'{"model": null, "description": "text"}',
+    b'{"model": {}, "description": {}}',
+    b"[]",
+    b"[" * 500_000,
+    b'{"a":' * 100_000,
+    b"x" * (3 << 20),
+    b"\xff\x1b[31mred",
+    b'{"model": "\\ud800\\u001b[31m", "description": []}',
+    b"1" * 10_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=lambda text: ascii(text[:40]))
+def test_a_hostile_description_is_unreadable_and_the_rest_is_shown(fill, run, text):
+    try:
+        described: object = json.loads(text)["description"]
+    except (ValueError, TypeError, RecursionError):
+        described = None
+    # The namespace that such a description would be of.
+    hostile = blake3(NAMESPACE_TAG + canonical(described)).digest()
+    made = fill(namespace=SPACE.digest)
+    put_records(made.url, namespace=hostile, num_records=1, seed=6)
+    with made.opened() as store:
+        store.describe(SPACE.digest, SPACE.as_text())
+        until = time.monotonic() + 20
+        store._client.put(f"{store._prefix}{hostile.hex()}/about.json", [text], until)
+    for command in ("ls", "stat"):
+        value = asked(run, command, made.url)
+        rows = value if command == "ls" else value["namespaces"]
+        assert {row["model"] for row in rows} == {"org/model-7b", UNREADABLE}
+        out = run(command, made.url).out
+        assert UNREADABLE in out
+        assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_listing_that_does_not_end_is_one_line(run, monkeypatch, command):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kvferry-tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with running_hostile_s3() as server:
+        url = f"s3://same-records/kv?endpoint={server.endpoint}&region=us-east-1"
+        ran = run(*command.split(), url, *COMMANDS[command])
+    assert ran.code == 2
+    assert "its list of names does not end" in ran.error_line
 
 
 def test_lists_are_sorted_and_end_at_the_limit(fill, run, set_idle):

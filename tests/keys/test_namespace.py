@@ -3,12 +3,14 @@ import json
 import math
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace, relevant_config
 from kvferry.keys.encoding import MAX_DEPTH, canonical
+from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import FORMAT_VERSION as RECORD_FORMAT_VERSION
 from kvferry.types import KVGroup
 from tests.keys import reference
@@ -200,3 +202,15 @@ def test_a_reader_of_the_text_can_check_the_digest(config, name):
     assert read is not None
     assert (read.digest, read.model) == (made.digest, name)
     assert Namespace.from_text(bytes(32), made.as_text()) is None
+
+
+@pytest.mark.parametrize("description", [[], ["config"], "text", 7, None, True])
+def test_what_is_no_description_is_none_though_its_digest_fits(description):
+    digest = blake3(NAMESPACE_TAG + canonical(description)).digest()
+    text = json.dumps({"model": "org/model", "description": description})
+    assert Namespace.from_text(digest, text) is None
+
+
+def test_a_title_is_never_long():
+    made = identity(config={"model_type": "x" * 100_000})
+    assert len(Namespace.of(made, (group(),), 16).title) <= 200

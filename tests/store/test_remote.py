@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -11,9 +12,9 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store import server_keys
+from kvferry.store import remote, server_keys
 from kvferry.store.base import PutResult
-from kvferry.store.remote import RemoteStore
+from kvferry.store.remote import MAX_TEXT_BYTES, RemoteStore
 from kvferry.store.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
@@ -221,6 +222,53 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
     assert read_value(store, make_key(1)) == b"theirs"
     assert store.describe(b"o" * 32) == "theirs"
+
+
+class ListingClient(DictClient):
+    """Lists names without end, if `names` has none."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def scan(self, prefix, deadline):
+        return ((name, 4, 0.0) for name in self.names)
+
+
+def record_names(numbers):
+    return (f"{SPACE.hex()}/{number:064x}" for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        record_names(itertools.cycle(range(3))),
+        record_names(itertools.count()),
+        (f"a note {number}" for number in itertools.count()),
+        itertools.repeat(f"{SPACE.hex()}/about.json"),
+    ],
+)
+def test_a_listing_that_does_not_end_is_one_error(names, monkeypatch):
+    monkeypatch.setattr(remote, "MAX_LISTED", 50_000)
+    store = RemoteStore("dict://test", ListingClient(names), namespace=SPACE)
+    with pytest.raises(StoreError, match="dict://test: its list of names does not end"):
+        store.namespaces()
+
+
+def test_a_long_listing_is_counted_though_names_come_twice():
+    numbers = list(range(30_000))
+    store = RemoteStore("dict://test", ListingClient(record_names(numbers + numbers)))
+    assert store.namespaces() == {SPACE: (30_000, 120_000)}
+
+
+@pytest.mark.parametrize("text", [b"a" * (MAX_TEXT_BYTES + 1), b"\xff\x1b[31m"])
+def test_a_description_that_is_none_is_told_from_none_at_all(make_store, client, text):
+    client.values[f"{SPACE.hex()}/about.json"] = text
+    said = make_store().describe(SPACE)
+    assert said is not None
+    assert len(said) <= MAX_TEXT_BYTES
+    assert make_store().describe(SPACE, "mine") == "mine"
+    assert make_store().describe(SPACE) == "mine"
 
 
 def test_a_description_is_replaced(make_store):

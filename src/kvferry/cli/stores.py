@@ -34,6 +34,12 @@ UrlArgument = Annotated[
     ),
 ]
 
+UNREADABLE = "(unreadable)"
+"""Stands where the name of a model would."""
+
+DESCRIBE_SECONDS = 10.0
+"""How long a command asks for the names of models; the others are not shown."""
+
 INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
@@ -150,16 +156,18 @@ def find(store: AnyStore, key_prefix: str) -> Entry:
 
 
 def model_names(store: AnyStore, digests: Iterable[bytes]) -> dict[bytes, str]:
-    """Names of the models of namespaces, where the store keeps a description that fits."""
+    """Names of the models of namespaces that the store describes; `UNREADABLE` for a description
+    that is damaged, or of another namespace."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.keys import Namespace
 
     names = {}
-    for digest in set(digests):
-        text = store.describe(digest) if digest else None
-        namespace = None if text is None else Namespace.from_text(digest, text)
-        if namespace is not None:
-            names[digest] = namespace.title
+    until = time.monotonic() + DESCRIBE_SECONDS
+    for digest in dict.fromkeys(digests):
+        text = store.describe(digest) if digest and time.monotonic() < until else None
+        if text is not None:
+            namespace = Namespace.from_text(digest, text)
+            names[digest] = UNREADABLE if namespace is None else namespace.title
     return names
 
 

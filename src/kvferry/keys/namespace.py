@@ -21,6 +21,8 @@ from kvferry.types import FORMAT_VERSION, KVGroup
 
 NAMESPACE_TAG = b"kvferry.space.1\0"
 
+_MAX_TITLE_CHARACTERS = 200
+
 IRRELEVANT_FIELDS = frozenset(
     {
         # where the config came from, and which library wrote it
@@ -131,7 +133,8 @@ class Namespace:
         try:
             value = json.loads(text)
             description, model = value["description"], value["model"]
-            if _digest(description) != digest or not isinstance(model, str | None):
+            is_ours = isinstance(description, dict) and isinstance(model, str | None)
+            if not is_ours or _digest(description) != digest:
                 return None
         except (ValueError, KeyError, TypeError, RecursionError):  # of whatever stands there
             return None
@@ -139,12 +142,14 @@ class Namespace:
 
     @property
     def title(self) -> str:
-        """The model's name; where it has none, what its config says of it; for people."""
+        """The model's name; where it has none, what its config says of it; for people. Never long,
+        whatever a server says."""
         config = self.description.get("config")
         said = config if isinstance(config, Mapping) else {}
         names = said.get("architectures")
         first = names[0] if isinstance(names, list) and names else None
-        return self.model or str(first or said.get("model_type") or "a model without a name")
+        title = self.model or str(first or said.get("model_type") or "a model without a name")
+        return title[:_MAX_TITLE_CHARACTERS]
 
 
 def _digest(description: Mapping[str, JsonValue]) -> bytes:

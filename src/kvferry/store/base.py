@@ -221,7 +221,8 @@ class SupportsNamespaces(Protocol):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if that is
-        not known. A `description` replaces the earlier one. Blocks on I/O; never raises."""
+        not known. The text is untrusted, and empty where what stands there is too long for one. A
+        `description` replaces the earlier one. Blocks on I/O; never raises."""
 
 
 @runtime_checkable

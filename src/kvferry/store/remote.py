@@ -37,6 +37,13 @@ DELETE_SECONDS = 2.0
 MAX_TEXT_BYTES = 1 << 20
 """A longer value is no description of ours."""
 
+MAX_LISTED = 1 << 22
+"""A longer listing is taken for one that has no end."""
+
+_MAX_REPEATS = 10_000
+"""A server may list a name twice. When most of so many were listed before, its listing goes in a
+circle."""
+
 _ABOUT = "about.json"
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
@@ -110,7 +117,7 @@ class RemoteStore(Store):
         self._observer = Observer() if observer is None else observer
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
-        self._listed: dict[ChunkKey, str] = {}
+        self._listed: dict[ChunkKey, bytes] = {}
         self._parts = PartFiles()
 
     # -- values ---------------------------------------------------------------------------------
@@ -210,30 +217,46 @@ class RemoteStore(Store):
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Every value once, and with an empty key every description."""
+        """Every value once, and with an empty key every description.
+
+        Raises:
+            StoreError: the server cannot be asked, or its listing does not end.
+        """
         if self._closed:
             return
-        seen: set[str] = set()  # a server may list a name twice
-        for name, num_bytes, last_used in self._client.scan(self._prefix, NO_DEADLINE):
-            found = _NAME.fullmatch(name[len(self._prefix) :])
-            if found is None or name in seen:
+        spaces: dict[bytes, set[ChunkKey]] = {}  # a server may list a name twice
+        num_repeats = 0
+        for count, (name, num_bytes, last_used) in enumerate(
+            self._client.scan(self._prefix, NO_DEADLINE)
+        ):
+            if count >= MAX_LISTED or num_repeats > max(_MAX_REPEATS, count - num_repeats):
+                raise StoreError(
+                    f"{self.url}: its list of names does not end: {count} came, "
+                    f"{num_repeats} of them again"
+                )
+            found = _NAME.fullmatch(name, len(self._prefix))
+            if found is None:
                 continue
-            seen.add(name)
-            key = ChunkKey(bytes.fromhex(found[2] or ""))
+            namespace, key = bytes.fromhex(found[1]), ChunkKey(bytes.fromhex(found[2] or ""))
+            keys = spaces.setdefault(namespace, set())
+            if key in keys:
+                num_repeats += 1
+                continue
+            keys.add(key)
             if key:
-                self._listed[key] = name
-            yield Entry(key, num_bytes, last_used, bytes.fromhex(found[1]))
+                self._listed[key] = namespace
+            yield Entry(key, num_bytes, last_used, namespace)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
         until = time.monotonic() + DESCRIBE_SECONDS
         said = None
-        with suppress(StoreError, UnicodeDecodeError):
+        with suppress(StoreError):
             size = None if self._closed else self._client.read(name, (), until)
-            if size is not None and size <= MAX_TEXT_BYTES:
-                text = bytearray(size)
+            if size is not None:
+                text = bytearray(size if size <= MAX_TEXT_BYTES else 0)
                 self._client.read(name, [(0, memoryview(text))], until)
-                said = text.decode()
+                said = text.decode(errors="replace")
             if description not in (None, said) and not self._closed:
                 if said is not None:
                     self._client.delete(name, until)
@@ -280,7 +303,8 @@ class RemoteStore(Store):
     def _name(self, key: ChunkKey) -> str:
         if len(key) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(key)}")
-        return self._listed.get(key) or f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
+        namespace = self._listed.get(key, self._namespace)
+        return f"{self._prefix}{namespace.hex()}/{key.hex()}"
 
     def _until(self, deadline: float) -> float:
         """The deadline by the clock of the clients."""

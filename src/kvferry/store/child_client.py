@@ -1,0 +1,386 @@
+"""Clients whose library works in a child process: what it allocates, holds up or crashes is not
+ours.
+
+This side hands commands to the child and waits until its deadline. A lane whose answer is overdue
+is not used again before it came: its memory, not the caller's, is what a late transfer writes to.
+No thread is needed for that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from kvferry.errors import StoreError
+from kvferry.store.remote import RemoteClient
+
+LONGEST_SECONDS = 60.0
+"""A call without a deadline ends, too."""
+
+# A child that answers nothing for so long is replaced.
+_OVERDUE_SECONDS = 30.0
+_RESTART_SECONDS = 1.0
+_ENDED = (
+    "its process ended: it crashed, was killed, or the server sent more than fits into its memory"
+)
+# No answer of ours is as long.
+_MAX_ANSWER_BYTES = 16 << 20
+# What a lane keeps between calls; the memory of a longer value goes back.
+_KEPT_BYTES = 8 << 20
+
+
+class _Gone(Exception):
+    """The child ended, or could not begin; the text says why."""
+
+
+class LaneEnd:
+    """One command at a time, and the memory that it moves bytes through.
+
+    Attributes:
+        memory: shared with the child.
+        waits_since: when the command was sent whose answer has not come; None if there is none.
+    """
+
+    def __init__(self, end: socket.socket, whole: mmap.mmap, start: int, num_bytes: int) -> None:
+        self.socket = end
+        self.memory = memoryview(whole)[start : start + num_bytes]
+        self.waits_since: float | None = time.monotonic()  # for the answer that it is ready
+        self._whole = whole
+        self._start = start
+        self._received = bytearray()
+
+    def ask(self, command: Sequence[object], deadline: float) -> Any:  # noqa: ANN401
+        """The answer; StoreError at the deadline, _Gone if there is no child any more."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise StoreError("the deadline passed")
+        self.waits_since = now
+        try:
+            self.socket.settimeout(max(0.001, deadline - now))
+            self.socket.sendall(json.dumps(command).encode() + b"\n")
+        except OSError as error:
+            raise _Gone(_ENDED) from error
+        answer = self.answer(deadline)
+        if answer is None:
+            raise StoreError("the deadline passed")
+        return answer
+
+    def answer(self, deadline: float) -> Any:  # noqa: ANN401
+        """The answer to the command; None if it does not come in time."""
+        while b"\n" not in self._received:
+            # At least a moment: 0 would mean not to look at all.
+            self.socket.settimeout(max(0.000001, deadline - time.monotonic()))
+            try:
+                part = self.socket.recv(1 << 20)
+            except TimeoutError:
+                return None
+            except OSError as error:
+                raise _Gone(_ENDED) from error
+            if not part:
+                raise _Gone(_ENDED)
+            self._received += part
+            if len(self._received) > _MAX_ANSWER_BYTES:
+                raise _Gone("it answered more than was asked for")
+        line, _, rest = bytes(self._received).partition(b"\n")
+        self._received = bytearray(rest)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _Gone("its answer cannot be read") from error
+        self.waits_since = None
+        return answer
+
+    def trim(self, used_bytes: int) -> None:
+        """Give memory back that only a long value needs, unless the child still uses it."""
+        if used_bytes > _KEPT_BYTES and self.waits_since is None:
+            with suppress(OSError, AttributeError):  # not every system can
+                self._whole.madvise(
+                    mmap.MADV_REMOVE, self._start + _KEPT_BYTES, len(self.memory) - _KEPT_BYTES
+                )
+
+
+class _ChildProcess:
+    """A running child process with its lanes. Not thread-safe, but for `kill`."""
+
+    def __init__(
+        self,
+        script: str,
+        environment: dict[str, str],
+        options: dict[str, object],
+        num_lanes: int,
+        lane_bytes: int,
+    ) -> None:
+        pairs = [socket.socketpair() for _ in range(num_lanes)]
+        num_bytes = num_lanes * lane_bytes
+        memory = _shared_memory(num_bytes)
+        theirs = [end.fileno() for _, end in pairs]
+        given = {**options, "sockets": theirs, "memory": memory, "lane_bytes": lane_bytes}
+        try:
+            # -P: the files beside the script are no top-level modules.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[*theirs, memory],
+                env={**os.environ, **environment},
+            )
+            if self._process.stdin is not None:
+                # Not as an argument, which `ps` shows: a URL may hold a password.
+                with suppress(OSError), self._process.stdin as options_pipe:
+                    options_pipe.write(json.dumps(given).encode())
+            whole = mmap.mmap(memory, num_bytes)
+        finally:
+            os.close(memory)
+            for _, end in pairs:
+                end.close()
+        self.owner = os.getpid()
+        self._is_limited = False
+        self.lanes = [
+            LaneEnd(end, whole, number * lane_bytes, lane_bytes)
+            for number, (end, _) in enumerate(pairs)
+        ]
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Let it allocate so much more; nothing happens the second time, or where no system can."""
+        if self._is_limited:
+            return
+        self._is_limited = True
+        pid = self._process.pid
+        with suppress(OSError, ValueError, AttributeError, StopIteration):
+            with open(f"/proc/{pid}/status") as status:
+                used = next(line.split()[1] for line in status if line.startswith("VmData"))
+            _, most = resource.prlimit(pid, resource.RLIMIT_DATA)
+            limits = ((int(used) << 10) + num_bytes, most)
+            resource.prlimit(pid, resource.RLIMIT_DATA, limits)
+
+    def kill(self, seconds: float) -> None:
+        """Ask it to end, and end it after `seconds`. Who waits for an answer learns it at once."""
+        if self.owner != os.getpid():
+            return  # the process that was forked from owns it
+        for lane in self.lanes:
+            with suppress(OSError):
+                lane.socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _shared_memory(num_bytes: int) -> int:
+    """A file descriptor. Pages take memory only once they are written."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("kvferry")
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, num_bytes)
+    return memory
+
+
+class ChildClient(RemoteClient):
+    """A client whose commands a child process carries out.
+
+    Args:
+        where: of the server, for messages; holds no credential.
+        options: what the child gets, besides its sockets and its memory.
+    """
+
+    script: ClassVar[str]
+    """Path of what the child runs."""
+    environment: ClassVar[dict[str, str]] = {}
+    """What it finds besides ours."""
+    memory_bytes: ClassVar[int]
+    """What it may allocate beyond what it has when it is ready; if it tries to, it ends."""
+    num_lanes: ClassVar[int]
+    lane_bytes: ClassVar[int]
+    close_seconds: float = 0.0
+    """How long the child may take to end."""
+
+    def __init__(self, where: str, options: dict[str, object]) -> None:
+        self._where = where
+        self._options = options
+        # Notified when a lane is free. Held for moments only, but by `close`.
+        self._changed = threading.Condition()
+        self._idle: list[LaneEnd] = []
+        self._late: list[LaneEnd] = []
+        self._child: _ChildProcess | None = None
+        self._closed = False
+        self._next_start = 0.0
+        self._reason = ""
+        with self._changed:
+            self._start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._drop(self.close_seconds)
+            self._changed.notify_all()
+
+    def _lane(self, what: str, deadline: float) -> Call:
+        return Call(self, what, min(deadline, time.monotonic() + LONGEST_SECONDS))
+
+    def take(self, deadline: float) -> LaneEnd:
+        """A lane for one call; wait for one until `deadline`.
+
+        Raises:
+            StoreError: none came free, or there is no connection.
+        """
+        with self._changed:
+            while True:
+                self._ensure_child()
+                self._collect_late()
+                if self._idle:
+                    return self._idle.pop()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StoreError(f"{self._where}: it does not answer")
+                # No lane that is late gives notice; it is looked at now and then.
+                self._changed.wait(min(left, 0.005) if self._late else left)
+
+    def give_back(self, lane: LaneEnd) -> None:
+        """A call has ended; its lane is free, or still waits for the answer."""
+        with self._changed:
+            if self._child is None or lane not in self._child.lanes:
+                lane.socket.close()
+                return
+            (self._idle if lane.waits_since is None else self._late).append(lane)
+            self._changed.notify()
+
+    def lost(self, lane: LaneEnd, what: str, reason: str) -> StoreError:
+        """The child of `lane` is gone: after a moment, a call starts another. The error of the call
+        that was under way."""
+        with self._changed:
+            if self._closed:
+                return StoreError(f"{self._where}: closed")
+            if self._child is not None and lane in self._child.lanes:
+                self._replace(reason)
+        return StoreError(f"{self._where}: {what} failed: {reason}")
+
+    def _start(self) -> None:
+        try:
+            self._child = _ChildProcess(
+                self.script, self.environment, self._options, self.num_lanes, self.lane_bytes
+            )
+        except OSError as error:  # no more processes, descriptors or memory
+            self._replace(f"its process did not start: {error.strerror}")
+            raise StoreError(f"{self._where}: {self._reason}") from error
+        self._late = list(self._child.lanes)
+
+    def _ensure_child(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self._where}: closed")
+        if self._child is not None and self._child.owner != os.getpid():
+            self._drop(0.0)
+        if self._child is None:
+            if time.monotonic() < self._next_start:
+                raise StoreError(f"{self._where}: {self._reason}")
+            self._start()
+
+    def _collect_late(self) -> None:
+        """Find lanes whose answers have come, and a child that gives none."""
+        if not self._late:
+            return
+        ready, _, _ = select.select([lane.socket for lane in self._late], [], [], 0)
+        for lane in [lane for lane in self._late if lane.socket in ready]:
+            try:
+                answer = lane.answer(0)
+                if isinstance(answer, str):
+                    raise _Gone(answer)
+                if answer is not None and self._child is not None:
+                    self._child.limit_memory(self.memory_bytes)
+                    self._late.remove(lane)
+                    self._idle.append(lane)
+            except _Gone as error:
+                self._replace(str(error))
+                raise StoreError(f"{self._where}: {error}") from None
+        oldest = min((lane.waits_since or math.inf for lane in self._late), default=math.inf)
+        if len(self._late) == self.num_lanes and time.monotonic() - oldest > _OVERDUE_SECONDS:
+            self._replace("it did not answer for long")
+            raise StoreError(f"{self._where}: {self._reason}")
+
+    def _replace(self, reason: str) -> None:
+        self._reason = reason
+        self._next_start = time.monotonic() + _RESTART_SECONDS
+        self._drop(0.0)
+
+    def _drop(self, seconds: float) -> None:
+        """End the child. Lanes in use are closed when their calls have ended."""
+        child, self._child = self._child, None
+        unused = self._idle + self._late
+        self._idle, self._late = [], []
+        if child is not None:
+            child.kill(seconds)
+        for lane in unused:
+            lane.socket.close()
+
+
+class Call:
+    """One command after another on one lane, which goes back at the end.
+
+    Attributes:
+        what: it does, for messages.
+        lane: that it has.
+        used_bytes: of its memory, at most.
+    """
+
+    def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
+        self.what = what
+        self.lane: LaneEnd
+        self.used_bytes = 0
+        self._client = client
+        self._deadline = deadline
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Call:
+        self.lane = self._client.take(self._deadline)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.lane.trim(self.used_bytes)
+        self._client.give_back(self.lane)
+
+    def restart(self, deadline: float) -> None:
+        """Its next command has as much time as the first had."""
+        self._started = time.monotonic()
+        self._deadline = min(deadline, self._started + LONGEST_SECONDS)
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def ask(self, command: Sequence[object]) -> Any:  # noqa: ANN401
+        """The child's answer.
+
+        Raises:
+            StoreError: none came until the deadline, or the child is gone.
+        """
+        try:
+            return self.lane.ask(command, self._deadline)
+        except _Gone as error:
+            raise self._client.lost(self.lane, self.what, str(error)) from None
+        except StoreError:
+            raise self.late() from None
+
+    def late(self) -> StoreError:
+        """The deadline passed, as an error."""
+        seconds = max(0.0, self._deadline - self._started)
+        return self.failed(f"did not end within {seconds:.1f} s")
+
+    def failed(self, why: str) -> StoreError:
+        """What went wrong, as an error."""
+        return StoreError(f"{self._client._where}: {self.what} {why}")

@@ -1,0 +1,287 @@
+"""The process that holds a connection to a bucket. Started by `kvferry.store.objects` as a script;
+imports nothing of kvferry.
+
+obstore keeps in memory what a server sends as a list or as an error, without end if that has none,
+and panics on some of it. In a process of its own, which may have little memory, that costs one
+call.
+
+Each lane is a socket and a part of shared memory. A lane reads one command, works until the
+command's time is over, and sends one answer: lines of JSON. The first answer says that the lane is
+ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+T = TypeVar("T")
+
+NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_NO_RANGE = "status code: 416"
+_HEADS_IN_FLIGHT = 32
+_READS_IN_FLIGHT = 5
+
+# Few and quick: a tier that fails is a miss, and the store above decides when to try again.
+_RETRIES: RetryConfig = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=10),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(milliseconds=500),
+    },
+}
+# Reads come in pieces, each of which takes four times its size for a moment: a short read in one.
+_SHORT_BYTES = 2560 << 10
+_PIECE_BYTES = 1 << 20
+_PAGE = 1000
+_PAGE_CHARACTERS = 128 << 10
+# S3's limit; no name of ours is as long.
+_MAX_NAME_CHARACTERS = 1024
+_MAX_COMMAND_BYTES = 64 << 20
+_MAX_TEXT_CHARACTERS = 16 << 10
+# Few threads, and few places for what is freed: all of it counts as memory.
+ENVIRONMENT = {
+    "TOKIO_WORKER_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+def make_store(scheme: str, bucket: str, options: dict[str, Any], client: ClientConfig) -> Any:  # noqa: ANN401
+    """The store of obstore; raises what obstore raises."""
+    kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+    return kind(bucket, config=options, client_options=client, retry_config=_RETRIES)
+
+
+class WrongAnswer(Exception):
+    """The server sent something else than was asked for."""
+
+
+class Lane:
+    """Answers the commands of one socket, one after the other.
+
+    Args:
+        memory: of the lane.
+        removing: names that some lane deletes.
+        reads: limits the reads of all lanes.
+    """
+
+    def __init__(
+        self,
+        store: Any,  # noqa: ANN401
+        memory: memoryview,
+        removing: set[str],
+        reads: asyncio.Semaphore,
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._removing = removing
+        self._reads = reads
+        self._stream: Any = None
+        self._listed: list[tuple[str, int, float]] = []
+
+    async def serve(self, end: socket.socket) -> None:
+        """Until the other end closes."""
+        reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_COMMAND_BYTES)
+        commands: dict[str, Any] = {
+            "read": self.read,
+            "put": self.put,
+            "exists": self.exists,
+            "delete": self.delete,
+            "list": self.begin_list,
+            "next": self.next_page,
+        }
+        answer: object = 0
+        while True:
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readline()
+            if not line:
+                return
+            name, seconds, *arguments = json.loads(line)
+            answer = await answer_of(commands[name](*arguments), seconds)
+
+    async def read(self, name: str, spans: list[tuple[int, int]]) -> int | None:
+        """Put the bytes of each span (start, end) into the memory, one after the other; of what
+        lies behind the end, nothing. Returns the size of the value; None if it is absent."""
+        starts = [sum(end - start for start, end in spans[:each]) for each in range(len(spans))]
+        try:
+            if not spans:
+                return await self._size(name)
+            sizes = await gather(
+                self._read_span(name, start, self._memory[at : at + end - start])
+                for (start, end), at in zip(spans, starts, strict=True)
+            )
+        except FileNotFoundError as error:
+            if NO_BUCKET.search(str(error)):
+                raise
+            return None
+        return sizes[0]
+
+    async def _read_span(self, name: str, start: int, target: memoryview) -> int:
+        async with self._reads:
+            try:
+                response = await obstore.get_async(
+                    self._store, name, options={"range": (start, start + len(target))}
+                )
+            except BaseError as error:
+                if _NO_RANGE not in str(error):
+                    raise
+                return await self._size(name)  # all of it lies behind the end
+            size: int = response.meta["size"]
+            wanted, at = max(0, min(len(target), size - start)), 0
+            piece_bytes = wanted if wanted <= _SHORT_BYTES else _PIECE_BYTES
+            async for piece in response.stream(max(1, piece_bytes)):
+                content = memoryview(piece)
+                if at + len(content) > wanted:
+                    raise WrongAnswer("more bytes than were asked for came")
+                target[at : at + len(content)] = content
+                at += len(content)
+                if at == wanted:
+                    break
+            if at < wanted:
+                raise WrongAnswer("fewer bytes than its size says came")
+            return size
+
+    async def _size(self, name: str) -> int:
+        size: int = (await obstore.head_async(self._store, name))["size"]
+        return size
+
+    async def put(self, name: str, num_bytes: int) -> bool:
+        """Store the first bytes of the memory; False if the name has a value."""
+        content = self._memory[:num_bytes]
+        try:
+            await obstore.put_async(self._store, name, content, mode="create")
+        except AlreadyExistsError:
+            return False
+        finally:
+            await released(content)
+        return True
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        limit = asyncio.Semaphore(_HEADS_IN_FLIGHT)
+
+        async def find(name: str) -> bool:
+            async with limit:
+                try:
+                    await self._size(name)
+                except FileNotFoundError:
+                    return False
+                return True
+
+        return await gather(find(name) for name in names)
+
+    async def delete(self, name: str) -> bool:
+        if name in self._removing:
+            return False
+        self._removing.add(name)
+        try:
+            await self._size(name)  # S3 says of what was absent, too, that it was deleted
+            await obstore.delete_async(self._store, name)
+        except FileNotFoundError:
+            return False
+        finally:
+            self._removing.discard(name)
+        return True
+
+    async def begin_list(self, prefix: str, offset: str | None) -> list[tuple[str, int, float]]:
+        """Some names, sizes and times of change; `next_page` says the others. Empty at the end."""
+        self._listed = []
+        self._stream = obstore.list(self._store, prefix or None, offset=offset, chunk_size=_PAGE)
+        return await self.next_page()
+
+    async def next_page(self) -> list[tuple[str, int, float]]:
+        while not self._listed:
+            try:
+                page = await anext(self._stream)
+            except StopAsyncIteration:
+                return []
+            self._listed = [
+                (each["path"], each["size"], each["last_modified"].timestamp())
+                for each in page
+                if len(each["path"]) <= _MAX_NAME_CHARACTERS
+            ]
+        count = characters = 0
+        while count < len(self._listed) and characters < _PAGE_CHARACTERS:
+            characters += len(self._listed[count][0])
+            count += 1
+        some, self._listed = self._listed[:count], self._listed[count:]
+        return some
+
+
+async def answer_of(work: Coroutine[Any, Any, object], seconds: float) -> dict[str, object]:
+    """What came of a command: its result, or the text and the type of an error."""
+    try:
+        return {"result": await asyncio.wait_for(work, seconds)}
+    except TimeoutError:
+        return {"late": True}
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a panic of obstore's is no Exception
+        return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
+
+
+async def gather(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once; when one fails, the others end."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def released(content: memoryview) -> None:
+    """Wait until no request looks at it: one that was cancelled may for a moment longer."""
+    while True:
+        try:
+            return content.release()
+        except BufferError:
+            await asyncio.sleep(0.001)
+
+
+async def serve(options: dict[str, Any]) -> None:
+    """Serve until the parent closes a socket, or is gone."""
+    ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
+    try:
+        store = make_store(*options["store"])
+    except (BaseError, OSError, ValueError) as error:
+        for end in ends:
+            end.sendall(json.dumps(f"obstore refuses it ({type(error).__name__})").encode() + b"\n")
+        return
+    num_bytes = options["lane_bytes"]
+    memory = memoryview(mmap.mmap(options["memory"], num_bytes * len(ends)))
+    removing: set[str] = set()
+    reads = asyncio.Semaphore(_READS_IN_FLIGHT)
+    lanes = [
+        Lane(store, memory[at * num_bytes : (at + 1) * num_bytes], removing, reads)
+        for at in range(len(ends))
+    ]
+    tasks = [asyncio.ensure_future(lane.serve(end)) for lane, end in zip(lanes, ends, strict=True)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    os._exit(0)  # without the end of what is under way, in which obstore's threads would panic
+
+
+if __name__ == "__main__":
+    # Ctrl-C is for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        asyncio.run(serve(json.load(sys.stdin)))
+    finally:
+        os._exit(0)

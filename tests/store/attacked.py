@@ -1,0 +1,100 @@
+"""Every call of a client against a hostile server, in a process whose memory is measured.
+
+    python -m tests.store.attacked s3 ENDPOINT BUCKET SECONDS
+
+Prints, as JSON, what came of each call and how much memory all of them took. Several buckets, with
+commas between them, are asked one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from kvferry.errors import StoreError
+from kvferry.store.remote import RemoteClient
+
+MOST_NAMES = 100_000
+"""A longer list is not taken further: its bound is a store's, not a client's."""
+
+
+def make_client(kind: str, place: str, way: str) -> RemoteClient:
+    if kind == "s3":
+        from kvferry.store.objects import ObjectClient
+
+        return ObjectClient("s3", way, endpoint=place, region="us-east-1")
+    from kvferry.store.mooncake import MooncakeClient
+
+    return MooncakeClient(place, admin=way)
+
+
+def calls_of(client: RemoteClient, until: Callable[[], float]) -> dict[str, Callable[[], object]]:
+    buffer = memoryview(bytearray(16))
+    return {
+        "read": lambda: client.read("kv/a", [(0, buffer)], until()),
+        "size": lambda: client.read("kv/a", [], until()),
+        "put": lambda: client.put("kv/a", [bytes(100)], until()).value,
+        "exists": lambda: client.exists([f"kv/{n}" for n in range(20)], until()),
+        "delete": lambda: client.delete("kv/a", until()),
+        "scan": lambda: sum(1 for _ in islice(client.scan("kv/", until()), MOST_NAMES)),
+    }
+
+
+class Heart:
+    """Notes the longest time for which this thread did not run."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._is_over.wait(0.002):
+            now = time.monotonic()
+            self.longest, last = max(self.longest, now - last), now
+
+    def stop(self) -> float:
+        self._is_over.set()
+        self._thread.join()
+        return self.longest
+
+
+def attack(client: RemoteClient, seconds: float) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, call in calls_of(client, lambda: time.monotonic() + seconds).items():
+        started = time.monotonic()
+        row: dict[str, Any] = {}
+        try:
+            row["result"] = call()
+        except StoreError as error:
+            row["error"] = str(error)
+        row["seconds"] = time.monotonic() - started
+        found[name] = row
+    return found
+
+
+def main(kind: str, place: str, ways: str, seconds: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    heart = Heart()
+    found: dict[str, dict[str, Any]] = {}
+    for way in ways.split(","):
+        client = make_client(kind, place, way)
+        found |= {f"{way} {name}": row for name, row in attack(client, float(seconds)).items()}
+        client.close()
+    stall = heart.stop()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    facts = {"own_bytes": (after - before) << 10, "child_bytes": child << 10, "stall": stall}
+    print(json.dumps({"calls": found, **facts}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

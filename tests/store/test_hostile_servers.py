@@ -1,0 +1,203 @@
+"""Servers that lie: what they cost is bounded by what was asked, whatever they send."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.store.breaker import MAX_FAILURES
+from kvferry.store.mooncake import MooncakeClient
+from kvferry.store.objects import ObjectClient
+from kvferry.store.url import open_store
+from kvferry.testing.stores import make_key
+from tests.servers.hostile_s3 import LISTS, WAYS, running_hostile_s3
+from tests.servers.process import wait_until
+
+LIMIT_SECONDS = 0.6
+# Where nothing is to fail, on a busy machine either.
+PATIENT_SECONDS = 30.0
+# What a call may take beyond its deadline, on a busy machine. One that ignores it takes longer.
+LATE_SECONDS = 5.0
+# One that holds the interpreter while it parses without end holds it for longer.
+STALL_SECONDS = 2.0
+MAX_BYTES = 64 << 20
+HARMLESS = {"laughs", "long-name"}
+"""Ways that no call has to notice."""
+
+# Those of HTTP, whatever is asked for.
+HTTP_WAYS = [
+    "endless-headers", "endless-header", "endless-status", "endless-interim", "no-http",
+    "redirects", "hung",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kvferry-tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "correct-horse-battery-staple")
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    with running_hostile_s3() as server:
+        yield server
+
+
+def attacked(kind, place, ways, seconds=LIMIT_SECONDS):
+    """What came of all calls, in a process of its own that writes nothing to stderr."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.store.attacked", kind, place, ways, str(seconds)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = json.loads(ran.stdout)
+    for row in found["calls"].values():
+        assert row["seconds"] < seconds + LATE_SECONDS
+        message = row.get("error", "")
+        assert message.isprintable()
+        assert len(message) < 300
+    assert found["stall"] < STALL_SECONDS
+    assert found["own_bytes"] < MAX_BYTES
+    return found
+
+
+@pytest.fixture(scope="module")
+def child_bytes(hostile):
+    """What the child takes where the server is honest."""
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "kvferry-tests")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "correct-horse-battery-staple")
+    found = attacked("s3", hostile.endpoint, "honest", PATIENT_SECONDS)
+    assert not [row for row in found["calls"].values() if "error" in row]
+    return found["child_bytes"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bucket_costs_no_more_than_was_asked_for(hostile, child_bytes, way):
+    seconds = PATIENT_SECONDS if way in HARMLESS else LIMIT_SECONDS
+    found = attacked("s3", hostile.endpoint, way, seconds)
+    assert found["child_bytes"] - child_bytes < MAX_BYTES
+    failed = [name for name, row in found["calls"].items() if "error" in row]
+    assert bool(failed) == (way not in HARMLESS)
+
+
+def test_fuzzed_answers_of_a_bucket_are_right_or_one_error(hostile, child_bytes):
+    found = attacked("s3", hostile.endpoint, ",".join(f"fuzz-{seed}" for seed in range(40)))
+    assert found["child_bytes"] - child_bytes < MAX_BYTES
+    failed = [row for row in found["calls"].values() if "error" in row]
+    assert 0 < len(failed) < len(found["calls"])
+
+
+@pytest.mark.parametrize("way", [*LISTS, *HTTP_WAYS])
+def test_a_list_of_mooncake_costs_no_more_than_was_asked_for(mooncake, hostile, way):
+    found = attacked("mooncake", mooncake.master, f"{hostile.endpoint}/{way}")
+    (scan,) = [row for name, row in found["calls"].items() if name.endswith("scan")]
+    assert "list" in scan["error"]
+
+
+@pytest.mark.parametrize(
+    "way", ["endless-body", "huge-length", "error-403", "error-404", "endless-headers", "no-range"]
+)
+def test_a_store_that_lies_is_left_alone_with_one_line(hostile, caplog, way):
+    caplog.set_level(logging.WARNING)
+    url = f"s3://{way}/kv?endpoint={hostile.endpoint}&region=us-east-1"
+    with open_store(url, namespace=bytes(32)) as store:
+        for _ in range(MAX_FAILURES):
+            with pytest.raises(StoreError):
+                store.read(make_key(), [(0, memoryview(bytearray(16)))], time.monotonic() + 20)
+        assert not store.takes_values
+        (line,) = [each.getMessage() for each in caplog.records]
+        assert "left alone until it answers" in line
+
+
+# Ready at once, it answers every command with the same bytes.
+_CHILD = """
+import json, os, socket, sys, threading
+options = json.load(sys.stdin)
+def serve(end):
+    end.sendall(b"0\\n")
+    while end.recv(1 << 20):
+        {does}
+ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
+for end in ends:
+    threading.Thread(target=serve, args=[end]).start()
+"""
+
+
+@pytest.fixture(params=["s3", "mooncake"])
+def make_misled(request, tmp_path):
+    """A client whose child process does something else."""
+    kind = ObjectClient if request.param == "s3" else MooncakeClient
+    clients = []
+
+    def make(does):
+        script = tmp_path / "child.py"
+        script.write_text(textwrap.dedent(_CHILD).format(does=does))
+        misled = type("Misled", (kind,), {"script": str(script)})
+        clients.append(misled("s3", "b") if kind is ObjectClient else misled("127.0.0.1:1"))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        r'end.sendall(b"nonsense\n")',
+        r'end.sendall(b"\"text\"\n")',
+        r'end.sendall(b"null\n")',
+        r'end.sendall(b"[]\n")',
+        r'end.sendall(b"{{}}\n")',
+        r'end.sendall(b"[" * 100_000 + b"\n")',
+        'while True: end.sendall(b"1" * (1 << 20))',
+        "os._exit(1)",
+        "os.kill(os.getpid(), 11)",
+        "pass",
+    ],
+)
+def test_a_child_that_misbehaves_is_one_error(make_misled, does):
+    client = make_misled(does)
+    for call in (
+        lambda until: client.read("kv/a", [(0, memoryview(bytearray(16)))], until),
+        lambda until: client.exists(["kv/a"], until),
+        lambda until: client.delete("kv/a", until),
+        lambda until: client.put("kv/a", [bytes(10)], until),
+    ):
+        started = time.monotonic()
+        with pytest.raises(StoreError) as caught:
+            call(started + LIMIT_SECONDS)
+        assert time.monotonic() - started < LIMIT_SECONDS + LATE_SECONDS
+        assert str(caught.value).isprintable()
+
+
+def test_a_child_that_died_of_a_flood_is_replaced(hostile):
+    client = ObjectClient("s3", "error-404", endpoint=hostile.endpoint, region="us-east-1")
+    try:
+        with pytest.raises(StoreError, match="more than fits into its memory"):
+            client.read("kv/a", [(0, memoryview(bytearray(16)))], time.monotonic() + 20)
+
+        def answers():
+            try:
+                client.check(time.monotonic() + 20)
+            except StoreError:
+                return False
+            return True
+
+        wait_until(answers, "another process")
+    finally:
+        client.close()
