@@ -40,13 +40,13 @@ def test_a_memory_url_opens_a_memory_store():
     [
         ("memory://x?max_byte=1GiB", ["unknown option 'max_byte'", "'max_bytes'"]),
         ("memory://x?direct_io=on", ["unknown option 'direct_io'"]),
-        ("memory://x?max_bytes=lots", ["'max_bytes'", "'lots'", "10GiB"]),
+        ("memory://x?max_bytes=lots", ["'max_bytes'", "10GiB"]),
         ("memory://x?max_bytes=0", ["'max_bytes' is 0"]),
         ("memory://x?max_bytes=0.5B", ["'max_bytes' is 0"]),
-        ("file:///x?max_bytes=-5", ["'max_bytes'", "'-5'", "negative"]),
+        ("file:///x?max_bytes=-5", ["'max_bytes'", "not a size"]),
         ("file:///x?read_onyl=yes", ["unknown option 'read_onyl'", "'read_only'"]),
-        ("file:///x?create=perhaps", ["'create'", "'perhaps'", "true nor false"]),
-        ("file:///x?direct_io=maybe", ["'direct_io'", "'maybe'", "auto, off"]),
+        ("file:///x?create=perhaps", ["'create'", "true nor false"]),
+        ("file:///x?direct_io=maybe", ["'direct_io'", "auto, off"]),
         ("/var/cache/kv", ["did you mean 'file:///var/cache/kv'?"]),
         ("http://host", ["unknown scheme 'http'", "file, gs, memory"]),
         ("valkey://a?clustre=true", ["unknown option 'clustre'", "'cluster'"]),
@@ -56,7 +56,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
         ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
         ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),
-        ("valkey://a?password_file=/absent", ["'/absent': No such file"]),
+        ("valkey://a?password_file=/absent", ["password_file: No such file"]),
     ],
 )
 def test_unusable_urls_are_refused_in_one_line(url, parts):
@@ -64,7 +64,8 @@ def test_unusable_urls_are_refused_in_one_line(url, parts):
         open_store(url)
     message = str(caught.value)
     assert "\n" not in message
-    for part in [repr(url), *parts]:
+    shown = url.partition("?")[0].replace("{", "%7B").replace("}", "%7D")
+    for part in [repr(shown), *parts]:
         assert part in message
 
 

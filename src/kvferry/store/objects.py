@@ -19,6 +19,7 @@ from concurrent.futures import CancelledError
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from kvferry.config import check_endpoint
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.remote import RemoteClient
@@ -66,6 +67,9 @@ _CREDENTIALS = {
 _DENIED = re.compile(
     r"status code: 40[13]|PermissionDenied|Unauthenticated|169\.254\.169\.254|metadata\.google"
 )
+# Variables of the environment that obstore reads.
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_ENDPOINTS = re.compile(r"AWS_ENDPOINT(_URL)?(_S3)?|AZURE_(STORAGE_)?ENDPOINT")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _NO_RANGE = "status code: 416"
 # What of an error may be shown: never its text, which can quote the request and its key id.
@@ -365,6 +369,7 @@ def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) ->
     )
     if unusable:
         raise ConfigError(f"{scheme}://{bucket}: {scheme} has no option {min(unusable)!r}")
+    _check_environment(scheme, bucket)
     try:
         if scheme == "gs":
             return GCSStore(bucket, client_options=client, retry_config=_RETRIES)
@@ -378,3 +383,20 @@ def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) ->
             f"{scheme}://{bucket}: obstore refuses it ({type(error).__name__}); "
             f"check {_CREDENTIALS[scheme]}"
         ) from None
+    except BaseException as error:
+        # A panic of obstore, whose class cannot be imported, is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{scheme}://{bucket}: obstore failed at its options") from None
+
+
+def _check_environment(scheme: str, bucket: str) -> None:
+    """Refuse variables at which obstore would panic; values are not shown."""
+    for name, value in os.environ.items():
+        if name.startswith(_VARIABLES[scheme]) and not value.isprintable():
+            raise ConfigError(
+                f"{scheme}://{bucket}: the variable {name} holds a line break or another "
+                "character that cannot be printed; remove it"
+            )
+        if name.startswith(_VARIABLES[scheme]) and _ENDPOINTS.fullmatch(name):
+            check_endpoint(name, value, "http://minio:9000")

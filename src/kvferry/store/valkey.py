@@ -90,7 +90,8 @@ class Login(NamedTuple):
                 lines = Path(self.password_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
-                raise StoreError(f"password_file {self.password_file!r}: {reason}") from None
+                # Without its name: someone may have given the password itself.
+                raise StoreError(f"password_file: {reason}") from None
             password = lines[0] if lines else ""
         if self.username:
             return (self.username, password)
@@ -562,8 +563,9 @@ def _code(error: redis.RedisError) -> str:
 
 
 def _text(error: redis.RedisError) -> str:
-    """What the server answered, in one line of at most 200 characters."""
-    return printable(f"{error.status_code or ''} {error}".strip())[:200]
+    """What the server answered, in one line of at most 200 characters, without the user's name."""
+    text = re.sub(r"\bUser \S+ has", "the user has", f"{error.status_code or ''} {error}")
+    return printable(text.strip())[:200]
 
 
 def _reason(error: BaseException) -> str:
