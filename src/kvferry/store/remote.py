@@ -119,6 +119,7 @@ class RemoteStore(Store):
         self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
         self._listed: dict[ChunkKey, bytes] = {}
         self._parts = PartFiles()
+        self._refusal = ""
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -144,7 +145,9 @@ class RemoteStore(Store):
             return PutResult.FAILED
         try:
             result = self._client.put(self._name(key), buffers, self._until(deadline))
-        except StoreError:
+            self._refusal = ""
+        except StoreError as error:
+            self._refusal = str(error)
             result = PutResult.FAILED
         if result is PutResult.STORED:
             num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -154,6 +157,10 @@ class RemoteStore(Store):
         elif result is PutResult.EXISTS:
             self._keys.learn(key)
         return result
+
+    @property
+    def refusal(self) -> str:
+        return self._refusal
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Deleted and counted: a server that others share is no place for quarantine."""
@@ -275,9 +282,12 @@ class RemoteStore(Store):
             if any(self._client.exists([name], self._until(deadline))):
                 self._keys.learn(key)
                 return PutResult.EXISTS
-        except StoreError:
+        except StoreError as error:
+            self._refusal = str(error)
             return PutResult.FAILED
-        return self._parts.begin(key, num_bytes)
+        session = self._parts.begin(key, num_bytes)
+        self._refusal = self._parts.refusal
+        return session
 
     def write_at(
         self,
