@@ -416,6 +416,7 @@ def run_fresh(code: str) -> str:
         "import kvferry.v1, kvferry.contract.v1",
         "import kvferry.aggregation, kvferry.topology, kvferry.layout, kvferry.layout.host",
         "import kvferry.layout.spec, kvferry.layout.plan",
+        "import kvferry.connectors.shared_storage.scheduler",
     ],
 )
 def test_cheap_modules_load_no_torch(code):

@@ -14,9 +14,7 @@ import logging
 import random
 from dataclasses import dataclass, field
 
-import torch
-
-from kvferry.blocks.audit import TOLERANCE
+from kvferry.blocks.tolerance import TOLERANCE
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import Audit, Audited, Load, SlotChunk
@@ -230,7 +228,7 @@ class Audits:
 def _why_not(context: Context) -> str | None:
     """Why hits cannot be audited."""
     chunk = context.config.chunk_tokens
-    if not {getattr(torch, group.dtype) for group in context.spec.groups} <= TOLERANCE.keys():
+    if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
         return "how far honest KV of this dtype differs is not known"
     if any(table.window is not None and table.window < chunk for table in context.tables.tables):
         return f"an attention window is shorter than chunk_tokens={chunk}"
