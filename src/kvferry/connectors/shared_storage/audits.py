@@ -76,12 +76,12 @@ class Audits:
         self._context = context
         self._pool = pool
         option = context.config.audit
-        self._is_off = option == "off"
-        why_not = _why_not(context)
-        if not self._is_off and why_not:
-            self._is_off = True
+        why_not = None if option == "off" else _why_not(context)
+        if why_not:
             logger.warning("hits are not audited: %s", why_not)
-        self._rate = option if isinstance(option, float | int) else 0.0
+        self._rate: float | None = option if isinstance(option, float | int) else 0.0
+        if why_not or option == "off":
+            self._rate = None  # not even the first
         self._has_passed = False
         self._has_passed_from_nothing = False
         self.has_failed = False
@@ -101,7 +101,7 @@ class Audits:
         not show there, if all that follows was computed on it: a hit of one chunk and, of sampled
         hits, one in as many as they have chunks is computed from nothing.
         """
-        if self._is_off or not numbers:
+        if self._rate is None or not numbers:
             return None
         keys = state.keys.keys
         if keys[numbers[-1]] in self.suspects:
