@@ -428,6 +428,7 @@ def run_fresh(code: str) -> str:
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",
         "import kvferry.layout.spec, kvferry.layout.plan",
+        "import kvferry.connectors.shared_storage.scheduler",
     ],
 )
 def test_cheap_modules_load_no_torch(code):

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.blocks.audit import Tolerances, largest_difference, tensors_of
+from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import Tolerances
 from kvferry.connectors.shared_storage.messages import Audit, Audited
 from kvferry.connectors.shared_storage.slot_io import DEVICE_SECONDS, SlotMemory
 from kvferry.store.io_pool import IOPool, Job

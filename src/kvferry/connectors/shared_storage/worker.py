@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvferry.blocks.audit import tolerances_for
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import tolerances_for
 from kvferry.connectors.shared_storage.comparisons import Comparisons
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
