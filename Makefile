@@ -12,7 +12,11 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep check fmt clean
+# What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
+NAME ?=
+BENCH ?=
+
+.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -21,6 +25,7 @@ help:
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
+	@echo "make bench       list the benchmarks; NAME=lookup runs one, BENCH=--quick in little"
 	@echo "make check       lint and types only"
 
 $(STAMP): pyproject.toml constraints/test.txt
@@ -60,9 +65,12 @@ test-vllm: $(VLLM_STAMP)
 test-vllm-sweep: $(VLLM_STAMP)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
 
+bench: $(if $(filter vllm,$(NAME)),$(VLLM_STAMP),$(STAMP))
+	$(if $(filter vllm,$(NAME)),$(VLLM_VENV),$(VENV))/bin/python -m benchmarks $(NAME) $(BENCH)
+
 fmt: $(STAMP)
-	$(BIN)/ruff check --fix-only --quiet src tests scripts examples
-	$(BIN)/ruff format --quiet src tests scripts examples
+	$(BIN)/ruff check --fix-only --quiet src benchmarks tests scripts examples
+	$(BIN)/ruff format --quiet src benchmarks tests scripts examples
 
 clean:
 	rm -rf $(VENV) .venv-vllm* .vllm-connectors .demo

@@ -17,6 +17,7 @@ from kvferry.config import (
     format_size,
     parse_size,
     parse_store_url,
+    shown_url,
     unknown,
 )
 from kvferry.connectors.shared_storage.config import SharedStorageConfig
@@ -249,7 +250,7 @@ def test_store_urls_are_taken_apart(url, expected):
         ("http://bucket", ["unknown scheme 'http'", "known: az, file, gs, memory"]),
         ("memory://a/b", ["holds no /"]),
         ("file:///a?max_bytes=1&max_bytes=2", ["'max_bytes' is given twice"]),
-        ("file:///a?max_bytes", ["'max_bytes' is not of the form name=value"]),
+        ("file:///a?max_bytes", ["option 1 is not of the form name=value"]),
         ("file:///a?=1", ["name=value"]),
         ("file:///a?x=", ["name=value"]),
         ("file:///a?x=1&", ["name=value"]),
@@ -257,7 +258,7 @@ def test_store_urls_are_taken_apart(url, expected):
 )
 def test_unusable_urls_say_what_is_wrong_and_what_to_write(url, parts):
     message = refusal(parse_store_url, url)
-    assert repr(url) in message
+    assert repr(shown_url(url)) in message
     for part in parts:
         assert part in message
 
@@ -269,12 +270,9 @@ def test_a_path_object_is_not_a_url():
 names = st.text(st.characters(exclude_categories=["C"], exclude_characters="/\0"), min_size=1)
 
 
-@given(
-    path=st.lists(names, min_size=1, max_size=4),
-    options=st.dictionaries(names, st.text(min_size=1), max_size=3),
-)
-def test_a_url_put_together_reads_back(path, options):
-    url = StoreUrl(scheme="file", path="/" + "/".join(path), options=options)
+@given(path=st.lists(names, min_size=1, max_size=4))
+def test_a_url_put_together_reads_back(path):
+    url = StoreUrl(scheme="file", path="/" + "/".join(path))
     assert parse_store_url(str(url)) == url
 
 
@@ -309,7 +307,7 @@ def test_a_path_that_is_not_utf8_has_a_url_and_cannot_be_asked_for_by_it():
                 username="me",
                 password="pa?ss/w@%",
             ),
-            "rediss://Host-1.example:7000/a/kv%20?cluster=true",
+            "rediss://Host-1.example:7000/a/kv%20",
         ),
         (
             "redis://:secret@[::1]:1,10.0.0.1,b:2/kv",

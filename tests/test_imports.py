@@ -49,11 +49,10 @@ SIDEWAYS = {
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
 ONLY_FROM = {
-    # A connector is reached by its name. `bench` measures its roles; `simulate` replays the
-    # order in which its pool evicts.
-    "connectors.shared_storage": ["bench", "simulate"],
-    # Only hosts know the names of the seeds. `bench` measures a V1 connector in vLLM.
-    "v1": ["adapters", "bench"],
+    # Only hosts know the names of the seeds.
+    "v1": ["adapters"],
+    # A connector is reached by its name. `simulate` replays the order in which its pool evicts.
+    "connectors.shared_storage": ["simulate"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -73,8 +72,6 @@ ONLY_FROM = {
     "engine": [
         "adapters/transformers",
         "testing",
-        "bench/audit.py",
-        "bench/away.py",
         "cli",
         "demo",
     ],
@@ -86,7 +83,6 @@ ONLY_FROM = {
         "v1",
         "engine",
         "adapters",
-        "bench",
         "cli",
         "demo",
     ],
@@ -98,7 +94,6 @@ ONLY_FROM = {
         "v1",
         "engine",
         "adapters",
-        "bench",
     ],
     # Where a chunk lies is the same for every connector; how it is stored is not its business.
     "store": [
@@ -112,9 +107,8 @@ ONLY_FROM = {
         "cli",
         "demo",
     ],
-    # `cli` runs the conformance kit on what others bring; `bench` drives the simulated host, which
-    # shows what our own hooks cost without an engine around them.
-    "testing": ["cli", "bench"],
+    # `cli` runs the conformance kit on what others bring.
+    "testing": ["cli"],
 }
 
 # Third parties that cost time or may be absent: where they may be imported at run time.
@@ -134,7 +128,6 @@ THIRD_PARTIES = {
         "engine",
         "testing",
         "adapters",
-        "bench",
         "demo",
     ],
     "transformers": ["engine", "testing", "adapters", "demo"],
@@ -146,10 +139,12 @@ THIRD_PARTIES = {
         "engine",
         "testing",
         "adapters",
-        "bench",
         "demo",
         "simulate",
     ],
+    # They stand beside src, and no wheel has them.
+    "benchmarks": [],
+    "tests": [],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": ["exporters.py"],
@@ -183,7 +178,6 @@ LAZY = {
     "v1/running_model.py": {"huggingface_hub"},
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
-    "bench": {"vllm"},
     "simulate": {"matplotlib"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
@@ -328,6 +322,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import KVError", "public names are above store"),
         ("store/base.py", "from . import memory", "relative"),
         ("store/base.py", "def f():\n  from kvferry.types import X", "inside a function"),
+        ("cli/bench.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
         ("store/base.py", "if TYPE_CHECKING:\n  import kvferry.engine", "above store"),
         ("attic/x.py", "", "room 'attic' stands in no layer"),
         ("store/base.py", "import kvferry.attic", "kvferry.attic stands in no layer"),
@@ -345,7 +340,7 @@ def test_a_wrong_import_is_found(path, source, part):
         ("blocks/rows.py", "from kvferry.store.recordio import pieces"),
         ("connectors/p2p/worker.py", "import kvferry.blocks.copies"),
         ("connectors/registry.py", "def f():\n  from kvferry.connectors.shared_storage import x"),
-        ("cli/main.py", "import kvferry.bench.step\nfrom kvferry import KVError, __version__"),
+        ("cli/main.py", "import kvferry.bench.stores\nfrom kvferry import KVError, __version__"),
         ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
     ],
 )
@@ -433,6 +428,7 @@ def run_fresh(code: str) -> str:
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",
         "import kvferry.layout.spec, kvferry.layout.plan",
+        "import kvferry.connectors.shared_storage.scheduler",
     ],
 )
 def test_cheap_modules_load_no_torch(code):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import ipaddress
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, unquote
@@ -39,6 +40,7 @@ _UNITS = {
 # At most two digits of exponent: a longer one would make int() work for minutes.
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?(?:e\d{1,2})?)\s*([a-z]*)", re.ASCII)
 _MAX_SIZE = 2**63 - 1
+_SIZES = "write a number of bytes such as 4096, 500MB or 10GiB"
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
@@ -48,12 +50,16 @@ OBJECT_SCHEMES = ("s3", "gs", "az")
 SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "mooncake", *OBJECT_SCHEMES)
 """Schemes whose URLs name servers; valkeys and rediss speak TLS."""
 STORE_SCHEMES = ("file", "memory", *SERVER_SCHEMES)
-_LOCAL = re.compile(r"(?:file|memory)(?::(?!//[^/]*@)|$)|/", re.IGNORECASE)
-_SECRET_OPTION = re.compile(
-    r"([?&](?![^=&]*_file=)[^=&]*(?:pass|pwd|secret|token|key|sas|sig|auth|cred)[^=&]*=)[^&]*",
-    re.IGNORECASE,
-)
+# A path, in which an @ separates nothing.
+_LOCAL = re.compile(r"/|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
+# A name, before the = of a URL's option, that may be shown.
+_OPTION = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*", re.ASCII)
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", re.ASCII)
+_ENDPOINT = re.compile(
+    r"([a-z]+)://([^/?#@]*@)?([^/?#@]+)(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:/-]|%[0-9A-Fa-f]{2})*)?",
+    re.ASCII,
+)
 
 
 def parse_size(text: str | int) -> int:
@@ -66,16 +72,15 @@ def parse_size(text: str | int) -> int:
     >>> parse_size("1.5GiB"), parse_size("500 MB"), parse_size(4096)
     (1610612736, 500000000, 4096)
     """
-    allowed = "write a number of bytes such as 4096, 500MB or 10GiB"
     match = _SIZE.fullmatch(str(text).strip().lower())
     if match is None:
         fault = "is negative" if str(text).strip().startswith("-") else "is not a size"
-        raise ConfigError(f"{text!r} {fault}; {allowed}")
+        raise ConfigError(f"{text!r} {fault}; {_SIZES}")
     number, unit = match.groups()
     if unit not in _UNITS:
         # A lone G is refused: half of all tools read it as 1000^3, the other half as 1024^3.
         hint = f"; write {unit}ib (1024) or {unit}b (1000)" if f"{unit}ib" in _UNITS else ""
-        raise ConfigError(f"{text!r} has the unknown unit {unit!r}{hint or '; ' + allowed}")
+        raise ConfigError(f"{text!r} has the unknown unit {unit!r}{hint or '; ' + _SIZES}")
     size = Decimal(number) * _UNITS[unit]
     if size > _MAX_SIZE:
         raise ConfigError(f"{text!r} is more than the largest size, {_MAX_SIZE} bytes")
@@ -107,18 +112,20 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """One sentence for a name that is not in `known`: the nearest one that is, or all of them."""
+def unknown(what: str, name: object, known: Iterable[str], *, hides: bool = False) -> str:
+    """One sentence for a name that is not in `known`: the nearest one that is, or all of them. With
+    `hides`, the name itself is shown only where it looks like one."""
     by_lower = {entry.lower(): entry for entry in sorted(known)}
+    shown = "" if hides and _OPTION.fullmatch(str(name)) is None else f" {name!r}"
     if not by_lower:
-        return f"unknown {what} {name!r}; there are none"
+        return f"unknown {what}{shown}; there are none"
     hint = f"known: {', '.join(by_lower.values())}"
     for near in difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
         hint = f"did you mean {by_lower[near]!r}?"
-    return f"unknown {what} {name!r}; {hint}"
+    return f"unknown {what}{shown}; {hint}"
 
 
-def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
+def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides: bool = False) -> T:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
@@ -131,6 +138,8 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         cls: a dataclass; its `__post_init__` may raise ConfigError for what types cannot say.
         mapping: option name to value.
         where: what the options belong to, the start of every message.
+        hides: messages do not show what was given. For the options of a URL: one that is wrong can
+            hold a secret anywhere.
 
     Raises:
         ConfigError: an unknown, missing or unusable option.
@@ -140,12 +149,13 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     values: dict[str, Any] = {}
     for name, value in mapping.items():
         if name not in fields:
-            raise ConfigError(f"{where}: {unknown('option', name, fields)}")
+            raise ConfigError(f"{where}: {unknown('option', name, fields, hides=hides)}")
         is_size = fields[name].metadata.get("unit") == "bytes"
         try:
             values[name] = _convert(hints[name], value, is_size=is_size)
         except ValueError as error:  # a ConfigError of parse_size is one too
-            raise ConfigError(f"{where}: option {name!r}: {error}") from None
+            fault = _refusal(hints[name], is_size=is_size) if hides else f": {error}"
+            raise ConfigError(f"{where}: option {name!r}{fault}") from None
     for name, field in fields.items():
         is_required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -204,6 +214,19 @@ def _convert(hint: object, value: object, *, is_size: bool) -> object:
     return _CONVERTERS[hint](value)
 
 
+def _refusal(hint: object, *, is_size: bool) -> str:
+    """What is wrong with a value that is no `hint`, without the value."""
+    members = [each for each in typing.get_args(hint) if each is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        return f" is none of {', '.join(map(str, members))}"
+    if hint is bool:
+        return " is neither true nor false"
+    if is_size:
+        return f" is not a size; {_SIZES}"
+    kinds = {int: "a whole number", float: "a finite number"}
+    return f" is not {' or '.join(kinds.get(each, 'text') for each in members or [hint])}"
+
+
 def _to_bool(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -251,7 +274,7 @@ _CONVERTERS: Mapping[object, Callable[[object], object]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """A store URL taken apart. `str` puts it together again, without user and password.
+    """A store URL taken apart. `str` is what messages and logs show of it: scheme, hosts, path.
 
     Attributes:
         scheme: one of `STORE_SCHEMES`.
@@ -265,16 +288,12 @@ class StoreUrl:
 
     scheme: str
     path: str
-    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     hosts: tuple[tuple[str, int | None], ...] = ()
     username: str = dataclasses.field(default="", repr=False)
     password: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
-        query = "&".join(
-            f"{quote(name, safe='')}={quote(value, safe='/:')}"
-            for name, value in self.options.items()
-        )
         # A path that is not UTF-8 is shown as the bytes it is, though no URL leads to it.
         path = quote(self.path, errors="surrogateescape")
         hosts = ",".join(
@@ -282,22 +301,74 @@ class StoreUrl:
             for host, port in self.hosts
         )
         slash = "/" if self.hosts and path else ""
-        return f"{self.scheme}://{hosts}{slash}{path}{'?' + query if query else ''}"
+        return f"{self.scheme}://{hosts}{slash}{path}"
 
 
-def without_credentials(url: str) -> str:
-    """`url` for messages and logs. Hides too much rather than too little: a password whose special
-    characters were not escaped moves the bounds of the parts.
+def shown_url(url: str) -> str:
+    """Of a store URL as it was given, which may be any text, what messages and logs show: scheme,
+    hosts and path. Hides too much rather than too little: a password whose special characters were
+    not escaped moves the bounds of the parts, and what is no host may be a piece of one.
 
-    >>> without_credentials("rediss://user:pass/word@host/kv?token=x&cluster=true")
-    'rediss://***@host/kv?token=***&cluster=true'
+    >>> shown_url("rediss://user:pass/word@host/kv?token=x&cluster=true")
+    'rediss://***@host/kv'
     """
+    head = re.split(r"[?#]", url, maxsplit=1)[0]
     if _LOCAL.match(url):
-        return url
-    userinfo, at, rest = url.rpartition("@")
-    scheme, separator, _ = userinfo.partition("://")
-    shown = f"{scheme if separator else ''}{separator}***@{rest}" if at else url
-    return _SECRET_OPTION.sub(r"\1***", shown)
+        return head
+    userinfo, at, rest = head.rpartition("@")
+    scheme, separator, authority = (userinfo if at else head).partition("://")
+    if not separator:
+        scheme, authority = "", scheme
+    hosts = (rest if at else authority).partition("/")[0]
+    is_clear = all(_HOST.fullmatch(host) for host in hosts.split(",")) or hosts in ("", "~")
+    is_clear = is_clear or not (separator or ":" in head)
+    if not is_clear or "@" in url[len(head) :]:
+        return f"{scheme}{separator}***"
+    return f"{scheme}{separator}***@{rest}" if at else head
+
+
+def is_host(host: str) -> bool:
+    """Whether `host` can be the name or the address of a machine."""
+    labels = host.removesuffix(".").split(".")
+    if ":" in host or labels[-1].isdigit():
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)
+            return True
+        return False
+    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+
+
+def check_endpoint(
+    name: str,
+    url: str,
+    example: str,
+    *,
+    schemes: Sequence[str] = ("http", "https"),
+    allows_login: bool = False,
+) -> None:
+    """Check an option or a variable that is the URL of a server: a scheme, a host, and perhaps a
+    port and a path. Client libraries panic at others, or show them.
+
+    Args:
+        example: a right value, for the message.
+        allows_login: a user and a password before the host are not refused.
+
+    Raises:
+        ConfigError: it is something else. The message does not show it.
+    """
+    match = _ENDPOINT.fullmatch(url)
+    place = None if match is None else _HOST.fullmatch(match[3])
+    if (
+        match is None
+        or place is None
+        or match[1] not in schemes
+        or (match[2] and not allows_login)
+        or not is_host(place[1].strip("[]"))
+        or not 0 < int(place[2] or 1) < 65536
+    ):
+        raise ConfigError(
+            f"{name!r} is not the URL of a server, without user and query; write {name}={example}"
+        )
 
 
 def parse_store_url(url: str) -> StoreUrl:
@@ -315,12 +386,12 @@ def parse_store_url(url: str) -> StoreUrl:
             "a store URL is text such as file:///var/cache/kvferry, not a value of type "
             f"{type(url).__name__}"
         )
-    where = f"store URL {without_credentials(url)!r}"
+    where = f"store URL {shown_url(url)!r}"
     if not url.isprintable():
         raise ConfigError(f"{where} holds a character that cannot be printed; escape it as %XX")
     match = _SCHEME.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{where}: {_without_scheme(without_credentials(url))}")
+        raise ConfigError(f"{where}: {_without_scheme(shown_url(url))}")
     scheme, rest = match[1].lower(), match[2]
     if scheme not in STORE_SCHEMES:
         raise ConfigError(f"{where}: {unknown('scheme', match[1], STORE_SCHEMES)}")
@@ -329,7 +400,7 @@ def parse_store_url(url: str) -> StoreUrl:
     raw_path, _, query = rest.partition("?")
     if scheme in SERVER_SCHEMES:
         return _parse_server_url(where, scheme, raw_path, query)
-    path = _unquote(where, raw_path)
+    path = _unquote(where, raw_path, repr(raw_path))
     if "\0" in path:
         raise ConfigError(f"{where}: a path cannot hold a zero byte")
     if scheme == "file":
@@ -347,7 +418,8 @@ def _parse_server_url(where: str, scheme: str, raw: str, query: str) -> StoreUrl
     for raw_host in raw_hosts.split(","):
         match = _HOST.fullmatch(raw_host)
         port = 0 if match is None else int(match[2] or 6379)
-        if match is None or not 0 < port < 65536 or "@" in raw_path + query:
+        is_place = match is not None and (scheme in OBJECT_SCHEMES or is_host(match[1].strip("[]")))
+        if match is None or not is_place or not 0 < port < 65536 or "@" in raw_path + query:
             # Without the text: it may be a piece of a password that was not escaped.
             if scheme in OBJECT_SCHEMES:
                 raise ConfigError(f"{where}: names no bucket; write {scheme}://bucket/prefix")
@@ -361,7 +433,7 @@ def _parse_server_url(where: str, scheme: str, raw: str, query: str) -> StoreUrl
     # Unlike other parts, user and password are in no message, not even where they are no UTF-8.
     return StoreUrl(
         scheme=scheme,
-        path=_unquote(where, raw_path).strip("/"),
+        path=_unquote(where, raw_path, repr(raw_path)).strip("/"),
         options=_parse_options(where, query),
         hosts=tuple(hosts),
         username=unquote(username, errors="replace"),
@@ -369,12 +441,12 @@ def _parse_server_url(where: str, scheme: str, raw: str, query: str) -> StoreUrl
     )
 
 
-def _unquote(where: str, text: str) -> str:
+def _unquote(where: str, text: str, what: str) -> str:
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
         # Decoded somehow, it would name another directory than the one that was meant.
-        raise ConfigError(f"{where}: the escapes in {text!r} are not UTF-8") from None
+        raise ConfigError(f"{where}: the escapes in {what} are not UTF-8") from None
 
 
 def _without_scheme(url: str) -> str:
@@ -395,7 +467,10 @@ def _check_file_path(where: str, raw_path: str, path: str) -> None:
     if path.startswith("~"):
         raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
     host, slash, rest = raw_path.partition("/")
-    host = host.rpartition("@")[2]
+    if _HOST.fullmatch(host) is None or "@" in rest:
+        raise ConfigError(
+            f"{where}: paths are absolute and local; write file:///absolute/directory"
+        )
     raise ConfigError(
         f"{where}: {host!r} stands where a host would; paths are absolute and local: write "
         f"{'file:///' + rest!r}"
@@ -405,13 +480,16 @@ def _check_file_path(where: str, raw_path: str, path: str) -> None:
 
 def _parse_options(where: str, query: str) -> dict[str, str]:
     options: dict[str, str] = {}
-    for part in query.split("&") if query else ():
+    # Without what was given: behind the ? a secret may stand by mistake.
+    for number, part in enumerate(query.split("&") if query else (), 1):
         name, equals, value = part.partition("=")
-        name = _unquote(where, name)
+        name, value = (_unquote(where, text, f"option {number}") for text in (name, value))
         if not name or not equals or not value:
-            shown = without_credentials("?" + part)[1:]
-            raise ConfigError(f"{where}: option {shown!r} is not of the form name=value")
+            raise ConfigError(f"{where}: option {number} is not of the form name=value")
+        if "\0" in value:
+            raise ConfigError(f"{where}: option {number} holds a zero byte")
         if name in options:
-            raise ConfigError(f"{where}: option {name!r} is given twice")
-        options[name] = _unquote(where, value)
+            shown = repr(name) if _OPTION.fullmatch(name) else number
+            raise ConfigError(f"{where}: option {shown} is given twice")
+        options[name] = value
     return options

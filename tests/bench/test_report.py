@@ -1,33 +1,13 @@
-"""The benchmarks by name, and what is said about the machine they ran on."""
+"""The table of a measurement, and the machine that it ran on."""
 
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import platform
 from pathlib import Path
 
-import pytest
-from rich.console import Console
-
-from kvferry.bench import BENCHMARKS, BenchOptions, load, report
-from kvferry.errors import ConfigError
-
-
-def test_an_unknown_benchmark_names_the_nearest():
-    with pytest.raises(ConfigError, match="'lookup'"):
-        load("lokup")
-
-
-def test_options_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="threads is 0"):
-        BenchOptions(directory=tmp_path, threads=0)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_can_be_loaded(name):
-    assert callable(load(name))
+from kvferry.bench import report
 
 
 def test_the_machine_is_described_without_names(tmp_path):
@@ -53,14 +33,53 @@ def test_the_file_system_is_that_of_the_directory(tmp_path):
     assert report.file_system(tmp_path) not in (None, "proc", "sysfs")
 
 
-def test_the_table_shows_every_row_and_the_machine(tmp_path):
+FACTS = {
+    "cpu": "Some CPU",
+    "cores": 2,
+    "memory_bytes": 24 << 30,
+    "torch": "2.13.0",
+    "kvferry": "0.1",
+    "file_system": None,
+    "date": "2026-11-25",
+}
+
+
+def test_a_figure_is_a_line_and_a_row_is_a_column():
     rows = [
-        {"case": "load", "gb_per_s": 4.123456, "limit": "memcpy"},
-        {"case": "save", "gb_per_s": 12345.678, "limit": None},
+        {"case": "load", "phase": "cold", "gb_per_s": 4.123456, "limit": "memcpy"},
+        {"case": "load", "phase": "warm", "gb_per_s": 12345.678, "equal": True},
+        {"case": "save", "phase": "cold", "limit": None, "note": "not measured"},
     ]
-    console = Console(width=120, file=io.StringIO())
-    console.print(report.table("datapath", report.machine(tmp_path), rows))
-    # The line about the machine wraps where it is long.
-    text = " ".join(console.file.getvalue().split())
-    assert all(part in text for part in ("load", "4.123", "12346", "memcpy", "torch "))
-    assert "None" not in text
+    assert str(report.table("datapath", FACTS, rows)).splitlines() == [
+        "datapath",
+        "",
+        "case        load   load  save",
+        "phase       cold   warm  cold",
+        "-----------------------------",
+        "gb per s   4.123  12346",
+        "limit     memcpy",
+        "equal              True",
+        "",
+        "Some CPU, 2 cores, 24 GiB, torch 2.13.0, 2026-11-25",
+        "save: not measured",
+    ]
+
+
+def test_columns_beyond_80_characters_stand_in_another_table():
+    rows = [
+        {"case": f"{number} has a text that is long", "only_of_the_first": None, "ratio": 1.5}
+        for number in range(7)
+    ]
+    rows[0]["only_of_the_first"] = 1
+    lines = str(report.table("layout", FACTS, rows)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("ratio" in line for line in lines) == 3
+    assert sum("only of the first" in line for line in lines) == 1
+    assert sum(line.count("1.5") for line in lines) == 7
+    assert [word for line in lines for word in line.split() if word.isdigit()] == [
+        *("0", "1", "2"), "1", *("3", "4", "5"), "6", "2", "24",
+    ]  # fmt: skip
+
+
+def test_a_table_without_rows_names_the_machine():
+    assert str(report.table("step", FACTS, [])).startswith("step\n\nSome CPU")

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.blocks.audit import (
-    TOLERANCE,
-    TOLERANCE_WITH_EXPERTS,
-    largest_difference,
-    tensors_of,
-    tolerances_for,
-)
+from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import TOLERANCE, TOLERANCE_WITH_EXPERTS, tolerances_for
 from kvferry.record.schema import RecordSchema
 from kvferry.types import GroupShard, KVGroup, RankShard
 
@@ -34,15 +29,16 @@ def test_it_names_the_group_layer_head_and_half_that_differ_most(is_value):
     assert found.excess > 1
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_rounding_is_tolerated_and_a_bias_below_rounding_is_not(dtype):
+@pytest.mark.parametrize("name", list(TOLERANCE))
+def test_rounding_is_tolerated_and_a_bias_below_rounding_is_not(name):
+    dtype, limits = getattr(torch, name), TOLERANCE[name]
     kv = random_kv(2, 2, 128, 64)
-    rounding = 0.2 * TOLERANCE[dtype].error * random_kv(2, 2, 128, 64, seed=1)
+    rounding = 0.2 * limits.error * random_kv(2, 2, 128, 64, seed=1)
     stored = (kv + rounding).to(dtype)
     assert largest_difference([kv.to(dtype)], [stored], TOLERANCE).excess < 1
-    biased = (kv * (1 + 4 * TOLERANCE[dtype].bias) + rounding).to(dtype)
+    biased = (kv * (1 + 4 * limits.bias) + rounding).to(dtype)
     found = largest_difference([kv.to(dtype)], [biased], TOLERANCE)
-    assert found.error < TOLERANCE[dtype].error
+    assert found.error < limits.error
     assert found.excess > 1
 
 

@@ -42,7 +42,7 @@ EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
         ("file://relative/path", ["absolute"]),
         ("file:///nowhere/at/all", ["/nowhere/at/all", "does not exist"]),
         ("file:///nowhere?max_byte=1GiB", ["'max_byte'", "'max_bytes'"]),
-        ("file:///nowhere?max_bytes=lots", ["'lots'", "10GiB"]),
+        ("file:///nowhere?max_bytes=lots", ["'max_bytes'", "10GiB"]),
         ("file:///nowhere?staging_bytes=1GiB", ["'staging_bytes'"]),
         ("memory://x", ["memory store", "file:///"]),
         ("valkey://host/kv?clutser=true", ["'clutser'", "'cluster'"]),
@@ -100,8 +100,8 @@ def test_a_store_of_a_newer_format(make_store, run, command):
         (["gc", "file:///x", "--max-bytes", "512"], "no unit; write for example 512MiB"),
         (["gc", "file:///x", "--max-bytes", "1e9"], "no unit; write for example 512MiB"),
         (["bench", "datapth"], "'datapath'"),
-        (["bench", "lookup", "--dir", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["bench", "lookup", "--threads", "0"], "threads"),
+        (["bench", "stores", "--dir", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["bench", "stores", "--threads", "0"], "threads"),
         (["generate", "/nowhere/at/all"], "--prompt-file"),
         (["generate", "/nowhere/at/all", "Hello"], "/nowhere/at/all"),
         (["generate", "/etc", "Hello"], "/etc"),
@@ -200,11 +200,11 @@ def test_json_into_a_pipe_leaves_the_pipe(make_store, run, tmp_path):
 
 @pytest.mark.parametrize("option", ["create=maybe", "read_only=maybe", "direct_io=offf"])
 @pytest.mark.parametrize("command", LOOKS)
-def test_a_refusal_shows_the_url_as_it_was_given(make_store, run, command, option):
-    url = f"{make_store().url}?{option}"
-    ran = run(command, url, *EXTRA.get(command, []))
+def test_a_refusal_names_the_store_and_the_option(make_store, run, command, option):
+    url = make_store().url
+    ran = run(command, f"{url}?{option}", *EXTRA.get(command, []))
     assert ran.code == 2
-    assert f"{url!r}: option" in ran.error_line
+    assert f"{url!r}: option {option.partition('=')[0]!r} is n" in ran.error_line
 
 
 def test_no_arguments_print_the_help(run):

@@ -1,44 +1,45 @@
-"""`kvferry bench`: one shape of result for every benchmark."""
+"""`kvferry bench`: stores beside their clients, and where the other benchmarks are."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from types import ModuleType
 
 import pytest
 
-from kvferry.bench import BENCHMARKS
+from benchmarks import BENCHMARKS
+from kvferry.cli.bench import MOVED
 
 
-@pytest.fixture
-def fake_benchmark(monkeypatch):
-    """A benchmark that writes a file and returns its options as its only row."""
-    module = ModuleType("kvferry.bench.lookup")
-
-    def run(options):
-        (options.directory / "file").write_bytes(b"x")
-        return [{"quick": options.quick, "threads": options.threads, "seed": options.seed}]
-
-    module.run = run
-    monkeypatch.setitem(sys.modules, "kvferry.bench.lookup", module)
-    assert "lookup" in BENCHMARKS
-
-
-def test_the_result_is_machine_and_rows(run, fake_benchmark, tmp_path):
+def test_the_result_is_machine_and_rows(run, tmp_path):
     out = tmp_path / "out.json"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    ran = run("bench", "lookup", "--quick", "--threads", 3, "--dir", scratch, "--json", out)
+    options = ["--quick", "--threads", 3, "--store", "memory://one", "--dir", scratch]
+    ran = run("bench", "stores", *options, "--json", out)
     assert ran.code == 0
     value = json.loads(out.read_text())
     assert list(value) == ["machine", "rows"]
-    assert value["rows"] == [{"quick": True, "threads": 3, "seed": 0}]
-    assert "threads" in ran.out
+    assert [(row["store"], row["threads"]) for row in value["rows"]] == [
+        ("memory", 1),
+        ("memory", 3),
+    ]
+    assert "\nput gbps" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
     assert os.listdir(scratch) == []
-    assert os.listdir(tmp_path).count("out.json") == 1
 
 
-def test_json_on_stdout_is_json_alone(run, fake_benchmark):
-    assert json.loads(run("bench", "lookup", "--json", "-").out)["rows"]
+def test_json_on_stdout_is_json_alone(run):
+    ran = run("bench", "stores", "--quick", "--store", "memory://one", "--json", "-")
+    assert json.loads(ran.out)["rows"]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_benchmark_that_moved_is_one_line_that_says_where(run, name):
+    ran = run("bench", name, "--quick")
+    assert ran.code == 2
+    assert f"make bench NAME={name}" in ran.error_line
+
+
+def test_what_moved_is_there():
+    assert set(MOVED) == set(BENCHMARKS)

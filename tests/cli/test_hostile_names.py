@@ -71,7 +71,7 @@ def test_any_option_with_such_a_path_is_refused_in_one_plain_line(
     missing = tmp_path / name / "missing" / "file"
     command = {
         "--json": ["ls", make_store(num_records=1).url],
-        "--dir": ["bench", "lookup"],
+        "--dir": ["bench", "stores"],
         "--prompt-file": ["generate", tmp_path],
         "--wheel": ["demo", "--dir", tmp_path / "cache"],
     }[option]

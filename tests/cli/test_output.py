@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
 
 import pytest
 import typer
-from rich.console import Console
 
-from kvferry.bench import report
 from kvferry.cli.main import build_app
 from kvferry.cli.output import emit, format_age, parse_duration, require_size
 from kvferry.errors import ConfigError
@@ -88,20 +85,6 @@ def test_tables_in_a_pipe_fit_80_columns_and_cut_nothing(make_store, run, comman
         assert model in whole
     if command.startswith("show"):
         assert made.keys[0].hex() in out
-
-
-def test_a_table_of_a_benchmark_fits_80_columns_and_cuts_no_name(tmp_path):
-    names = [f"quite_a_long_name_of_column_{number}_gb_per_s" for number in range(16)]
-    rows = [{"case": "a case with a text that is long", "phase": "cold"} for _ in range(2)]
-    for row in rows:
-        row.update(dict.fromkeys(names, 1234.5678))
-    console = Console(width=80, file=io.StringIO())
-    console.print(report.table("datapath", report.machine(tmp_path), rows))
-    out = console.file.getvalue()
-    assert max(map(len, out.splitlines())) <= 80
-    assert "…" not in out
-    assert out.count("1235") == 2 * len(names)
-    assert all(out.split().count(str(number)) == 1 for number in range(5, 16))
 
 
 COMMANDS = typer.main.get_command(build_app()).commands

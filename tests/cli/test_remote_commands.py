@@ -352,7 +352,7 @@ def test_a_metrics_port_that_is_none_is_one_line(url_of, run, admin):
     url = url_of("mooncake").partition("?")[0]
     ran = run("ls", f"{url}?admin={quote(admin)}")
     assert ran.code == 2
-    assert "no list of names" in ran.error_line
+    assert "write admin=http://" in ran.error_line
     assert "rect-horse" not in ran.err
 
 

@@ -1,6 +1,6 @@
 """Every call of a client against a hostile server, in a process whose memory is measured.
 
-    python -m tests.store.attacked s3 ENDPOINT BUCKET
+    python -m tests.store.attacked s3 ENDPOINT BUCKET SECONDS
 
 Prints, as JSON, what came of each call and how much memory all of them took. Several buckets, with
 commas between them, are asked one after the other.
@@ -20,7 +20,6 @@ from typing import Any
 from kvferry.errors import StoreError
 from kvferry.store.remote import RemoteClient
 
-LIMIT_SECONDS = 0.6
 MOST_NAMES = 100_000
 """A longer list is not taken further: its bound is a store's, not a client's."""
 
@@ -68,9 +67,9 @@ class Heart:
         return self.longest
 
 
-def attack(client: RemoteClient) -> dict[str, dict[str, Any]]:
+def attack(client: RemoteClient, seconds: float) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, call in calls_of(client, lambda: time.monotonic() + LIMIT_SECONDS).items():
+    for name, call in calls_of(client, lambda: time.monotonic() + seconds).items():
         started = time.monotonic()
         row: dict[str, Any] = {}
         try:
@@ -82,13 +81,13 @@ def attack(client: RemoteClient) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main(kind: str, place: str, ways: str) -> None:
+def main(kind: str, place: str, ways: str, seconds: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     heart = Heart()
     found: dict[str, dict[str, Any]] = {}
     for way in ways.split(","):
         client = make_client(kind, place, way)
-        found |= {f"{way} {name}": row for name, row in attack(client).items()}
+        found |= {f"{way} {name}": row for name, row in attack(client, float(seconds)).items()}
         client.close()
     stall = heart.stop()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

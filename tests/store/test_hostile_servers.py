@@ -21,8 +21,10 @@ from kvferry.store.url import open_store
 from kvferry.testing.stores import make_key
 from tests.servers.hostile_s3 import LISTS, WAYS, running_hostile_s3
 from tests.servers.process import wait_until
-from tests.store.attacked import LIMIT_SECONDS
 
+LIMIT_SECONDS = 0.6
+# Where nothing is to fail, on a busy machine either.
+PATIENT_SECONDS = 30.0
 # What a call may take beyond its deadline, on a busy machine. One that ignores it takes longer.
 LATE_SECONDS = 5.0
 # One that holds the interpreter while it parses without end holds it for longer.
@@ -50,10 +52,10 @@ def hostile():
         yield server
 
 
-def attacked(kind, place, ways):
+def attacked(kind, place, ways, seconds=LIMIT_SECONDS):
     """What came of all calls, in a process of its own that writes nothing to stderr."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.store.attacked", kind, place, ways],
+        [sys.executable, "-m", "tests.store.attacked", kind, place, ways, str(seconds)],
         cwd=Path(__file__).parents[2],
         env=os.environ,
         capture_output=True,
@@ -64,7 +66,7 @@ def attacked(kind, place, ways):
     assert (ran.returncode, ran.stderr) == (0, "")
     found = json.loads(ran.stdout)
     for row in found["calls"].values():
-        assert row["seconds"] < LIMIT_SECONDS + LATE_SECONDS
+        assert row["seconds"] < seconds + LATE_SECONDS
         message = row.get("error", "")
         assert message.isprintable()
         assert len(message) < 300
@@ -78,14 +80,15 @@ def child_bytes(hostile):
     """What the child takes where the server is honest."""
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "kvferry-tests")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "correct-horse-battery-staple")
-    found = attacked("s3", hostile.endpoint, "honest")
+    found = attacked("s3", hostile.endpoint, "honest", PATIENT_SECONDS)
     assert not [row for row in found["calls"].values() if "error" in row]
     return found["child_bytes"]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bucket_costs_no_more_than_was_asked_for(hostile, child_bytes, way):
-    found = attacked("s3", hostile.endpoint, way)
+    seconds = PATIENT_SECONDS if way in HARMLESS else LIMIT_SECONDS
+    found = attacked("s3", hostile.endpoint, way, seconds)
     assert found["child_bytes"] - child_bytes < MAX_BYTES
     failed = [name for name, row in found["calls"].items() if "error" in row]
     assert bool(failed) == (way not in HARMLESS)
@@ -103,7 +106,6 @@ def test_a_list_of_mooncake_costs_no_more_than_was_asked_for(mooncake, hostile, 
     found = attacked("mooncake", mooncake.master, f"{hostile.endpoint}/{way}")
     (scan,) = [row for name, row in found["calls"].items() if name.endswith("scan")]
     assert "list" in scan["error"]
-    assert len([row for row in found["calls"].values() if "error" in row]) == 1
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,14 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "getuid", lambda: mine + 1)
         assert parts.begin(make_key(1), 8) is PutResult.FAILED
         assert len(files_in(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_used_says_why(tmp_path):
+    """As one that another user made first."""
+    (tmp_path / f"kvferry-parts-{os.getuid()}").write_text("of a stranger")
+    with closing(PartFiles(tmp_path)) as parts:
+        assert parts.begin(make_key(), 100) is PutResult.FAILED
+        assert "File exists; it must be a folder that this user alone can write to" in parts.refusal
+        next(tmp_path.iterdir()).unlink()
+        assert isinstance(parts.begin(make_key(), 100), str)
+        assert parts.refusal == ""

@@ -16,6 +16,7 @@ from kvferry.store import tier as tier_module
 from kvferry.store import tiered
 from kvferry.store.base import PutResult
 from kvferry.store.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.file.store import FileStore
 from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.remote import RemoteStore
@@ -294,6 +295,38 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     assert store.read(make_key(), ()) == 5
     assert failing.num_failed < 10
     assert said(caplog) == ["answers, but a value could not be stored"]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_write_that_is_refused_says_why_once(make_tiers, caplog, in_parts):
+    class ReadOnlyReplica(DictClient):
+        def put(self, name, buffers, deadline):
+            raise StoreError("READONLY: it is a replica")
+
+        def exists(self, names, deadline):
+            raise StoreError("READONLY: it is a replica")
+
+    clock = FakeClock()
+    store = make_tiers(RemoteStore("valkey://h/kv", ReadOnlyReplica()), clock=clock)
+    for number in range(5):
+        if in_parts:
+            store.begin(make_key(number), 5)
+        else:
+            store.put(make_key(number), [b"value"])
+        clock.advance(10.0)
+        wait_for_trials(store)
+    assert caplog.messages == [
+        "store valkey://h/kv: answers, but a value could not be stored: READONLY: it is a replica"
+    ]
+
+
+def test_a_directory_that_is_read_only_says_so(make_tiers, caplog, tmp_path):
+    FileStore(tmp_path / "kv").close()
+    store = make_tiers(FileStore(tmp_path / "kv", read_only=True))
+    store.put(make_key(), [b"value"])
+    wait_for_trials(store)
+    (message,) = caplog.messages
+    assert message.endswith("a value could not be stored: it is opened read-only")
 
 
 def said(caplog):
@@ -899,4 +932,8 @@ def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog, monkeypatch
     wait_until(lambda: near.opened is not None, "it is open")
     assert store.put(make_key(9), [b"value"]) is PutResult.STORED
     assert held(inner, 9), "at once"
-    assert len(caplog.records) == 2
+    wait_until(lambda: len(caplog.records) >= 2, "its opening is logged")
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        "store late://x cannot be opened",
+        "store late://x",
+    ]

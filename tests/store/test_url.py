@@ -2,21 +2,26 @@ from __future__ import annotations
 
 import doctest
 import threading
+import time
+from contextlib import ExitStack
 from urllib.parse import quote
 
 import pytest
 
 import kvferry.store.url
+from kvferry.config import parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.store import late
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.url import open_store, open_tiers
+from kvferry.store.url import open_store, open_tiers, read_options
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
+from tests.servers.process import LOCALHOST
+from tests.servers.proxy import running_proxy
 
 
 def test_examples_in_docstrings_are_true():
@@ -40,13 +45,13 @@ def test_a_memory_url_opens_a_memory_store():
     [
         ("memory://x?max_byte=1GiB", ["unknown option 'max_byte'", "'max_bytes'"]),
         ("memory://x?direct_io=on", ["unknown option 'direct_io'"]),
-        ("memory://x?max_bytes=lots", ["'max_bytes'", "'lots'", "10GiB"]),
+        ("memory://x?max_bytes=lots", ["'max_bytes'", "10GiB"]),
         ("memory://x?max_bytes=0", ["'max_bytes' is 0"]),
         ("memory://x?max_bytes=0.5B", ["'max_bytes' is 0"]),
-        ("file:///x?max_bytes=-5", ["'max_bytes'", "'-5'", "negative"]),
+        ("file:///x?max_bytes=-5", ["'max_bytes'", "not a size"]),
         ("file:///x?read_onyl=yes", ["unknown option 'read_onyl'", "'read_only'"]),
-        ("file:///x?create=perhaps", ["'create'", "'perhaps'", "true nor false"]),
-        ("file:///x?direct_io=maybe", ["'direct_io'", "'maybe'", "auto, off"]),
+        ("file:///x?create=perhaps", ["'create'", "true nor false"]),
+        ("file:///x?direct_io=maybe", ["'direct_io'", "auto, off"]),
         ("/var/cache/kv", ["did you mean 'file:///var/cache/kv'?"]),
         ("http://host", ["unknown scheme 'http'", "file, gs, memory"]),
         ("valkey://a?clustre=true", ["unknown option 'clustre'", "'cluster'"]),
@@ -56,7 +61,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
         ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
         ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),
-        ("valkey://a?password_file=/absent", ["'/absent': No such file"]),
+        ("valkey://a?password_file=/absent", ["password_file: No such file"]),
     ],
 )
 def test_unusable_urls_are_refused_in_one_line(url, parts):
@@ -64,7 +69,8 @@ def test_unusable_urls_are_refused_in_one_line(url, parts):
         open_store(url)
     message = str(caught.value)
     assert "\n" not in message
-    for part in [repr(url), *parts]:
+    shown = url.partition("?")[0].replace("{", "%7B").replace("}", "%7D")
+    for part in [repr(shown), *parts]:
         assert part in message
 
 
@@ -207,3 +213,124 @@ def test_of_tiers_none_stays_open_if_one_cannot_be_opened(tmp_path):
     with pytest.raises(ConfigError):
         open_store([(tmp_path / "near").as_uri(), "file:///proc/nowhere"])
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://b/kv?endpoint=minio:9000",
+        "s3://b/kv?endpoint=http://[::1",
+        "s3://b/kv?endpoint=http://[1::2::3]:9000",
+        "s3://b/kv?endpoint=http://a%20b:9000",
+        "s3://b/kv?endpoint=http://256.1.1.1:9000",
+        "s3://b/kv?endpoint=http://minio:99999",
+        "s3://b/kv?endpoint=http://minio:9000/a%20b",
+        "s3://b/kv?endpoint=http://minio:9000/%3Fa=b",
+        "s3://b/kv?endpoint=http://%C3%A9.example",
+        "s3://b/kv?endpoint=ftp://minio",
+        "az://c/kv?endpoint=minio:9000",
+    ],
+)
+def test_an_endpoint_that_would_be_a_panic_of_the_library_is_refused(url, capfd, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    with pytest.raises(ConfigError, match=r"write endpoint=http://minio:9000$"):
+        open_store(url)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "what_to_write"),
+    [
+        ("s3://b?region=a%0Ab", "write region=eu-central-1"),
+        ("s3://b?region=a b", "write region=eu-central-1"),
+        ("valkey://256.1.1.1/kv", "write valkey://host:6379/prefix"),
+        ("valkey://a..b/kv", "write valkey://host:6379/prefix"),
+        ("valkey://[1::2::3]/kv", "write valkey://host:6379/prefix"),
+        ("mooncake://-a:1/kv", "write mooncake://host:50051/prefix"),
+        ("mooncake://a:1/kv?metadata=http:/x", "write metadata=http://"),
+        ("mooncake://a:1/kv?admin=a:9003", "write admin=http://"),
+        ("mooncake://a:1/kv?device=a b", "write device=mlx5_0"),
+        ("valkeys://a?ca_file=pem", "begin it with /"),
+        ("file:///a?index_file=b", "begin it with /"),
+        ("valkeys://a?ca_file=/a%00b", "option 1 holds a zero byte"),
+    ],
+)
+def test_what_no_library_takes_is_refused_before(url, what_to_write):
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert what_to_write in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "admin=http://10.0.0.7:9003",
+        "metadata=redis://:password%40h:1",
+        "metadata=etcd://h:2379",
+        "metadata=http://[::1]:8080/metadata",
+        "device=mlx5_0,mlx5_1",
+    ],
+)
+def test_what_mooncake_takes_passes(options):
+    assert read_options(parse_store_url(f"mooncake://a:1/kv?{options}"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("AWS_ENDPOINT_URL", "minio:9000"), ("AWS_SECRET_ACCESS_KEY", "hunter2\n")],
+)
+def test_variables_at_which_the_library_would_panic_are_refused(variable, value, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable) as caught:
+        open_store("s3://bucket/kv")
+    assert value.strip() not in str(caught.value).replace("http://minio:9000", "")
+
+
+def test_tiers_open_side_by_side():
+    """None would open if they did not wait at the same time."""
+    together = threading.Barrier(3)
+
+    def open_one(url):
+        together.wait(60.0)
+        return MemoryStore(url)
+
+    names = ["memory://a", "memory://b", "memory://c"]
+    with open_tiers(names, Counters(), open_one) as store:
+        assert [tier.store.url for tier in store._tiers] == [
+            MemoryStore(name).url for name in names
+        ]
+
+
+def test_servers_that_hang_cost_the_start_the_time_of_one(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+
+    def seconds(*proxies):
+        for proxy in proxies:
+            proxy.black_hole()
+        urls = [f"s3://b?endpoint=http://{LOCALHOST}:{proxy.port}" for proxy in proxies]
+        started = time.monotonic()
+        open_store([*urls, "memory://near"]).close()
+        return time.monotonic() - started
+
+    with ExitStack() as undo:
+        one, *three = (undo.enter_context(running_proxy(1)) for _ in range(4))
+        assert seconds(*three) < 2 * seconds(one)
+
+
+def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_closed():
+    opened = []
+
+    def open_one(url):
+        if url.endswith(("b", "c")):
+            raise ConfigError(url)
+        opened.append(MemoryStore(url))
+        return opened[-1]
+
+    with pytest.raises(ConfigError, match="memory://b"):
+        open_tiers([f"memory://{name}" for name in "abcd"], Counters(), open_one)
+    assert len(opened) == 2
+    assert all("closed" in repr(store) for store in opened)

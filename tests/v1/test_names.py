@@ -135,7 +135,7 @@ def test_the_name_is_public_with_its_members(name):
     assert [member for member in NAMES[name] if member not in known] == []
 
 
-KNOWS_VLLM = ("v1/", "adapters/", "bench/")
+KNOWS_VLLM = ("v1/", "adapters/")
 """Parts of the package that may know these names."""
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Group, JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
-from kvferry.bench import Row
 from kvferry.filesystem import file_system
 
+Row = Mapping[str, str | int | float | None]
+"""The figures of one case, with the names and values that say which."""
+
 _MAX_WIDTH = 80
+_MAX_LABEL = 38
 _MAX_TEXT = 18
 _GAP = 2
 
@@ -55,42 +57,47 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def table(name: str, facts: Row, rows: Sequence[Row]) -> Group:
-    """The rows as a table; below it the machine, and every `note` of a row.
+def table(name: str, facts: Row, rows: Sequence[Row]) -> Text:
+    """A line per figure and a column per row; below them the machine, and every `note` of a row.
 
-    Columns beyond 80 characters stand in further tables, which repeat the leading columns of text.
+    Columns are headed by the leading figures that tell the rows apart. Those beyond 80 characters
+    stand in further tables, which repeat the names of the figures.
     """
-    columns = list(dict.fromkeys(column for row in rows for column in row if column != "note"))
-    cells = {column: [_cell(row.get(column)) for row in rows] for column in columns}
-    numbers = {
-        column
-        for column in columns
-        if any(isinstance(row.get(column), int | float) for row in rows)
-    }
-    # The least width that cuts no word of a name and no number; a long text wraps.
-    widths = {
-        column: max(*map(len, column.split("_")), min(_MAX_TEXT, max(map(len, cells[column]))))
-        for column in columns
-    }
-    leading = list(itertools.takewhile(lambda column: column not in numbers, columns))
-    leading = leading or columns[:1]
-    parts = [list(leading)]
-    for column in columns[len(leading) :]:
-        if sum(widths[each] + _GAP for each in [*parts[-1], column]) > _MAX_WIDTH:
-            parts.append(list(leading))
-        parts[-1].append(column)
-    shown: list[Text | Table] = [Text(name)]
-    for part in parts:
-        drawn = Table(box=None, padding=(0, _GAP, 0, 0))
-        for column in part:
-            side: JustifyMethod = "right" if column in numbers else "left"
-            heading = column.replace("_", " ")
-            drawn.add_column(heading, justify=side, width=widths[column], overflow="fold")
-        for row in zip(*(cells[column] for column in part), strict=True):
-            drawn.add_row(*map(Text, row))
-        shown += [drawn, Text("")]
+    figures = list(dict.fromkeys(figure for row in rows for figure in row if figure != "note"))
+    num_heads = 1
+    while len({tuple(map(row.get, figures[:num_heads])) for row in rows}) < len(rows):
+        num_heads += 1
+    labels = [figure.replace("_", " ") for figure in figures]
+    columns = [[_cell(row.get(figure)) for figure in figures] for row in rows]
+    parts = [name]
+    while columns:
+        ends = itertools.accumulate(map(_width, columns), initial=_width(labels, _MAX_LABEL) - _GAP)
+        count = max(1, sum(end <= _MAX_WIDTH for end in ends) - 1)
+        parts.append("\n".join(_lines(labels, columns[:count], num_heads)))
+        columns = columns[count:]
     notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
-    return Group(*shown, Text("\n".join([_caption(facts), *notes])))
+    caption = textwrap.fill(_caption(facts), _MAX_WIDTH)
+    return Text("\n\n".join([*parts, "\n".join([caption, *notes])]))
+
+
+def _lines(labels: list[str], columns: list[list[str]], num_heads: int) -> Iterator[str]:
+    """Lines of one table; a figure that none of its columns has is left out."""
+    widths = [_width(labels, _MAX_LABEL) - _GAP, *map(_width, columns)]
+    for number, cells in enumerate(zip(labels, *columns, strict=True)):
+        if number == num_heads:
+            yield "-" * sum(widths)
+        if number < num_heads or any(cells[1:]):
+            texts = [textwrap.wrap(cell, _MAX_TEXT) for cell in cells[1:]]
+            label = textwrap.wrap(cells[0], _MAX_LABEL)
+            for first, *others in itertools.zip_longest(label, *texts, fillvalue=""):
+                values = zip(others, widths[1:], strict=True)
+                line = "".join(text.rjust(width) for text, width in values)
+                yield f"{first.ljust(widths[0])}{line}".rstrip()
+
+
+def _width(cells: Sequence[str], limit: int = _MAX_TEXT) -> int:
+    """Of a column, the gap before it included."""
+    return _GAP + min(limit, max(map(len, cells)))
 
 
 def _caption(facts: Row) -> str:

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvferry.bench import BenchOptions, Row
-from kvferry.bench.limits import timed
+from kvferry.bench.report import Row
 from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
@@ -55,7 +54,7 @@ class Plain:
 class Records:
     """What is written and read: random rows under keys of this run."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, count: int) -> None:
         self.schema = RecordSchema.for_groups(
             namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(GROUP,)
         )
@@ -89,33 +88,44 @@ class Records:
             raise ConfigError(f"{store.url}: a record of this benchmark is {reason}")
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
-    """Rows: each store with one thread and with several. Stores are those of `--store`, else a
-    directory and memory."""
-    urls = options.stores or (f"file://{options.directory}/store", "memory://bench")
-    count = 8 if options.quick else 64
+def run(
+    directory: Path, urls: Sequence[str] = (), *, threads: int = 2, quick: bool = False
+) -> list[Row]:
+    """Rows: each store with one thread and with several.
+
+    Args:
+        directory: for files.
+        urls: of the stores; without any, a directory and memory.
+        threads: the most that ask a store at once.
+        quick: few records, to see that it runs; the figures mean little.
+    """
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be 1 or more")
     return [
-        _measure(url, threads, count, options)
-        for url in urls
-        for threads in dict.fromkeys((1, options.threads))
+        _measure(url, directory, num_threads, quick=quick)
+        for url in urls or (f"file://{directory}/store", "memory://bench")
+        for num_threads in dict.fromkeys((1, threads))
     ]
 
 
-def _measure(url: str, threads: int, count: int, options: BenchOptions) -> Row:
-    records = Records(count, options.seed)
+def _measure(url: str, directory: Path, threads: int, *, quick: bool) -> Row:
+    count, rounds = (8, 1) if quick else (64, 3)
+    records = Records(count)
     gigabytes = count * records.schema.record_bytes / 1e9
     buffers = [records.buffer() for _ in range(count)]
 
     def rate(work: Callable[[int], object]) -> float:
         with ThreadPoolExecutor(threads) as pool:
-            return gigabytes / timed(lambda: list(pool.map(work, range(count)))).wall
+            started = time.perf_counter()
+            list(pool.map(work, range(count)))
+            return gigabytes / (time.perf_counter() - started)
 
     found: dict[str, float | None] = {}
     with ExitStack() as undo:
         store = undo.enter_context(open_store(url, namespace=records.schema.namespace))
         # First: it says in one line what is wrong with the server, or with what is known of it.
         store.read(records.keys[0], (), time.monotonic() + ASK_SECONDS)
-        plain = plain_client(url, options.directory)
+        plain = plain_client(url, directory)
         if plain is not None:
             undo.callback(plain.close)
         try:
@@ -124,7 +134,7 @@ def _measure(url: str, threads: int, count: int, options: BenchOptions) -> Row:
                 found["plain_put_gbps"] = rate(lambda at: plain.put(records.names[at], image))
             found["put_gbps"] = rate(lambda at: records.put(store, buffers[at], at))
             reads: dict[str, list[float]] = {"plain_get": [], "read": [], "verified": []}
-            for _ in range(1 if options.quick else 3):
+            for _ in range(rounds):
                 if plain is not None:
                     reads["plain_get"].append(
                         rate(lambda at: plain.get(records.names[at], buffers[at]))

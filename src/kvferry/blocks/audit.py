@@ -8,58 +8,16 @@ change in memory. What the model itself computes on top of the loaded prefix sho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import Tolerances
 
 _SAMPLE_TOKENS = 128
 """The limits of bias are of so many tokens: rounding averages out less over fewer."""
-
-
-class Tolerance(NamedTuple):
-    """The most that honest computation may differ by, in one layer and head. Rounding differs with
-    the size of chunks and blocks, with the kernel, and with the number of ranks."""
-
-    error: float
-    """Norm of the difference, relative to the norm of what was computed, over the nine tenths of
-    the tokens that differ least: a few tokens may have gone to other experts."""
-    bias: float
-    """By what part all of these numbers are larger or smaller. Rounding goes both ways, so this
-    notices changes that are smaller than rounding."""
-
-
-Tolerances = Mapping[torch.dtype, Tolerance]
-"""Of each dtype that can be compared."""
-
-TOLERANCE: Tolerances = {
-    torch.float64: Tolerance(5e-4, 5e-5),
-    torch.float32: Tolerance(5e-4, 5e-5),
-    torch.float16: Tolerance(0.01, 0.001),
-    torch.bfloat16: Tolerance(0.06, 0.006),
-}
-"""How these were found: docs/identity.md."""
-
-TOLERANCE_WITH_EXPERTS: Tolerances = {
-    torch.float64: Tolerance(5e-3, 5e-4),
-    torch.float32: Tolerance(5e-3, 5e-4),
-    torch.float16: Tolerance(0.1, 0.03),
-    torch.bfloat16: Tolerance(0.4, 0.1),
-}
-"""Rounding sends some tokens to other experts, in deep layers most of them."""
-
-
-def tolerances_for(config: Mapping[str, object]) -> Tolerances:
-    """The tolerances of a model, from its Hugging Face config."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and tolerances_for(value) is TOLERANCE_WITH_EXPERTS:
-            return TOLERANCE_WITH_EXPERTS
-        counts = value if isinstance(value, list | tuple) else (value,)
-        if "experts" in str(name) and any(isinstance(each, int) and each > 1 for each in counts):
-            return TOLERANCE_WITH_EXPERTS
-    return TOLERANCE
 
 
 def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
@@ -114,7 +72,7 @@ def largest_difference(
     for group, (ours, theirs) in enumerate(zip(computed, stored, strict=True)):
         if not ours.numel():  # a rank may have no layers of a group
             continue
-        tolerance = tolerances[ours.dtype]
+        tolerance = tolerances[str(ours.dtype).removeprefix("torch.")]
         halves = zip(ours.float().chunk(2, -1), theirs.float().chunk(2, -1), strict=True)
         for half, (one, other) in enumerate(halves):
             error, bias = _error_and_bias(one, other)

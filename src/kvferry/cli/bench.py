@@ -1,4 +1,4 @@
-"""`kvferry bench`: one benchmark, as a table and as JSON."""
+"""`kvferry bench`: stores beside the plain clients of their servers, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Annotated
 
 import typer
 
-from kvferry.bench import BENCHMARKS, BenchOptions, load
+from kvferry.bench import report, stores
 from kvferry.cli.output import JsonOption, JsonRow, emit
+from kvferry.config import unknown
 from kvferry.errors import ConfigError
+
+MOVED = ("audit", "away", "datapath", "layout", "lookup", "step", "vllm")
+"""Benchmarks of earlier versions that stand in the repository now."""
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(BENCHMARKS)}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What is measured: stores.")],
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -23,39 +27,28 @@ def bench(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, to see that it runs.")
+        bool, typer.Option("--quick", help="Few records, to see that it runs.")
     ] = False,
-    threads: Annotated[int, typer.Option(help="Threads for I/O and copies.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of all random content.")] = 0,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds of the benchmarks vllm and away.")
-    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads that use a store at once.")] = 2,
     store: Annotated[
-        list[str] | None,
-        typer.Option(help="URL for the stores benchmark; may be given several times."),
+        list[str] | None, typer.Option(help="URL of a store; may be given several times.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure one part of kvferry beside the machine's own limits.
+    """Measure stores beside what their plain clients reach for the same bytes.
 
-    Example: kvferry bench lookup --quick --json lookup.json
+    Example: kvferry bench stores --store valkey://cache/kv --quick
     """
-    # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.bench import report
-
-    run = load(name)
+    if name in MOVED:
+        raise ConfigError(
+            f"kvferry bench {name}: run `make bench NAME={name}` in the repository of kvferry"
+        )
+    if name != "stores":
+        raise ConfigError(unknown("benchmark", name, ("stores", *MOVED)))
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
-        options = BenchOptions(
-            directory=Path(scratch),
-            quick=quick,
-            threads=threads,
-            seed=seed,
-            rounds=rounds,
-            stores=tuple(store or ()),
-        )
-        facts = report.machine(options.directory)
-        rows = run(options)
-    value: JsonRow = {"machine": facts, "rows": [dict(row) for row in rows]}
+        facts = report.machine(Path(scratch))
+        rows = stores.run(Path(scratch), store or (), threads=threads, quick=quick)
+    value: JsonRow = {"machine": dict(facts), "rows": [dict(row) for row in rows]}
     emit(value, json, report.table(name, facts, rows))

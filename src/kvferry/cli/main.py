@@ -21,7 +21,7 @@ from kvferry.cli.generate import generate
 from kvferry.cli.records import ls, show, stat
 from kvferry.cli.simulate import simulate
 from kvferry.cli.upkeep import gc, verify
-from kvferry.config import printable
+from kvferry.config import printable, shown_url
 from kvferry.errors import KVError
 
 EXIT_MISUSE = 2
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _CLICK_ERROR as error:
-        message = error.format_message()
+        message = _without_urls(error.format_message(), arguments)
         # An empty message: no arguments at all, and the help was printed.
         return _fail(message, error.exit_code) if message else error.exit_code
     except (KVError, OSError) as error:
@@ -110,6 +110,17 @@ def _reader_left() -> int:
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     return EXIT_READER_LEFT
+
+
+def _without_urls(message: str, arguments: Sequence[str] | None) -> str:
+    """What is said of arguments that no command takes, which may be URLs with a password."""
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        if "@" in argument or "://" in argument:
+            if not argument.isprintable():  # in which form it is shown, click decides
+                return "an argument holds a character that cannot be printed"
+            for form in (repr(argument)[1:-1], argument):
+                message = message.replace(form, shown_url(argument))
+    return message
 
 
 def _fail(message: str, code: int) -> int:

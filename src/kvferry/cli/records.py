@@ -22,7 +22,7 @@ from kvferry.cli.stores import (
     model_names,
     namespaces,
 )
-from kvferry.config import parse_store_url, without_credentials
+from kvferry.config import parse_store_url, shown_url
 from kvferry.errors import ConfigError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
@@ -245,7 +245,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
 
     facts, spaces, removals = look(url, _count)
     facts = {
-        "url": without_credentials(url),
+        "url": shown_url(url),
         **facts,
         "memory_bytes": default_options("shared_storage")["memory_bytes"],
     }

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from kvferry.config import StoreUrl, build_config, parse_store_url
+from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
 from kvferry.store.checking import verify
-from kvferry.store.url import FileOptions, open_one
+from kvferry.store.url import FileOptions, open_one, read_options
 from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def look(url: str, question: Callable[[AnyStore], T]) -> T:
             raise
         # A file that no store has.
         options = {**parsed.options, "index_file": f"{parsed.path}/none.sqlite3"}
-        with open_existing(str(dataclasses.replace(parsed, options=options))) as store:
+        with open_existing(dataclasses.replace(parsed, options=options)) as store:
             return question(store)
 
 
-def open_existing(url: str, *, writable: bool = False) -> AnyStore:
+def open_existing(url: str | StoreUrl, *, writable: bool = False) -> AnyStore:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything;
     what a server keeps changes by `delete` and `discard` only.
 
@@ -73,31 +73,31 @@ def open_existing(url: str, *, writable: bool = False) -> AnyStore:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
             that lives in one process only and so has nothing to show to another.
     """
-    parsed = parse_store_url(url)
+    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
     if parsed.scheme == "memory":
         raise ConfigError(
-            f"store URL {url!r}: a memory store ends with its process, so there is nothing to look "
-            "at; use file:///absolute/directory"
+            f"store URL {str(parsed)!r}: a memory store ends with its process, so there is nothing "
+            "to look at; use file:///absolute/directory"
         )
     if parsed.scheme == "file":
-        parsed = _existing(url, parsed, writable=writable)
-        url = str(parsed)
+        parsed = _existing(parsed, writable=writable)
     # The type is not imported: it would slow down the help. No command calls `contains`, so no
     # command needs the keys in memory.
-    store = cast("AnyStore", open_one(url, index=writable and parsed.scheme == "file"))
+    store = cast("AnyStore", open_one(parsed, index=writable and parsed.scheme == "file"))
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
         time.sleep(0.005)
     return store
 
 
-def _existing(url: str, parsed: StoreUrl, *, writable: bool) -> StoreUrl:
+def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
     """The URL of a directory with the options that neither make nor (unless `writable`) change
     it."""
-    # First, so that a refusal shows the URL as it was given.
-    given = build_config(FileOptions, parsed.options, where=f"store URL {url!r}")
-    if writable and given.read_only:
-        raise ConfigError(f"store URL {url!r} says read_only, and this command changes the store")
+    given = read_options(parsed)
+    if writable and isinstance(given, FileOptions) and given.read_only:
+        raise ConfigError(
+            f"store URL {str(parsed)!r} says read_only, and this command changes the store"
+        )
     options = {**parsed.options, "create": "false", "read_only": str(not writable)}
     return dataclasses.replace(parsed, options=options)
 

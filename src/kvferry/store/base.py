@@ -118,6 +118,12 @@ class Store(ABC):
         value is lost work."""
         return True
 
+    @property
+    def refusal(self) -> str:
+        """Why the last `put` or `commit` was FAILED, in one line without a credential; empty if
+        that is not known. For a log line."""
+        return ""
+
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool | None:
         """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale. None

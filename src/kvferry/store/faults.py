@@ -20,7 +20,11 @@ _LONGEST_REST_SECONDS = 60.0
 
 class MediumFaults:
     """Translates `OSError` into an answer, a count and a log line, and holds writes back after
-    repeated failures, so that a full or broken disk costs nothing. Thread-safe."""
+    repeated failures, so that a full or broken disk costs nothing. Thread-safe.
+
+    Attributes:
+        refusal: the reason of the last write that failed otherwise than for want of room.
+    """
 
     def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
         self._name = name
@@ -30,6 +34,7 @@ class MediumFaults:
         self._num_failures = 0
         self._rest_until = 0.0
         self._last_result = PutResult.FAILED
+        self.refusal = ""
         self._logged: dict[tuple[str, int | None], float] = {}
 
     def resting(self) -> PutResult | None:
@@ -50,6 +55,7 @@ class MediumFaults:
             doublings = min(max(self._num_failures - _TRIES_BEFORE_REST, 0), 10)
             self._rest_until = self.clock() + min(2.0**doublings, _LONGEST_REST_SECONDS)
             self._last_result = result
+            self.refusal = "" if no_space else error.strerror or type(error).__name__
         self.observer.count("store_put_no_space" if no_space else "store_put_failed")
         self._log("write", error)
         return result

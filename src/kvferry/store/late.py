@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvferry.config import without_credentials
+from kvferry.config import shown_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
@@ -60,7 +60,7 @@ class LateStore(Store):
     def __init__(
         self, url: str, open_store: Callable[[bool], Store], timeout_seconds: float
     ) -> None:
-        self.url = without_credentials(url)
+        self.url = shown_url(url)
         self.opened: Store | None = None
         self._error: Exception | None = None
         self._is_late = False
@@ -116,6 +116,10 @@ class LateStore(Store):
     @property
     def takes_values(self) -> bool:
         return self.opened is not None and self.opened.takes_values
+
+    @property
+    def refusal(self) -> str:
+        return "" if self.opened is None else self.opened.refusal
 
     def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
         self._heard = heard

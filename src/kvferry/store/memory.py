@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvferry.config import StoreUrl
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import (
@@ -65,7 +66,7 @@ class MemoryStore(Store):
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigError(f"max_bytes is {max_bytes}; give at least 1, or None for no limit")
-        self.url = f"memory://{name}"
+        self.url = str(StoreUrl(scheme="memory", path=name))
         self._max_bytes = max_bytes
         self._observer = observer if observer is not None else Observer()
         self._clock = clock

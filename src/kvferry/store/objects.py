@@ -5,10 +5,12 @@ A child process holds obstore (`objects_child` says why).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvferry.config import check_endpoint
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.child_client import LONGEST_SECONDS, Call, ChildClient
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 _GAP_BYTES = 1 << 20
 _NUM_LANES = 16
 # Enough for the reads in flight and a page of a list.
-_CHILD_BYTES = 64 << 20
+_CHILD_BYTES = 56 << 20
 # Only what is written takes memory.
 _LANE_BYTES = 1 << 30
 
@@ -43,6 +45,9 @@ _CREDENTIALS = {
 _DENIED = re.compile(
     r"status code: 40[13]|PermissionDenied|Unauthenticated|169\.254\.169\.254|metadata\.google"
 )
+# Variables of the environment that obstore reads.
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_ENDPOINTS = re.compile(r"AWS_ENDPOINT(_URL)?(_S3)?|AZURE_(STORAGE_)?ENDPOINT")
 # What of an error may be shown: never its text, which can quote the request and its key id.
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -240,6 +245,7 @@ def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) ->
     )
     if unusable:
         raise ConfigError(f"{scheme}://{bucket}: {scheme} has no option {min(unusable)!r}")
+    _check_environment(scheme, bucket)
     if scheme == "s3":
         # Single deletes: not every compatible server knows the bulk request.
         options["disable_bulk_delete"] = True
@@ -250,4 +256,21 @@ def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) ->
             f"{scheme}://{bucket}: obstore refuses it ({type(error).__name__}); "
             f"check {_CREDENTIALS[scheme]}"
         ) from None
+    except BaseException as error:
+        # A panic of obstore, whose class cannot be imported, is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{scheme}://{bucket}: obstore failed at its options") from None
     return [scheme, bucket, options, client]
+
+
+def _check_environment(scheme: str, bucket: str) -> None:
+    """Refuse variables at which obstore would panic; values are not shown."""
+    for name, value in os.environ.items():
+        if name.startswith(_VARIABLES[scheme]) and not value.isprintable():
+            raise ConfigError(
+                f"{scheme}://{bucket}: the variable {name} holds a line break or another "
+                "character that cannot be printed; remove it"
+            )
+        if name.startswith(_VARIABLES[scheme]) and _ENDPOINTS.fullmatch(name):
+            check_endpoint(name, value, "http://minio:9000")

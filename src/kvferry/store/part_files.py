@@ -40,6 +40,9 @@ class PartFiles:
 
     Args:
         parent: where the user's folder is made; shared memory, if there is any.
+
+    Attributes:
+        refusal: why the last `begin` was FAILED; empty if it was not.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -49,6 +52,7 @@ class PartFiles:
         self._folder = parent / f"kvferry-parts-{os.getuid()}"
         self._lock = threading.Lock()
         self._has_warned = False
+        self.refusal = ""
         self._begun: dict[str, _Begun] = {}
         with suppress(OSError):
             self._remove_abandoned()
@@ -72,6 +76,10 @@ class PartFiles:
             if fd >= 0:
                 self._end(session, fd)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                self.refusal = (
+                    f"ranks cannot put records together in {self._folder}: {error.strerror}; it "
+                    "must be a folder that this user alone can write to"
+                )
                 return PutResult.FAILED
             if not self._has_warned:
                 self._has_warned = True
@@ -81,6 +89,7 @@ class PartFiles:
                     error.strerror,
                 )
             return PutResult.NO_SPACE
+        self.refusal = ""
         with self._lock:
             self._begun[session] = _Begun(key, fd)
         return session

@@ -128,6 +128,7 @@ class RemoteStore(Store):
         self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
         self._listed: dict[ChunkKey, bytes] = {}
         self._parts = PartFiles()
+        self._refusal = ""
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -159,7 +160,9 @@ class RemoteStore(Store):
             # it could take the right value that another writer stored meanwhile.
             if result is PutResult.EXISTS and self._is_wrong(self._client.read(name, (), until)):
                 result = self._client.put(name, buffers, until, replaces=True)
-        except StoreError:
+            self._refusal = ""
+        except StoreError as error:
+            self._refusal = str(error)
             result = PutResult.FAILED
         if result is PutResult.STORED:
             self._keys.learn(key, num_bytes)
@@ -173,6 +176,10 @@ class RemoteStore(Store):
         """Whether a value of this size is none of ours; None for one that went, or is not whole
         yet."""
         return size == 0 or (size is not None and self._size not in (None, size))
+
+    @property
+    def refusal(self) -> str:
+        return self._refusal
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Deleted and counted: a server that others share is no place for quarantine."""
@@ -294,9 +301,12 @@ class RemoteStore(Store):
             if any(self._client.exists([name], self._until(deadline))):
                 self._keys.learn(key)
                 return PutResult.EXISTS
-        except StoreError:
+        except StoreError as error:
+            self._refusal = str(error)
             return PutResult.FAILED
-        return self._parts.begin(key, num_bytes)
+        session = self._parts.begin(key, num_bytes)
+        self._refusal = self._parts.refusal
+        return session
 
     def write_at(
         self,

@@ -8,6 +8,7 @@ or of another kind ends the connection before memory is made for it.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import ssl
 import time
@@ -63,8 +64,8 @@ class ErrorReply(NamedTuple):
         return word if word.isascii() and word.isalpha() and word.isupper() else "ERR"
 
     def __str__(self) -> str:
-        """One line of at most 200 characters."""
-        return printable(self.text)[:200]
+        """One line of at most 200 characters, without the user's name."""
+        return printable(re.sub(r"\bUser \S+ has", "the user has", self.text))[:200]
 
 
 class Connection:

@@ -208,7 +208,8 @@ class Tier:
     def _ask_why(self) -> None:
         """A write failed. Runs in: I/O thread."""
         if self.answers():
-            self._refused("a value could not be stored")
+            why = self.store.refusal
+            self._refused(f"a value could not be stored{f': {why}' if why else ''}")
 
     def _refused(self, why: str) -> None:
         """Runs in: I/O thread."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,9 +18,9 @@ from kvferry.config import (
     SERVER_SCHEMES,
     StoreUrl,
     build_config,
-    parse_size,
+    check_endpoint,
+    format_size,
     parse_store_url,
-    without_credentials,
 )
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from kvferry.store.objects import ObjectClient
     from kvferry.store.remote import RemoteClient
     from kvferry.store.valkey import ValkeyClient
+
+# Regions and devices: what no header and no file system takes otherwise.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)
 
 _DEFAULT_PORTS = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), 6379)
 
@@ -62,6 +67,11 @@ class FileOptions(MemoryOptions):
     direct_io: Literal["auto", "off"] = "auto"
     index_file: str | None = None
 
+    def __post_init__(self) -> None:
+        # Without arguments, `super` finds no class that slots were added to.
+        MemoryOptions.__post_init__(self)
+        _refuse_relative(index_file=self.index_file)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyOptions:
@@ -84,6 +94,14 @@ class ValkeyOptions:
     cert_file: str | None = None
     key_file: str | None = None
 
+    def __post_init__(self) -> None:
+        _refuse_relative(
+            password_file=self.password_file,
+            ca_file=self.ca_file,
+            cert_file=self.cert_file,
+            key_file=self.key_file,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectOptions:
@@ -97,6 +115,12 @@ class ObjectOptions:
 
     endpoint: str | None = None
     region: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            check_endpoint("endpoint", self.endpoint, "http://minio:9000")
+        if self.region is not None and _NAME.fullmatch(self.region) is None:
+            raise ConfigError("option 'region' is not a region; write region=eu-central-1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,16 +141,65 @@ class MooncakeOptions:
     device: str = ""
     admin: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.metadata != "P2PHANDSHAKE":
+            check_endpoint(
+                "metadata",
+                self.metadata,
+                "http://10.0.0.7:8080/metadata",
+                schemes=("http", "https", "etcd", "redis"),
+                allows_login=True,
+            )
+        if self.admin is not None:
+            check_endpoint("admin", self.admin, "http://10.0.0.7:9003")
+        if self.device and not all(map(_NAME.fullmatch, self.device.split(","))):
+            raise ConfigError(
+                "option 'device' is not a list of devices; write device=mlx5_0,mlx5_1"
+            )
+
+
+Options = MemoryOptions | ValkeyOptions | ObjectOptions | MooncakeOptions
+
+OPTIONS: Mapping[str, type[Options]] = {
+    "memory": MemoryOptions,
+    "file": FileOptions,
+    **dict.fromkeys(_DEFAULT_PORTS, ValkeyOptions),
+    **dict.fromkeys(OBJECT_SCHEMES, ObjectOptions),
+    "mooncake": MooncakeOptions,
+}
+"""What may stand behind the ? of each scheme."""
+
+
+def read_options(url: StoreUrl) -> Options:
+    """The options of a URL, of the class that its scheme has in `OPTIONS`.
+
+    Raises:
+        ConfigError: one is unknown or wrong; what was given is not shown.
+    """
+    return build_config(OPTIONS[url.scheme], url.options, where=_where(url), hides=True)
+
+
+def _where(url: StoreUrl) -> str:
+    return f"store URL {str(url)!r}"
+
+
+def _refuse_relative(**files: str | None) -> None:
+    """Messages name files: only what is a path for sure."""
+    for option, file in files.items():
+        if file is not None and not file.startswith("/"):
+            raise ConfigError(f"option {option!r} is not an absolute path; begin it with /")
+
 
 def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
     everything."""
     for url in (urls,) if isinstance(urls, str) else urls:
-        max_bytes = parse_store_url(url).options.get("max_bytes")
-        if max_bytes is not None and parse_size(max_bytes) < record_bytes:
+        options = read_options(parse_store_url(url))
+        max_bytes = options.max_bytes if isinstance(options, MemoryOptions) else None
+        if max_bytes is not None and max_bytes < record_bytes:
             raise ConfigError(
-                f"max_bytes={max_bytes} is smaller than one chunk of this model ({record_bytes} "
-                "bytes); raise it or lower chunk_tokens"
+                f"max_bytes={format_size(max_bytes)} is smaller than one chunk of this model "
+                f"({record_bytes} bytes); raise it or lower chunk_tokens"
             )
 
 
@@ -158,18 +231,10 @@ def open_tiers(
         raise ConfigError(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
         )
-    for place in places:
-        if places.count(place) > 1 and not place.startswith("memory:"):
-            raise ConfigError(f"two tiers are at one place, {place!r}; leave one out")
-    stores: list[Store] = []
-    try:
-        for url in urls:
-            store = _open_tier(url, open_one, is_alone=len(urls) == 1)
-            stores.append(store)  # those opened are closed if one fails
-    except Exception:
-        for store in stores:
-            store.close()
-        raise
+    for url, place in zip(parsed, places, strict=True):
+        if places.count(place) > 1 and url.scheme != "memory":
+            raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
+    stores = [open_one(urls[0])] if len(urls) == 1 else _open_all(urls, open_one)
     if len(stores) == 1 and parsed[0].scheme not in SERVER_SCHEMES:
         return stores[0]
     # Only here: a process with one directory needs no breaker.
@@ -178,25 +243,34 @@ def open_tiers(
     return TieredStore(stores, observer, check=check)
 
 
-def _open_tier(url: str, open_one: Callable[..., Store], *, is_alone: bool) -> Store:
-    """A store, or what stands for it while its medium does not answer and there are others."""
-    try:
+def _open_all(urls: Sequence[str], open_one: Callable[..., Store]) -> list[Store]:
+    """Open stores side by side: servers that hang cost an engine's start the time of one. Raises
+    what the first one raised that cannot be opened; the others are closed."""
+    with ThreadPoolExecutor(len(urls), "kvferry-open") as openers:
+        opened = [openers.submit(_open_tier, url, open_one) for url in urls]
+    faults = [fault for each in opened if (fault := each.exception()) is not None]
+    stores = [each.result() for each in opened if each.exception() is None]
+    if faults:
+        for store in stores:
+            store.close()
+        raise faults[0]
+    return stores
+
+
+def _open_tier(url: str, open_one: Callable[..., Store]) -> Store:
+    """A store, or what stands for it while its medium does not answer."""
+    with suppress(StoreError):
         return open_one(url)
-    except StoreError:
-        if is_alone:
-            raise
     return LateStore(url, lambda _may_create: open_one(url, may_create=False), _CHECK_SECONDS)
 
 
-def _place_of(url: StoreUrl) -> str:
-    """The same text for URLs that name one place. By the names alone: to follow links on a mount
+def _place_of(url: StoreUrl) -> tuple[object, ...]:
+    """The same value for URLs that name one place. By the names alone: to follow links on a mount
     that hangs would hang the start of an engine."""
     schemes = {"redis": "valkey", "rediss": "valkeys"}
     hosts = tuple((host, port or _DEFAULT_PORTS.get(url.scheme)) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
-    scheme = schemes.get(url.scheme, url.scheme)
-    endpoint = {name: url.options[name] for name in ("endpoint",) if name in url.options}
-    return str(replace(url, scheme=scheme, hosts=hosts, path=path, options=endpoint))
+    return schemes.get(url.scheme, url.scheme), hosts, path, url.options.get("endpoint")
 
 
 def open_store(
@@ -244,7 +318,7 @@ def open_store(
 
 
 def open_one(
-    url: str,
+    url: str | StoreUrl,
     *,
     observer: Observer | None = None,
     multi_process: bool = False,
@@ -255,20 +329,19 @@ def open_one(
     """Open the store of one URL, without a breaker; see `open_store`. Unless it `may_create`, a
     directory must be a store already."""
     observer = observer if observer is not None else Observer()
-    parsed = parse_store_url(url)
-    where = f"store URL {without_credentials(url)!r}"
-    if parsed.scheme == "memory":
-        memory = build_config(MemoryOptions, parsed.options, where=where)
+    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
+    options = read_options(parsed)
+    if not isinstance(options, MemoryOptions):
+        client = _client(parsed, options)
+        return _remote_store(parsed, client, namespace, observer, index=index)
+    if not isinstance(options, FileOptions):
         if multi_process:
             raise ConfigError(
-                f"{where}: a memory store is seen by one process only, and here several must share "
-                "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
+                f"{_where(parsed)}: a memory store is seen by one process only, and here several "
+                "must share one; use file:///absolute/directory (on /dev/shm if it shall stay in "
+                "memory)"
             )
-        return MemoryStore(parsed.path, memory.max_bytes, observer)
-    if parsed.scheme in SERVER_SCHEMES:
-        client = _client(parsed, where)
-        return _remote_store(parsed, client, namespace, observer, index=index)
-    options = build_config(FileOptions, parsed.options, where=where)
+        return MemoryStore(parsed.path, options.max_bytes, observer)
     # Only here: a process that keeps values in memory need not load threads and a database.
     from kvferry.store.file.store import FileStore
 
@@ -284,12 +357,16 @@ def open_one(
     )
 
 
-def _client(url: StoreUrl, where: str) -> RemoteClient:
-    if url.scheme in OBJECT_SCHEMES:
-        return _object_client(url, where)
-    if url.scheme == "mooncake":
-        return _mooncake_client(url, where)
-    return _valkey_client(url, where)
+def _client(
+    url: StoreUrl, options: ValkeyOptions | ObjectOptions | MooncakeOptions
+) -> RemoteClient:
+    match options:
+        case ObjectOptions():
+            return _object_client(url, options)
+        case MooncakeOptions():
+            return _mooncake_client(url, options)
+        case ValkeyOptions():
+            return _valkey_client(url, options)
 
 
 def _remote_store(
@@ -299,7 +376,7 @@ def _remote_store(
     from kvferry.store.remote import RemoteStore
 
     return RemoteStore(
-        str(replace(url, options={})),
+        str(url),
         client,
         prefix=url.path and f"{url.path}/",
         namespace=namespace,
@@ -308,10 +385,9 @@ def _remote_store(
     )
 
 
-def _valkey_client(url: StoreUrl, where: str) -> ValkeyClient:
+def _valkey_client(url: StoreUrl, options: ValkeyOptions) -> ValkeyClient:
     from kvferry.store.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
 
-    options = build_config(ValkeyOptions, url.options, where=where)
     is_tls = url.scheme in ("valkeys", "rediss")
     files = (options.ca_file, options.cert_file, options.key_file)
     try:
@@ -328,11 +404,11 @@ def _valkey_client(url: StoreUrl, where: str) -> ValkeyClient:
             tls=make_tls(*files) if is_tls else None,
         )
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{_where(url)}: {error}") from None
 
 
-def _object_client(url: StoreUrl, where: str) -> ObjectClient:
-    options = build_config(ObjectOptions, url.options, where=where)
+def _object_client(url: StoreUrl, options: ObjectOptions) -> ObjectClient:
+    where = _where(url)
     (bucket, port), *others = url.hosts
     if others or port is not None or url.username or url.password:
         raise ConfigError(
@@ -349,17 +425,19 @@ def _object_client(url: StoreUrl, where: str) -> ObjectClient:
         # A server that is down may come back; a wrong bucket or secret stays wrong.
         with suppress(StoreError):
             client.check(time.monotonic() + _CHECK_SECONDS, f"{url.path}/" if url.path else "")
-    except ConfigError:
+    except BaseException:
         client.close()
         raise
     return client
 
 
-def _mooncake_client(url: StoreUrl, where: str) -> MooncakeClient:
-    options = asdict(build_config(MooncakeOptions, url.options, where=where))
+def _mooncake_client(url: StoreUrl, options: MooncakeOptions) -> MooncakeClient:
     (host, port), *others = url.hosts
     if others or port is None or url.username or url.password:
-        raise ConfigError(f"{where}: names no single master; write mooncake://host:50051/prefix")
+        raise ConfigError(
+            f"{_where(url)}: names no single master; write mooncake://host:50051/prefix"
+        )
     from kvferry.store.mooncake import MooncakeClient
 
-    return MooncakeClient(f"{host}:{port}", segment_bytes=options.pop("segment"), **options)
+    given = asdict(options)
+    return MooncakeClient(f"{host}:{port}", segment_bytes=given.pop("segment"), **given)

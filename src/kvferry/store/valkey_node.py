@@ -37,7 +37,8 @@ class Login(NamedTuple):
                 lines = Path(self.password_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
-                raise StoreError(f"password_file {self.password_file!r}: {reason}") from None
+                # Without its name: someone may have given the password itself.
+                raise StoreError(f"password_file: {reason}") from None
             password = lines[0] if lines else ""
         if self.username:
             return (self.username, password)

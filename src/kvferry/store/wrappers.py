@@ -76,6 +76,10 @@ class WrapperStore(Store):
     def takes_values(self) -> bool:
         return self.inner.takes_values
 
+    @property
+    def refusal(self) -> str:
+        return self.inner.refusal
+
     def contains(self, key: ChunkKey) -> bool | None:
         return self.inner.contains(key)
 

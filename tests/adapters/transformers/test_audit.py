@@ -170,3 +170,20 @@ def test_generation_is_no_change(load_model, store_url):
         for number in range(4):
             generate(model, prompt(40, seed=number), kv.load(prompt(40, seed=number)))
             assert kv._model.is_unchanged
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text", "deepseek_v3", "gpt_oss"])
+def test_of_2000_honest_hits_none_is_suspected(model_dir, load_model, store_url, arch, dtype):
+    """135 or more of each architecture and dtype; at each, two chunks are compared."""
+    model = load_model(model_dir(arch), dtype=dtype)
+    for seed in range(9):
+        reuse(model, store_url, prompt(161, seed))
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, audit=1.0) as kv:
+        for seed in range(9):
+            for cut in range(CHUNK + 1, 162, 9):
+                assert kv.load(prompt(161, seed)[:, :cut]).get_seq_length() > 0
+    assert counts["audits"] == counts["hits"] >= 135
+    assert counts["audit_mismatch"] == counts["audit_failed"] == 0

@@ -16,6 +16,7 @@ from tests.connectors.shared_storage.keeping import (
     NUM_CHUNKS,
     PROMPT,
     assert_settles,
+    keys_of,
     lose_chunk,
     open_store,
     wait_for,
@@ -171,8 +172,12 @@ def test_a_rate_audits_that_part_of_the_hits(make_host, directory):
     random.seed(1)
     host = make_host(store=open_store(directory), audit=0.25)
     hits = [settled_run(host, f"{number}").num_external_tokens for number in range(200)]
-    assert 30 <= hits.count(SHORT) <= 70
-    assert counts(host) == (hits.count(SHORT), 0, 0)
+    num_audited = len(hits) - hits.count(WHOLE)
+    assert 30 <= num_audited <= 70
+    assert counts(host) == (num_audited, 0, 0)
+    # One in as many as a hit has chunks is computed from nothing.
+    assert 1 <= hits.count(0) <= num_audited // 2
+    assert hits.count(0) + hits.count(SHORT) == num_audited
 
 
 @pytest.mark.parametrize("audit", ["always", "", -0.1, 1.1, float("nan"), 2, True, None, "nan"])
@@ -212,9 +217,30 @@ def test_without_a_free_slot_there_is_no_hit(reader):
 # ---- another model
 
 
+SECOND = list(range(200, 241))
+THIRD = list(range(300, 341))
+
+
+@pytest.fixture
+def store_prompt(make_host, directory):
+    """Stores a prompt, with the KV of another model if it is to be wrong."""
+
+    def store(prompt, *, wrong=False):
+        host = make_host(store=open_store(directory), audit="off")
+        if wrong:
+            be_another_model(host)
+        assert settled_run(host, "stores", prompt).num_external_tokens == 0
+
+    return store
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("budget", [7, 10**9])
-def test_after_a_mismatch_nothing_is_read_or_written(reader, caplog, budget, recomputes):
+def test_after_two_mismatches_nothing_is_read_or_written(
+    reader, store_prompt, caplog, budget, recomputes
+):
+    store_prompt(SECOND)
+    store_prompt(THIRD)
     host = reader(other=True, recomputes=recomputes)
     with caplog.at_level(logging.WARNING):
         if recomputes:
@@ -232,13 +258,68 @@ def test_after_a_mismatch_nothing_is_read_or_written(reader, caplog, budget, rec
         for number in range(3):
             assert settled_run(host, f"later {number}").num_external_tokens == 0
         assert settled_run(host, "new", list(range(500, 541))).num_external_tokens == 0
-    assert counts(host) == (0, 1, 0)
+        # The first chunk was computed from nothing, and differs, too. Another prompt decides.
+        assert counts(host) == (0, 2, 0)
+        assert not host.scheduler._audits.has_failed
+        assert settled_run(host, "second prompt", SECOND).num_external_tokens == 0
+        assert host.scheduler._audits.has_failed
+        assert settled_run(host, "third prompt", THIRD).num_external_tokens == 0
+    assert counts(host) == (0, 3, 0)
     assert host.observer["put_stored"] == 0
-    assert host.observer["miss_tokens_other_model"] == 4 * WHOLE
     said = [record.message for record in caplog.records if "other KV" in record.message]
-    assert len(said) == 1
-    assert "head" in said[0]
-    assert "weights_version" in said[0]
+    assert len(said) == 2
+    assert all("head" in each and host.scheduler._context.store.url in each for each in said)
+    assert "weights_version" not in said[0]
+    assert "weights_version" in said[1]
+
+
+def test_a_wrong_prompt_ends_neither_loading_nor_saving(reader, store_prompt, caplog):
+    store_prompt(SECOND, wrong=True)
+    host = reader(recomputes=True)
+    assert settled_run(host, "wrong", SECOND).num_external_tokens == SHORT
+    assert host.invalid_block_ids
+    assert host.scheduler._audits.is_undecided
+    assert settled_run(host, "not saved yet", THIRD).num_external_tokens == 0
+    assert host.observer["put_stored"] == 0
+    # Nothing is loaded for the hit that decides.
+    assert settled_run(host, "right").num_external_tokens == 0
+    assert counts(host) == (1, 1, 0)
+    assert settled_run(host, "as a first hit").num_external_tokens == SHORT
+    assert settled_run(host, "later").num_external_tokens == WHOLE
+    assert settled_run(host, "saved", THIRD).num_external_tokens == 0
+    assert settled_run(host, "saved", THIRD).num_external_tokens == WHOLE
+    for _ in range(2):
+        assert settled_run(host, "wrong again", SECOND).num_external_tokens == 0
+    assert not host.scheduler._audits.has_failed
+    assert "weights_version" not in caplog.text
+
+
+def test_right_records_of_a_hit_that_differs_are_used_again_one_by_one(
+    reader, make_host, directory, store_prompt
+):
+    store_prompt(SECOND[: SHORT + 1])
+    writer = make_host(store=open_store(directory), audit="off")
+    be_another_model(writer)
+    settled_run(writer, "the last chunk", SECOND, num_local_tokens=SHORT)
+    host = reader(recomputes=True)
+    assert settled_run(host, "wrong", SECOND).num_external_tokens == SHORT
+    loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS + 2)]
+    walk = [0, CHUNK, 2 * CHUNK, 3 * CHUNK, SHORT]
+    assert loaded == [*walk, SHORT - CHUNK, SHORT]  # then as a first hit, and whole
+    assert host.scheduler._audits.suspects == {keys_of(host, SECOND)[-1]: True}
+
+
+def test_a_short_hit_is_compared_from_nothing_once(reader, store_prompt):
+    store_prompt(SECOND, wrong=True)
+    host = reader(recomputes=True)
+    assert settled_run(host, "first").num_external_tokens == SHORT
+    assert settled_run(host, "short", SECOND[: CHUNK + 1]).num_external_tokens == 0
+    assert counts(host) == (1, 1, 0)
+    host = reader(recomputes=True)
+    assert settled_run(host, "first").num_external_tokens == SHORT
+    assert settled_run(host, "short", PROMPT[: CHUNK + 1]).num_external_tokens == 0
+    assert settled_run(host, "short", PROMPT[: CHUNK + 1]).num_external_tokens == CHUNK
+    assert counts(host) == (2, 0, 0)
 
 
 def test_the_records_stay_for_others(reader):
@@ -261,7 +342,10 @@ def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader)
         host.finish(each)
     host.settle()
     assert_settles(host)
-    assert counts(host) == (0, 1, 0)
+    assert host.observer["audits"] == host.observer["audit_failed"] == 0
+    assert (
+        not host.scheduler._audits.has_failed
+    )  # one prompt says no more, however often it differs
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

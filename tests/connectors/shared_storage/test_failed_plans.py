@@ -92,7 +92,7 @@ def test_a_part_that_was_put_off_is_saved_again_though_a_plan_came_between(
     for rank in (putting_off, 1 - putting_off):
         slot = first.chunk.slot
         ended = Filled(slot, PUT_OFF if rank == putting_off else None)
-        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=[ended])
+        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=(ended,))
         host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
         again = build_plan(host, request).saves
     assert [save.chunk.key for save in again] == [first.chunk.key]

@@ -158,7 +158,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     assert set(report.failed_keys) == set(keys_of(host))
     assert report.failed_requests == {"reader"}
     assert report.failures == 1
-    assert report.filled == [Filled(chunk.slot, PUT_OFF)]
+    assert report.filled == (Filled(chunk.slot, PUT_OFF),)
     assert not report.saved
     assert worker.planned_blocks(plan) == step.output.invalid_block_ids
 
@@ -269,7 +269,7 @@ def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
     key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
     for rank in range(2):
         ended = Filled(slot, PUT_OFF if rank == putting_off else None)
-        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=[ended])
+        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=(ended,))
         host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
         check_pool(host.pool)
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))

@@ -13,12 +13,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import StoreError
+from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore, upkeep
 from kvferry.store.file import index as index_module
@@ -291,6 +293,15 @@ QUICK = {
     has_text_sizes,
     has_huge_totals,
 }
+HIDDEN = (
+    is_empty,
+    is_cut,
+    is_noise,
+    is_noise_in_the_middle,
+    is_overwritten_by_another_schema,
+)
+"""In the middle of a transaction, the store's own pages may hide these from it: it knows all that
+is stored, its file does not."""
 each_damage = pytest.mark.parametrize(
     "damage",
     [
@@ -421,16 +432,56 @@ def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
             time.sleep(0.5)
         assert traffic.errors == []
         assert traffic.longest <= LOCK_SECONDS + LATE_SECONDS
-        # If the file was damaged in the middle of a transaction, its own memory may hide it: what
-        # it knows is right then, its file is not.
-        settle(
-            store, root, on_disk=damage not in (is_empty, is_cut, is_noise, is_noise_in_the_middle)
-        )
+        settle(store, root, on_disk=damage not in HIDDEN)
     # What it did not need, or notice, the next one sees.
     with FileStore(root, max_bytes=QUOTA) as store:
         settle(store, root)
     assert place.outside.read_bytes() == OUTSIDE
     assert_said_once(caplog)
+
+
+class DamageInTransaction(Counters):
+    """Damages an index while a transaction evicts a record from it."""
+
+    def __init__(self, damage: Callable[[], None]) -> None:
+        super().__init__()
+        self._damage = damage
+
+    def count(self, name: str, amount: int = 1) -> None:
+        if name == "store_evicted_records" and not self[name]:
+            self._damage()
+        super().count(name, amount)
+
+
+@pytest.mark.parametrize("damage", [*HIDDEN, is_overwritten_by_an_earlier_copy])
+def test_damage_that_a_transaction_hides_shows_to_nobody(tmp_path, place, damage, caplog):
+    root = tmp_path / "store"
+    observer = DamageInTransaction(lambda: damage(place))
+    with FileStore(root, max_bytes=QUOTA, observer=observer) as store:
+        assert store.wait_indexed(10)
+        for number in range(10, NUM_KEYS):
+            store.put(key_of(number), [value_of(number, MAX_VALUE)])
+        assert observer["store_evicted_records"]
+        settle(store, root, on_disk=False)
+        wait_for_a_full_listing(root)
+        # One that writes makes the file anew, for both.
+        with FileStore(root, max_bytes=QUOTA) as other:
+            settle(other, root)
+        settle(store, root)
+    # Both may have made it anew, and logged so.
+    assert all(record.levelno < logging.ERROR for record in caplog.records), caplog.text
+
+
+def wait_for_a_full_listing(root: Path) -> None:
+    """Until one that only reads lists all records: for a moment, the index may be made anew."""
+    until = time.monotonic() + 15
+    while True:
+        with suppress(StoreError), FileStore(root, read_only=True) as reader:
+            listed = {entry.key.hex() for entry in reader.scan()}
+            if listed == {path.name[:64] for path in root.glob("records/*/*")}:
+                return
+        assert time.monotonic() < until, "some records are not listed"
+        time.sleep(0.05)
 
 
 @each_damage

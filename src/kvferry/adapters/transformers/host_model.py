@@ -21,7 +21,7 @@ from kvferry.adapters.transformers.identity import (
     refuse_other_code,
     refuse_other_weights,
 )
-from kvferry.blocks.audit import tolerances_for
+from kvferry.blocks.tolerance import tolerances_for
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec

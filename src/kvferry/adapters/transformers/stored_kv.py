@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvferry.adapters.transformers.arguments import (
     read_rows,
     shape_of,
 )
+from kvferry.adapters.transformers.audit import Auditor, Hit
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
 from kvferry.adapters.transformers.records import (
     RecordIO,
@@ -27,7 +27,7 @@ from kvferry.adapters.transformers.records import (
     gather,
     token_of,
 )
-from kvferry.blocks.audit import largest_difference, tensors_of
+from kvferry.blocks.audit import largest_difference
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
 from kvferry.errors import ConfigError, ContractError
@@ -67,8 +67,8 @@ class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
     Guarantee: `load` returns only KV that this model computed for these tokens, verified byte by
-    byte; the last chunk of the first hit is computed again and compared. A store that fails or
-    stalls costs a bounded time, and is counted.
+    byte; the first chunk of the first hit and one other are computed again and compared. A store
+    that fails or stalls costs a bounded time, and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -127,8 +127,9 @@ class StoredKV:
             self._store.wait_indexed(READY_SECONDS)
         self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._warned_of_change = False
-        self._is_audited = self._config.audit == "off"
-        self._is_other = False
+        self._auditor = Auditor(
+            self._model, self._rows, store, self._config.audit, self._observer, self._computes
+        )
         self._closed = False
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
 
@@ -171,16 +172,13 @@ class StoredKV:
             return cache
         started = time.perf_counter()
         chains = [self._keys(prompt, len(rows[0])) for prompt in prompts]
-        stored, num_tokens = self._read(prompts, chains, len(rows[0]) - 1)
+        found = self._read_right(prompts, chains, len(rows[0]) - 1)
+        if found is None:
+            self._observer.count("requests_missed", len(rows))
+            return cache
+        stored, num_tokens = found
         hits = [number for number, each in enumerate(stored) if each.images]
         self._observer.count("requests_missed", len(rows) - len(hits))
-        if not hits:
-            return cache
-        longest = max(hits, key=lambda number: len(stored[number].images))
-        if self._is_due() and not self._is_as_computed(
-            stored[longest].images, prompts[longest].token_ids
-        ):
-            return cache
         fill(cache, stored, self._rows, self._model, num_tokens)
         for number in hits:
             self._store.touch(chains[number][: len(stored[number].images)])
@@ -188,6 +186,24 @@ class StoredKV:
             self._observer.count("hit_tokens", num_tokens - prompts[number].num_padding)
         self._observer.observe("load", time.perf_counter() - started)
         return cache
+
+    def _read_right(
+        self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
+    ) -> tuple[list[StoredRow], int] | None:
+        """What `_read` finds, as far as it is right where it is audited; None if there is none."""
+        while not self._auditor.is_other:
+            stored, num_tokens = self._read(prompts, chains, limit)
+            longest = max(range(len(stored)), key=lambda number: len(stored[number].images))
+            images = stored[longest].images
+            if not images:
+                break
+            keys = chains[longest][: len(images)]
+            num_right = self._auditor.num_right(Hit(keys, images, prompts[longest].token_ids))
+            if num_right == len(images):
+                return stored, num_tokens
+            if num_right is None:
+                break
+        return None
 
     def _read(
         self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
@@ -198,7 +214,7 @@ class StoredKV:
         size = self._config.chunk_tokens
         known: dict[ChunkKey, memoryview] = {}
         for prompt, keys in zip(prompts, chains, strict=True):
-            wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
+            wanted = self._auditor.usable(keys[: _num_chunks(limit - prompt.num_padding, size)])
             images = self._records.read(wanted, deadline, known)
             known.update(zip(wanted, images, strict=False))
             limit = min(limit, prompt.num_padding + len(images) * size)
@@ -243,17 +259,25 @@ class StoredKV:
         Raises:
             ConfigError: a cache of another kind, model, length, prompt or mask.
         """
-        from kvferry.adapters.transformers.loaded_cache import num_savable, refuse_other_prompts
+        from kvferry.adapters.transformers.loaded_cache import (
+            LoadedCache,
+            num_savable,
+            refuse_other_prompts,
+        )
 
         self._check_open()
         rows = read_rows(token_ids, self._model.vocab_size)
         prompts = self._prompts_of(cache, rows, attention_mask)
         shape = shape_of(cache, self._model)
-        if shape.num_tokens == 0 or not self._serves():
+        if shape.num_tokens == 0 or not self._serves() or self._auditor.is_undecided:
             return 0
         limit = num_savable(cache, shape, rows, num_tokens)
         refuse_other_prompts(cache, shape, rows, prompts)
-        chains = [self._keys(prompt, limit) for prompt in prompts]
+        num_loaded = cache.num_loaded if isinstance(cache, LoadedCache) else 0
+        chains = [
+            self._auditor.savable(self._keys(prompt, limit), num_loaded - prompt.num_padding)
+            for prompt in prompts
+        ]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
         if not self._are_in_place(cache, wanted):
             return 0
@@ -262,6 +286,8 @@ class StoredKV:
             for key, (row, prompt, token) in wanted.items()
         )
         num_stored = self._records.write(images)
+        if num_stored == len(wanted):
+            self._auditor.stored(wanted)
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
         for keys in chains:
             self._store.touch(keys)
@@ -330,40 +356,6 @@ class StoredKV:
 
     # ---- checks
 
-    def _is_due(self) -> bool:
-        rate = self._config.audit
-        return not self._is_audited or (not isinstance(rate, str) and random.random() < rate)
-
-    def _is_as_computed(self, images: list[memoryview], token_ids: list[int]) -> bool:
-        """Compute the last of some chunks on top of the others, and compare it. A model that
-        computes another one reads and writes nothing from then on."""
-        from kvferry.adapters.transformers.loaded_cache import LoadedCache
-
-        size = self._config.chunk_tokens
-        first = (len(images) - 1) * size
-        cache = LoadedCache([token_ids], [Prompt(0, token_ids)])
-        if first:
-            fill(cache, [StoredRow(0, images[:-1])], self._rows, self._model, first)
-        if not self._computes([token_ids[first : first + size]], cache):
-            return False
-        computed, stored = (
-            tensors_of(self._rows, image)
-            for image in (gather(self._rows, cache, self._model, 0, first), images[-1])
-        )
-        found = largest_difference(computed, stored, self._model.tolerances)
-        self._is_audited = True
-        self._observer.count("audits")
-        if found.excess <= 1:
-            return True
-        self._is_other = True
-        self._observer.count("audit_mismatch")
-        logger.warning(
-            "the model computes other KV than is stored under its identity: %s. Nothing is loaded "
-            "or saved; if it was changed in memory, give it a weights_version",
-            found.describe(self._rows),
-        )
-        return False
-
     def _computes(self, rows: list[list[int]], cache: Any) -> bool:
         """Append the KV of these tokens to a cache; False if the model fails."""
         try:
@@ -386,7 +378,7 @@ class StoredKV:
 
     def _serves(self) -> bool:
         """Whether the model still is the one whose KV was to be kept."""
-        if self._is_other:
+        if self._auditor.is_other:
             return False
         if self._model.is_unchanged:
             return True

@@ -24,7 +24,7 @@ METRICS = {
     "save_no_slot": "Saves put off because the host pool had no slot.",
     "load_failed_chunks": "Chunks that could not be brought after they were promised.",
     "audits": "Hits compared with what the engine computes, and found right.",
-    "audit_mismatch": "Hits found to be of another model; nothing is loaded or saved after one.",
+    "audit_mismatch": "Hits that differ from it, by wrong records or by another model.",
     "lookup_tokens": "Tokens of all admitted prompts.",
     "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",
     "miss_tokens_no_memory": "Tokens computed because the host pool had no slot.",

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.blocks.audit import Tolerances, largest_difference, tensors_of
+from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.connectors.shared_storage.messages import Audit, Audited, RankReport
+from kvferry.blocks.tolerance import Tolerances
+from kvferry.connectors.shared_storage.messages import Audit, Audited
 from kvferry.connectors.shared_storage.slot_io import DEVICE_SECONDS, SlotMemory
 from kvferry.store.io_pool import IOPool, Job
 
@@ -68,9 +69,9 @@ class Comparisons:
 
         self._jobs.append((audit, self._pool.submit(run)))
 
-    def collect(self, report: RankReport) -> Iterator[Audit]:
-        """Add to the report what ended. Yields the audits that have not passed, or not in time.
-        Waits for those that decide whether the tokens of this step are right."""
+    def collect(self, audited: list[Audited]) -> Iterator[Audit]:
+        """Append the results of the comparisons that ended. Yields the audits that have not passed,
+        or not in time. Waits for those that decide whether the tokens of this step are right."""
         deadline = time.monotonic() + AUDIT_SECONDS
         pending = []
         for audit, job in self._jobs:
@@ -86,7 +87,7 @@ class Comparisons:
             result = job.result or Audited(audit.chunk.slot)
             if not result.has_passed:
                 yield audit
-            report.audited.append(result)
+            audited.append(result)
         self._jobs = pending
 
     def close(self) -> None:

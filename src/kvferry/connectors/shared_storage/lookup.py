@@ -10,8 +10,8 @@ fetches have ended or the deadline has passed. Then the longest hit whose chunks
 promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
 these are fetched, too, until the deadline.
 
-A hit that is audited is promised without its last chunk that this engine has not computed itself;
-the record of that chunk must be held nevertheless.
+A hit that is audited is promised without the chunk that is compared, mostly its last one; the
+record of that chunk must be held nevertheless. A record that is suspected ends a hit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Lookup:
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
         state.num_local = num_local
-        if state.promised is not None and state.promised[0] == num_local:
+        is_promised = state.promised is not None and state.promised[0] == num_local
+        if state.promised is not None and is_promised and not self._audits.suspects:
             return self._answer(state, *state.promised)
         self._withdraw(state)
         while state.awaited and not state.awaited[-1].filling:
@@ -163,16 +164,20 @@ class Lookup:
         failed, or it has no slot and the store does not know it. No reason while the store asks its
         medium, which takes it a bounded time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
-        everything = self._tables.all_groups
+        everything, suspects = self._tables.all_groups, self._audits.suspects
         for index in range(first, len(keys)):
             key = keys[index]
             slot = find(key)
-            if slot is not None and (slot.is_save or everything <= slot.held):
-                continue  # it is in memory: what the store has does not matter
-            if key in unreadable:
-                return index, LookupMiss.UNREADABLE
-            if slot is None and not (is_stored := contains(key)):
-                return index, LookupMiss.ABSENT if is_stored is False else None
+            if suspects.get(key):
+                return index, LookupMiss.OTHER_MODEL
+            if slot is None or not (slot.is_save or everything <= slot.held):
+                # It is not in memory: else what the store has does not matter.
+                if key in unreadable:
+                    return index, LookupMiss.UNREADABLE
+                if slot is None and not (is_stored := contains(key)):
+                    return index, LookupMiss.ABSENT if is_stored is False else None
+            if key in suspects:
+                return index + 1, LookupMiss.OTHER_MODEL  # it is compared, and not loaded
         return max(first, len(keys)), None
 
     def _worth_until(self, state: RequestState, first: int, known: int) -> int:
@@ -211,21 +216,14 @@ class Lookup:
 
     def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
         """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
-        audited = self._to_audit(state, start, stop) if self._audits.is_due(state) else None
+        numbers = range(start // self._chunk, -(-stop // self._chunk))
+        audited = self._audits.choose(state, numbers)
         if audited is None:
             return _Candidate(start, stop, self._numbers(start, stop), None)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
         return _Candidate(start, stop, range(first, audited + 1), audited)
-
-    def _to_audit(self, state: RequestState, start: int, stop: int) -> int | None:
-        """The last chunk of a hit that is sampled, or else that this engine has not computed."""
-        for number in reversed(range(start // self._chunk, -(-stop // self._chunk))):
-            slot = self._pool.find(state.keys.keys[number])
-            if slot is None or not slot.is_save or state.is_sampled:
-                return number
-        return None
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
         """The groups of one chunk that a hit needs."""
@@ -319,10 +317,9 @@ class Lookup:
         than there is."""
         keys = state.keys.keys
         self._pin_only(state, [keys[number] for number in hit.numbers])
-        if hit.audited is not None:
-            first = hit.audited * self._chunk
-            if not self._audits.reserve(state, keys[hit.audited], first):
-                return False
+        first = hit.start // self._chunk
+        if hit.audited is not None and not self._audits.reserve(state, first, hit.audited):
+            return False
         loads: dict[str, tuple[int, float]] = {}
         for slot in state.pinned:
             tier = state.fetched.get(slot.key)

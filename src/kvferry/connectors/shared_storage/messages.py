@@ -140,30 +140,24 @@ class Audited(msgspec.Struct, frozen=True, array_like=True):
         return self.excess is not None and self.excess <= 1
 
 
-class RankReport(msgspec.Struct, kw_only=True):
-    """The operations that ended on one rank since its last report. The worker adds to it, hands it
-    over, and does not change it any more."""
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The operations that ended on one rank since its last report."""
 
     rank: int
     pool: int = 0
     """The host pool of the slots. A host with two connectors may bring one of them the reports of
     the other."""
-    filled: list[Filled] = []
-    saved: list[Saved] = []
-    audited: list[Audited] = []
+    filled: tuple[Filled, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    audited: tuple[Audited, ...] = ()
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
     """Steps in which a load failed on this rank, since its start."""
-    failed_requests: set[str] = set()
+    failed_requests: frozenset[str] = frozenset()
     """Requests whose load failed after it was promised ..."""
-    failed_keys: list[bytes] = []
+    failed_keys: tuple[bytes, ...] = ()
     """... and the chunks that failed."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        return not (self.filled or self.saved or self.audited or self.failed_keys or self.timed)
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

@@ -30,6 +30,13 @@ class AuditSlots(NamedTuple):
     record: Slot
     copy: Slot
     """For what the engine computes."""
+    chain: tuple[ChunkKey, ...]
+    """The records that are loaded before it, and itself."""
+
+    @property
+    def is_from_nothing(self) -> bool:
+        """Whether nothing is loaded before it, and nothing was in the engine."""
+        return self.record.first_token == 0
 
 
 @dataclass(slots=True)
@@ -57,7 +64,8 @@ class RequestState:
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audited: the record that the promised hit is to be compared with.
-        is_sampled: whether its hits are compared although the first has passed; None: not decided.
+        sample: if its hits are compared although one has passed, which chunk, from 0 to 1; None:
+            not drawn yet.
     """
 
     keys: ChunkKeys
@@ -76,7 +84,7 @@ class RequestState:
     barred: bool = False
     next_save: int = 0
     audited: AuditSlots | None = None
-    is_sampled: bool | None = None
+    sample: float | None = None
 
 
 class UnreadableKeys:

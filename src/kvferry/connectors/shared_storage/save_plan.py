@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.host_pool import HostPool, Slot
@@ -39,6 +39,8 @@ class SavePlan:
     Args:
         pool: assigns the slots.
         shared_writes: where several ranks write one record, else None.
+        suspects: records that may be wrong. What follows one is not saved: the host may have
+            computed it on the KV of the record, which its own prefix cache keeps.
 
     Attributes:
         failures_known: see `SharedStoragePlan.failures_known`.
@@ -50,11 +52,13 @@ class SavePlan:
         pool: HostPool,
         requests: Requests,
         shared_writes: SharedWrites | None,
+        suspects: Mapping[ChunkKey, bool],
     ) -> None:
         self._context = context
         self._pool = pool
         self._requests = requests
         self._shared_writes = shared_writes
+        self._suspects = suspects
         self._unsaved: dict[str, RequestState] = {}
         self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
         self._await_until = 0.0
@@ -129,6 +133,9 @@ class SavePlan:
         while state.next_save < whole:
             index = state.next_save
             key = keys[index]
+            if key in self._suspects:
+                self.forget(request.request_id)
+                return
             if self._has(key) or not self._is_worth_saving(key, request.request_id):
                 state.next_save += 1
                 continue

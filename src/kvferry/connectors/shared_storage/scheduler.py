@@ -99,7 +99,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._audits = Audits(context, pool)
         unreadable = self._requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
-        self._saves = SavePlan(context, pool, self._requests, shared_writes)
+        suspects = self._audits.suspects
+        self._saves = SavePlan(context, pool, self._requests, shared_writes, suspects)
         self._accounts = Accounts(context)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
@@ -125,7 +126,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def _may_save(self) -> bool:
-        return self._gets_reports and self._context.spec.saves and not self._audits.has_failed
+        return self._gets_reports and self._context.spec.saves and self._audits.allow_saves
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.connectors.shared_storage.config import Context
-from kvferry.connectors.shared_storage.messages import Fetch, Filled, RankReport, Saved, SlotChunk
+from kvferry.connectors.shared_storage.messages import Fetch, Filled, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
@@ -265,18 +265,18 @@ class SlotIO:
         """Whether something is under way that will be reported."""
         return bool(self._reads or self._copying or self._writes)
 
-    def collect(self, report: RankReport) -> None:
-        """Add to the report what ended since the last call."""
+    def collect(self, filled: list[Filled], saved: list[Saved]) -> None:
+        """Append the operations that ended since the last call."""
         if not self.is_busy:
             return
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]
-                report.filled.append(self._end_read(fetch, read))
+                filled.append(self._end_read(fetch, read))
         for copied in [one for one in self._copying if one.gathered.mark.poll()]:
             self._copying.remove(copied)
             self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
-            report.filled.append(Filled(copied.chunk.slot))
+            filled.append(Filled(copied.chunk.slot))
         pending = []
         for slot, write in self._writes:
             if not write.poll():
@@ -285,7 +285,7 @@ class SlotIO:
             if write.result is None:
                 self._observer.count("save_failed")
                 logger.error("saving a chunk failed", exc_info=write.error)
-            report.saved.append(write.result or Saved(slot, PutResult.FAILED))
+            saved.append(write.result or Saved(slot, PutResult.FAILED))
         self._writes = pending
 
     def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:

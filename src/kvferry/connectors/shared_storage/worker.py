@@ -12,13 +12,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from kvferry.blocks.audit import tolerances_for
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import tolerances_for
 from kvferry.connectors.shared_storage.comparisons import Comparisons
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.messages import (
@@ -60,6 +61,42 @@ class _Loaded(NamedTuple):
     copy: ChunkCopy
 
 
+@dataclass(slots=True)
+class _Ended:
+    """The operations that ended since the last report; the next report is made of them."""
+
+    pool: int = 0
+    failures: int = 0
+    timed: int = 0
+    filled: list[Filled] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    audited: list[Audited] = field(default_factory=list)
+    failed_requests: set[str] = field(default_factory=set)
+    failed_keys: list[bytes] = field(default_factory=list)
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        has_ended = self.filled or self.saved or self.audited or self.timed
+        return not (has_ended or self.failed_keys or self.invalid_block_ids)
+
+    def output(self, rank: int) -> WorkerOutput:
+        report = RankReport(
+            rank=rank,
+            pool=self.pool,
+            filled=tuple(self.filled),
+            saved=tuple(self.saved),
+            audited=tuple(self.audited),
+            timed=self.timed,
+            failures=self.failures,
+            failed_requests=frozenset(self.failed_requests),
+            failed_keys=tuple(self.failed_keys),
+        )
+        invalid = frozenset(self.invalid_block_ids)
+        return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
+
+
 class SharedStorageWorker(WorkerRole):
     """One rank's half. Runs in: worker, on the model runner's thread.
 
@@ -83,8 +120,7 @@ class SharedStorageWorker(WorkerRole):
         tolerances = tolerances_for(context.spec.identity.config)
         self._comparisons = Comparisons(rows, self._memory, tolerances)
         self._copies = BlockCopies(context.spec, rows, setup)
-        self._report = RankReport(rank=rows.rank)
-        self._invalid: set[int] = set()  # blocks whose load failed, to be reported
+        self._ended = _Ended()
         self._plan = EMPTY_PLAN
         self._saved = False
         self._to_begin: deque[Fetch | Write] = deque()
@@ -110,8 +146,8 @@ class SharedStorageWorker(WorkerRole):
             )
         self._plan = plan
         if plan.pool:  # not set in an empty plan that was copied to this process
-            self._report.pool = plan.pool
-        self._report.timed = plan.timed
+            self._ended.pool = plan.pool
+        self._ended.timed = plan.timed
         self._saved = False
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._rows.switch_namespace(plan.namespace)
@@ -134,11 +170,11 @@ class SharedStorageWorker(WorkerRole):
             return
         # A failure is counted first and taken back if there was none, so that an exception in
         # `_load` stops this step's saves, too.
-        self._report.failures += 1
-        num_failed = len(self._report.failed_keys)
+        self._ended.failures += 1
+        num_failed = len(self._ended.failed_keys)
         self._load(self._plan.loads)
-        if len(self._report.failed_keys) == num_failed:
-            self._report.failures -= 1
+        if len(self._ended.failed_keys) == num_failed:
+            self._ended.failures -= 1
 
     def save(self) -> None:
         self._saved = True
@@ -147,7 +183,7 @@ class SharedStorageWorker(WorkerRole):
         orders: tuple[Save | Audit, ...] = (*self._plan.saves, *self._plan.audits)
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
-        if failures_known >= self._report.failures:
+        if failures_known >= self._ended.failures:
             self._save(orders)
         else:
             # A load failed, and this plan was made before the scheduler role knew: the step may
@@ -159,20 +195,18 @@ class SharedStorageWorker(WorkerRole):
         self._io.wait(seconds)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        report = self._report
-        self._io.collect(report)
-        for audit in self._comparisons.collect(report):
+        ended = self._ended
+        self._io.collect(ended.filled, ended.saved)
+        for audit in self._comparisons.collect(ended.audited):
             self._take_back(audit.load)
-        if report.is_empty and not self._invalid:
+        if ended.is_empty:
             return EMPTY_OUTPUT
-        self._report = RankReport(rank=report.rank, pool=report.pool, failures=report.failures)
-        invalid, self._invalid = frozenset(self._invalid), set()
-        return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
+        self._ended = _Ended(pool=ended.pool, failures=ended.failures)
+        return ended.output(self._rows.rank)
 
     @property
     def is_idle(self) -> bool:
-        has_reports = self._invalid or not self._report.is_empty
-        return not (has_reports or self._io.is_busy) and self._comparisons.are_over
+        return self._ended.is_empty and not self._io.is_busy and self._comparisons.are_over
 
     def end_step(self) -> None:
         if not self._saved:
@@ -181,9 +215,9 @@ class SharedStorageWorker(WorkerRole):
         # The step failed at its beginning. These were not begun, and the pool waits for their end.
         for order in self._to_begin:
             if isinstance(order, Fetch):
-                self._report.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
+                self._ended.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
             else:
-                self._report.saved.append(Saved(order.slot, PutResult.FAILED))
+                self._ended.saved.append(Saved(order.slot, PutResult.FAILED))
         self._to_begin.clear()
         self._plan = EMPTY_PLAN
 
@@ -243,10 +277,12 @@ class SharedStorageWorker(WorkerRole):
     def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
         logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
         self._observer.count("load_failed_chunks")
-        self._report.failed_requests.add(load.request_id)
-        self._report.failed_keys.append(chunk.key)
+        self._ended.failed_requests.add(load.request_id)
+        self._ended.failed_keys.append(chunk.key)
         hit = (load.start, load.stop)
-        self._invalid |= self._copies.paged.block_ids(load.blocks, hit, chunk.first_token)
+        self._ended.invalid_block_ids |= self._copies.paged.block_ids(
+            load.blocks, hit, chunk.first_token
+        )
 
     # -- saves ----------------------------------------------------------------------------------
 
@@ -305,13 +341,13 @@ class SharedStorageWorker(WorkerRole):
     def _end_early(self, order: Save | Audit, why: str) -> None:
         """A chunk was not copied into its slot."""
         if isinstance(order, Audit):
-            self._report.audited.append(Audited(order.chunk.slot))
+            self._ended.audited.append(Audited(order.chunk.slot))
             self._take_back(order.load)
         else:
-            self._report.filled.append(Filled(order.chunk.slot, why))
+            self._ended.filled.append(Filled(order.chunk.slot, why))
 
     def _take_back(self, load: Load | None) -> None:
         """What a hit loaded is not known to be of this model."""
         if load is not None:
             ids = {block for part in load.blocks for block in part.ids}
-            self._invalid |= ids - {NULL_BLOCK}
+            self._ended.invalid_block_ids |= ids - {NULL_BLOCK}

@@ -172,6 +172,10 @@ class FileStore(Store):
         index.open()
         return index, True
 
+    @property
+    def refusal(self) -> str:
+        return "it is opened read-only" if self.is_read_only else self._faults.refusal
+
     def contains(self, key: ChunkKey) -> bool:
         return self._known.contains(key)
 

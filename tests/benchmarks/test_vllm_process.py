@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.vllm import ChildFailedError, last_error, run_child
+from benchmarks.vllm import ChildFailedError, last_error, run_child
 
 WORKS = """
 import json, os, subprocess, sys, time

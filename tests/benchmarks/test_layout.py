@@ -1,4 +1,4 @@
-"""`kvferry bench layout`: that it compares what it says, and would notice wrong bytes."""
+"""`bench layout`: that it compares what it says, and would notice wrong bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.bench import layout
-from kvferry.bench.host import CHUNK_TOKENS, Blocks, Shape, fill_with_noise, group_of, kv_tensors
+from benchmarks import layout
+from benchmarks.host import CHUNK_TOKENS, Blocks, Shape, fill_with_noise, group_of, kv_tensors
 from kvferry.errors import LayoutError
 
 KEYS = {"case", "gb_per_s", "straight_gb_per_s", "ratio"}

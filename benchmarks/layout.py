@@ -28,9 +28,10 @@ from operator import truediv
 import numpy as np
 import torch
 
-from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, group_of
-from kvferry.bench.limits import timed
+from benchmarks import Options
+from benchmarks.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, group_of
+from benchmarks.limits import timed
+from kvferry.bench.report import Row
 from kvferry.errors import LayoutError
 from kvferry.record.schema import LEAF_BYTES, digest
 from kvferry.types import KVGroup
@@ -59,10 +60,9 @@ CASES = (
 )
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """Measure all cases; medians over rounds."""
-    num_tokens = CHUNK_TOKENS * (2 if options.quick else 8)
-    rounds = 2 if options.quick else 15
+    num_tokens, rounds = (CHUNK_TOKENS, 1) if options.quick else (8 * CHUNK_TOKENS, 15)
     rows = [measure(case, num_tokens, rounds, options.seed) for case in CASES]
     for layout in ("HND", "2BNHD") if torch.cuda.is_available() else ():
         rows += device_rows(layout, num_tokens, rounds, options.seed)

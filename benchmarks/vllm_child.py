@@ -1,4 +1,4 @@
-"""One engine of vLLM in a process of its own: `python -m kvferry.bench.vllm_child`.
+"""One engine of vLLM in a process of its own: `python -m benchmarks.vllm_child`.
 
 The process reads its work as one JSON object from stdin and writes its result as one to stdout;
 everything else that it prints goes to stderr. The keys of the work are `arguments`, `connector`,
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.limits import bring_into_cache
+from benchmarks.limits import bring_into_cache
 from kvferry.v1.base import KVConnectorBase_V1
 
 Json = dict[str, Any]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench import BenchOptions, Row
+from benchmarks import Options
+from kvferry.bench.report import Row
 from kvferry.engine import LLM, SamplingParams
 from kvferry.testing.models import make_tiny_model
 
@@ -29,10 +30,10 @@ SHAPE: dict[str, Any] = {
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """Rows: without a store, and for each value of `audit` the first hit of a process and the
     median of later ones; what a rate of 1 % costs, relative to a cold prefill."""
-    num_tokens, hits = (500, 3) if options.quick else (2000, 15)
+    num_tokens, hits = (300, 1) if options.quick else (2000, 15)
     shape = {**SHAPE, "num_hidden_layers": 2} if options.quick else SHAPE
     model = make_tiny_model(options.directory / "model", seed=options.seed, **shape)
     prompt = random.Random(options.seed).choices(range(3, SHAPE["vocab_size"]), k=num_tokens)

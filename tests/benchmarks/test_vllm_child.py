@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench import vllm_child as child
+from benchmarks import vllm_child as child
 
 WORK = {
     "arguments": {"model": "m"},

@@ -11,13 +11,14 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from kvferry.bench import BenchOptions, Row
+from benchmarks import Options
+from kvferry.bench.report import Row
 from kvferry.engine import LLM, SamplingParams
 from kvferry.testing.models import make_tiny_model
 
@@ -35,7 +36,7 @@ MEMORY_BYTES = 128 << 20
 """Host memory; the rounds before the first that counts fill it."""
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """Rows: the engine without a connector, then with each store that is away. `ratio` is of the
     engine without; `worst_round` is the ratio of the round that lost most."""
     rounds, warm_rounds = (1, 1) if options.quick else (options.rounds or 30, 6)
@@ -66,21 +67,21 @@ def run(options: BenchOptions) -> Sequence[Row]:
         for _ in range(warm_rounds + rounds):
             for name, engine in engines.items():
                 rates[name].append(_round(engine, prompts))
-    plain = rates["no connector"][warm_rounds:]
-    plain_rate = statistics.harmonic_mean(plain)
-    rows: list[Row] = []
-    for name, all_rates in rates.items():
-        ours = all_rates[warm_rounds:]
-        rate = statistics.harmonic_mean(ours)  # of rounds of equal work
-        rows.append(
-            {
-                "store": name,
-                "tokens_per_s": rate,
-                "ratio": rate / plain_rate,
-                "worst_round": min(a / b for a, b in zip(ours, plain, strict=True)),
-            }
-        )
-    return rows
+    return rows_of({name: found[warm_rounds:] for name, found in rates.items()})
+
+
+def rows_of(rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Each engine beside the first one, from its tokens a second in rounds of equal work."""
+    plain = next(iter(rates.values()))
+    return [
+        {
+            "store": name,
+            "tokens_per_s": statistics.harmonic_mean(ours),
+            "ratio": statistics.harmonic_mean(ours) / statistics.harmonic_mean(plain),
+            "worst_round": min(a / b for a, b in zip(ours, plain, strict=True)),
+        }
+        for name, ours in rates.items()
+    ]
 
 
 def _round(engine: LLM, prompts: random.Random) -> float:

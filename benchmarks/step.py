@@ -11,8 +11,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import RolesHost, group_of, kv_tensors, opened_roles
+from benchmarks import Options
+from benchmarks.host import RolesHost, group_of, kv_tensors, opened_roles
+from kvferry.bench.report import Row
 from kvferry.testing.host_tables import HostRequest
 
 BLOCK_SIZE = 16
@@ -21,7 +22,7 @@ EXTRA_BLOCKS = 60
 """For the tokens that are decoded."""
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """One row: the median over rounds of microseconds per step."""
     steps, rounds = (500, 1) if options.quick else (5000, 3)
     group = group_of(BLOCK_SIZE)

@@ -6,21 +6,10 @@ import os
 
 import pytest
 
-from kvferry.bench import BenchOptions, datapath
-from kvferry.bench.host import CHUNK_TOKENS
-from kvferry.bench.limits import bring_into_cache, drop_from_cache
+from benchmarks import datapath
+from benchmarks.host import CHUNK_TOKENS
+from benchmarks.limits import Seconds, bring_into_cache, drop_from_cache
 from kvferry.errors import StoreError
-
-COLUMNS = [
-    "case",
-    "gb_per_s",
-    "limit",
-    "limit_gb_per_s",
-    "ratio",
-    "cpu_s_per_gb",
-    "limit_all_threads_gb_per_s",
-    "in_hand_gb_per_s",
-]
 
 
 @pytest.fixture
@@ -47,17 +36,25 @@ def num_read_bytes() -> int:
         return int(file.readline().removeprefix("rchar:"))
 
 
-def test_every_row_has_the_same_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(datapath, "SHARED_MEMORY", tmp_path / "none")
-    size = datapath.Size(prompt_tokens=CHUNK_TOKENS, num_prompts=5, rounds=1)
-    options = BenchOptions(directory=tmp_path)
-    rows = datapath.measure(options, size)
-    assert [row["case"] for row in rows] == ["save_disk", "load_warm", "load_cold"]
-    for row in rows:
-        assert list(row) == COLUMNS
-        assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["limit_gb_per_s"])
-    # The promise comes before the copy.
-    assert all(row["in_hand_gb_per_s"] > row["gb_per_s"] for row in rows[1:])
+def test_figures_are_of_medians_beside_one_thread_of_the_plain_operation():
+    case = datapath.Timings(
+        ours=[Seconds(1.0, 3.0), Seconds(4.0, 2.0), Seconds(2.0, 1.0)],
+        plain=[Seconds(0.5, 0.0)],
+        plain_all_threads=[Seconds(0.25, 0.0)],
+    )
+    row = case.row("save_disk", "pwritev", 4 * 10**9)
+    assert row == {
+        "case": "save_disk",
+        "gb_per_s": 2.0,
+        "limit": "pwritev, 1 thread",
+        "limit_gb_per_s": 8.0,
+        "ratio": 0.25,
+        "cpu_s_per_gb": 0.5,
+        "limit_all_threads_gb_per_s": 16.0,
+        "in_hand_gb_per_s": None,
+    }
+    case.in_hand.append(Seconds(0.5, 0.0))
+    assert case.row("load_warm", "memcpy", 4 * 10**9)["in_hand_gb_per_s"] == 8.0
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="not a Linux system")

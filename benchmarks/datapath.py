@@ -34,8 +34,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from kvferry.bench import BenchOptions, Row
-from kvferry.bench.host import (
+from benchmarks import Options
+from benchmarks.host import (
     CHUNK_TOKENS,
     Blocks,
     RolesHost,
@@ -44,7 +44,7 @@ from kvferry.bench.host import (
     group_of,
     opened_roles,
 )
-from kvferry.bench.limits import (
+from benchmarks.limits import (
     DirectRead,
     PlainFiles,
     Seconds,
@@ -54,6 +54,7 @@ from kvferry.bench.limits import (
     since,
     timed,
 )
+from kvferry.bench.report import Row
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.filesystem import file_system
@@ -86,15 +87,15 @@ class Size:
 
 
 FULL = Size(prompt_tokens=2048, num_prompts=8, rounds=5)
-QUICK = Size(prompt_tokens=512, num_prompts=6, rounds=2)
+QUICK = Size(prompt_tokens=128, num_prompts=5, rounds=1)
 
 
-def run(options: BenchOptions) -> Sequence[Row]:
+def run(options: Options) -> Sequence[Row]:
     """Measure all cases; medians over rounds in which each case and its limit take turns."""
     return measure(options, QUICK if options.quick else FULL)
 
 
-def measure(options: BenchOptions, size: Size) -> list[Row]:
+def measure(options: Options, size: Size) -> list[Row]:
     """`run` with another size."""
     kv = PagedPrompt(size.prompt_tokens, options.seed)
     rows: list[Row] = []

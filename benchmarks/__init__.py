@@ -1,0 +1,53 @@
+"""What developers measure, by name: `python -m benchmarks NAME`.
+
+A benchmark is a module of this package with
+
+    def run(options: Options) -> Sequence[Row]: ...
+
+that measures the subject of its name beside a limit of the machine, in one run. A figure that a row
+lacks is an empty cell of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+
+BENCHMARKS: Mapping[str, str] = {
+    "audit": "hits that are compared with what the engine computes, beside hits that are not",
+    "away": "an engine whose store on a server is away, beside one without a connector",
+    "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
+    "layout": "reads that convert TP, block size and layout, beside reads that need not",
+    "lookup": "finding the stored prefix of a prompt among many chunks",
+    "step": "time inside our hooks on a decode step without hits",
+    "vllm": "real vLLM with kvferry, with other connectors and with none",
+}
+"""Name to what it measures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of every benchmark.
+
+    Attributes:
+        directory: for files; its file system is part of the result.
+        quick: small sizes, to see that it runs; the figures mean little.
+        threads: for I/O and copies.
+        seed: of all random content.
+        rounds: of the vllm and away benchmarks; None for their defaults.
+    """
+
+    directory: Path
+    quick: bool = False
+    threads: int = 2
+    seed: int = 0
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}; it must be 1 or more")
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"rounds is {self.rounds}; it must be 1 or more")

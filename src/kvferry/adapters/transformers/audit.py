@@ -1,0 +1,221 @@
+"""Compares hits with what the model itself computes, and tells a bad record from another model."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from kvferry.adapters.transformers.arguments import Prompt
+from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.records import StoredRow, fill, gather
+from kvferry.blocks.audit import Difference, largest_difference, tensors_of
+from kvferry.blocks.rows import RankRows
+from kvferry.observe import Observer
+from kvferry.store.base import Store
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+OTHER_KV = "other_kv"
+"""Why a record is taken out of the store."""
+
+
+class Hit(NamedTuple):
+    """The leading chunks of a prompt that are stored."""
+
+    keys: Sequence[ChunkKey]
+    images: list[memoryview]
+    token_ids: list[int]
+    """Of the prompt, without padding."""
+
+
+class Auditor:
+    """Says how much of a hit may be used. A model that differs and a record that differs look alike
+    at first: another prompt of the same store tells them apart. Until then nothing is saved.
+
+    Args:
+        rows: the record layout.
+        store: where records that differ are taken out.
+        rate: the option `audit`.
+        computes: appends the KV of tokens to a cache; False if the model fails.
+
+    Attributes:
+        is_other: the model computes other KV than is stored under its identity.
+    """
+
+    def __init__(
+        self,
+        model: HostModel,
+        rows: RankRows,
+        store: Store,
+        rate: str | float,
+        observer: Observer,
+        computes: Callable[[list[list[int]], Any], bool],
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._store = store
+        self._rate = rate
+        self._observer = observer
+        self._computes = computes
+        self._has_passed = False
+        self._differed: dict[ChunkKey, bool] = {}  # records, and whether they were stored again
+        self._suspects: list[ChunkKey] = []  # those that may show another model ...
+        self._not_evidence: set[ChunkKey] = set()  # ... and those before them, which agree
+        self.is_other = False
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether some record differs, and it is not known yet whether the model does."""
+        return bool(self._suspects)
+
+    def usable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The leading keys whose records may be read."""
+        return list(takewhile(lambda key: self._differed.get(key, True), keys))
+
+    def savable(self, keys: list[ChunkKey], num_loaded: int) -> list[ChunkKey]:
+        """The leading keys that a cache may be saved under whose first tokens were loaded: none
+        behind a record that has been found wrong since."""
+        loaded = keys[: -(-max(0, num_loaded) // self._rows.schema.chunk_tokens)]
+        first = next((i for i, key in enumerate(loaded) if key in self._differed), len(keys))
+        return keys[:first]
+
+    def stored(self, keys: Iterable[ChunkKey]) -> None:
+        """These were computed by the model itself, and stored."""
+        self._differed.update(dict.fromkeys(self._differed.keys() & set(keys), True))
+
+    def num_right(self, hit: Hit) -> int | None:
+        """How many leading chunks of a hit may be used; the records behind them are not read again.
+        None if the model failed.
+
+        The first chunk is computed from nothing, and one of the others on top of those before it.
+        If either differs, all are computed from nothing: this shows which records differ.
+        """
+        if not self._is_due():
+            return len(hit.images)
+        sample = [0, random.randrange(1, len(hit.images))] if len(hit.images) > 1 else [0]
+        excesses = []
+        for number in sample:
+            found = self._difference(hit, number)
+            if found is None:
+                return None
+            excesses.append(found.excess)
+        self._observer.count("audits")
+        if max(excesses) <= 1:
+            self._pass(hit)
+            return len(hit.images)
+        self._observer.count("audit_mismatch")
+        differ = self._all_differences(hit)
+        if differ is None:
+            return None
+        if differ:
+            self._judge(hit, differ)
+        return min(differ, default=len(hit.images))
+
+    def _is_due(self) -> bool:
+        if self._rate == "off":
+            return False
+        is_sampled = not isinstance(self._rate, str) and random.random() < self._rate
+        return is_sampled or not self._has_passed
+
+    # ---- comparisons
+
+    def _difference(self, hit: Hit, number: int) -> Difference | None:
+        """Of one chunk, computed on top of those before it. None if the model failed."""
+        cache, first = _new_cache(hit), number * self._rows.schema.chunk_tokens
+        if first:
+            fill(cache, [StoredRow(0, hit.images[:number])], self._rows, self._model, first)
+        return self._of_next(hit, number, cache)
+
+    def _all_differences(self, hit: Hit) -> dict[int, Difference] | None:
+        """The chunks that differ from what the model computes from nothing. None if it failed."""
+        cache, differ = _new_cache(hit), {}
+        for number in range(len(hit.images)):
+            found = self._of_next(hit, number, cache)
+            if found is None:
+                return None
+            if found.excess > 1:
+                differ[number] = found
+        return differ
+
+    def _of_next(self, hit: Hit, number: int, cache: Any) -> Difference | None:  # noqa: ANN401
+        """Append a chunk to a cache, and compare it with its record."""
+        size = self._rows.schema.chunk_tokens
+        first = number * size
+        if not self._computes([hit.token_ids[first : first + size]], cache):
+            return None
+        computed, stored = (
+            tensors_of(self._rows, image)
+            for image in (gather(self._rows, cache, self._model, 0, first), hit.images[number])
+        )
+        return largest_difference(computed, stored, self._model.tolerances)
+
+    # ---- verdicts
+
+    def _pass(self, hit: Hit) -> None:
+        """A whole hit agrees with the model."""
+        if self._suspects and set(hit.keys) <= self._not_evidence:
+            return
+        self._has_passed = True
+        self._clear(())
+
+    def _judge(self, hit: Hit, differ: dict[int, Difference]) -> None:
+        """Some records differ from what the model computes for their tokens."""
+        first = min(differ)
+        bad = [hit.keys[number] for number in differ]
+        self._differed.update(dict.fromkeys(bad, False))
+        self._has_passed = False
+        logger.warning(
+            "the model computes other KV than is stored in record %s of %s: %s. This and what "
+            "follows it is not loaded",
+            hit.keys[first].hex(),
+            self._store.url,
+            differ[first].describe(self._rows),
+        )
+        if len(differ) < len(hit.keys) - first:
+            # One behind it agrees: so does the model with whoever stored that.
+            self._clear(bad)
+        elif not self._suspects:
+            self._suspects = bad
+            self._not_evidence = set(hit.keys[:first])
+            logger.warning(
+                "nothing is saved before a hit of another prompt shows whether the record or the "
+                "model is another one"
+            )
+        else:
+            self.is_other = True
+            logger.warning(
+                "two prompts of %s differ: this is another model than the one that stored them. "
+                "Nothing is loaded or saved; if it was changed in memory, give it a "
+                "weights_version. If it is the right one, remove the namespace %s from the store",
+                self._store.url,
+                self._rows.schema.namespace.hex(),
+            )
+
+    def _clear(self, bad: Sequence[ChunkKey]) -> None:
+        """The model is the right one: the records that differ are taken out, and may be stored
+        again."""
+        taken = [*self._suspects, *bad]
+        for key in taken:
+            self._store.discard(key, OTHER_KV)
+        if taken:
+            self._observer.count("audit_bad_records", len(taken))
+            logger.warning(
+                "%d records of %s, from %s on, are wrong and were taken out of the store: the "
+                "model agrees with others. They were saved from caches that were changed, or that "
+                "another prompt was computed with",
+                len(taken),
+                self._store.url,
+                taken[0].hex(),
+            )
+        self._suspects = []
+        self._not_evidence = set()
+
+
+def _new_cache(hit: Hit) -> Any:  # noqa: ANN401 - caches share no typed surface
+    from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+    return LoadedCache([hit.token_ids], [Prompt(0, hit.token_ids)])
