@@ -21,6 +21,7 @@ from kvferry.record.schema import (
     MAX_HEADER_BYTES,
     Component,
     RecordSchema,
+    RowRange,
     digest,
     leaf_digests,
 )
@@ -118,6 +119,36 @@ def check_rows(component: Component, payload: memoryview, leaf_table: memoryview
     if len(payload) % component.row_bytes:
         return False
     return leaf_digests(component, payload) == bytes(leaf_table)
+
+
+def check_record(
+    schema: RecordSchema, key: ChunkKey, value: memoryview, size: int
+) -> MissReason | None:
+    """Verify a whole record of any namespace and any place in a prompt; its key and shape are
+    those that are asked for.
+
+    Args:
+        schema: schema of the record's shape; its namespace is not compared.
+        value: the first `schema.record_bytes` bytes of the stored value, or all that there are.
+        size: size of the stored value in bytes.
+    """
+    info = parse_head(value, size)
+    if isinstance(info, MissReason):
+        return info
+    found = info.schema
+    if (found.chunk_tokens, found.components) != (schema.chunk_tokens, schema.components):
+        return MissReason.WRONG_SHAPE
+    reason = check_head(found, key, info.first_token, size, value)
+    if reason is not None:
+        return reason
+    table = value[found.header_bytes + DIGEST_BYTES : found.head_bytes]
+    for index, component in enumerate(found.components):
+        rows = RowRange(index, 0, component.num_rows)
+        start = found.offset_of(rows)
+        payload = value[start : start + component.num_bytes]
+        if not check_rows(component, payload, table[found.leaf_slice(rows)]):
+            return MissReason.BAD_LEAF
+    return None
 
 
 def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:

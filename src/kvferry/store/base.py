@@ -79,6 +79,16 @@ class Removal(NamedTuple):
     """The process that took it out, or found it gone."""
 
 
+class ValueCheck(NamedTuple):
+    """Tells sound values from wrong ones, for stores, which know only bytes."""
+
+    num_bytes: int
+    """Size of every sound value."""
+    why_wrong: Callable[[ChunkKey, memoryview, int], str | None]
+    """Gets the key, the first `num_bytes` bytes of the value or all that there are, and its size;
+    None for a sound value."""
+
+
 class GcReport(NamedTuple):
     """What was removed to make a store smaller, and what is stored now."""
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason, check_head, check_rows
+from kvferry.record.check import MissReason, check_head, check_record, check_rows
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
-from kvferry.store.base import NO_DEADLINE, PutResult, Store
+from kvferry.store.base import NO_DEADLINE, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
+
+
+def value_check(schema: RecordSchema) -> ValueCheck:
+    """What tells the records of `schema`, of any namespace, from other values."""
+    return ValueCheck(schema.record_bytes, partial(check_record, schema))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Several stores as one, nearest first; each behind a breaker and a limit of its own.
 
 A value is read from the first tier that has it and brought nearer. It is written to the nearest
-tier at once, and to the others by a thread of each that reads it back from there. A tier that fails
-is left alone: then it has nothing, and what is to be written to it waits.
+tier at once, and to the others by a thread of each that reads it back from there. Each copy is
+verified. A tier that fails is left alone: then it has nothing, and what is to be written to it
+waits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvferry.store.base import (
     SupportsProbe,
     SupportsRecent,
     SupportsShardedWrite,
+    ValueCheck,
 )
 from kvferry.store.tier import Tier
 from kvferry.types import ChunkKey
@@ -39,7 +41,7 @@ MAX_BEHIND = 4096
 """Values that wait to be copied to one tier; the oldest is dropped for a new one."""
 
 MAX_COPY_BYTES = 1 << 30
-"""A larger value is no record of ours."""
+"""A larger value is no record of ours; the bound where values cannot be checked."""
 
 BEHIND_SECONDS = 30.0
 """Deadline of one write to a farther tier."""
@@ -54,9 +56,10 @@ class TierCopies:
     """Copies values to one tier, on a thread of its own that starts with the first one. They wait
     while the tier takes none, and one that the tier did not answer waits again."""
 
-    def __init__(self, target: Tier, observer: Observer) -> None:
+    def __init__(self, target: Tier, observer: Observer, check: ValueCheck | None = None) -> None:
         self._target = target
         self._observer = observer
+        self._check = check
         # What waits, oldest first, and the tier that has it.
         self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._copying: ChunkKey | None = None
@@ -126,10 +129,8 @@ class TierCopies:
 
     def _copy(self, key: ChunkKey, source: Tier) -> PutResult | None:
         """Copy one value; None if it waits again, as it does while a tier is away or full. One that
-        a tier refuses otherwise is given up, so that it does not keep the others waiting.
-
-        A record that is wrong is copied as it is: its reader will see it.
-        """
+        a tier refuses otherwise, or that is no sound record, is dropped, so that it does not block
+        the queue."""
         target, until = self._target, time.monotonic() + BEHIND_SECONDS
         if not (source.is_asked and target.takes_values):
             return self._put_back(key, source)
@@ -152,12 +153,21 @@ class TierCopies:
         return result
 
     def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
-        """What is copied; None if it is gone. Raises StoreError."""
-        size = source.ask(key, (), until)
-        if size is None or size > MAX_COPY_BYTES:
+        """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
+        check = self._check
+        size = source.ask(key, (), until) if check is None else check.num_bytes
+        if size is None or (check is None and size > MAX_COPY_BYTES):
             return None
         value = memoryview(bytearray(size))
-        return value if source.ask(key, [(0, value)], until) == size else None
+        found = source.ask(key, [(0, value)], until)
+        if check is None or found is None:
+            return value if found == size else None
+        reason = check.why_wrong(key, value[:found], found)
+        if reason is not None:
+            self._observer.count("records_corrupt")
+            source.store.discard(key, reason)
+            return None
+        return value
 
     def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
         """FAILED at the end, else None."""
@@ -186,6 +196,8 @@ class TieredStore(Store):
 
     Args:
         stores: nearest first; at least one.
+        check: a value that it finds wrong is not copied to another tier. None copies what has at
+            most `MAX_COPY_BYTES`.
         clock: monotonic seconds, for the breakers.
     """
 
@@ -194,6 +206,7 @@ class TieredStore(Store):
         stores: Sequence[Store],
         observer: Observer | None = None,
         *,
+        check: ValueCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._observer = Observer() if observer is None else observer
@@ -208,7 +221,7 @@ class TieredStore(Store):
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._serving = threading.Lock()
         self._begun: dict[str, ChunkKey] = {}
-        self._copies = tuple(TierCopies(tier, self._observer) for tier in self._tiers)
+        self._copies = tuple(TierCopies(tier, self._observer, check) for tier in self._tiers)
         self._closed = False
         self._deleting = threading.Lock()
 

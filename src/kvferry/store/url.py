@@ -22,7 +22,7 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import Store, ValueCheck
 from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
 
@@ -131,13 +131,17 @@ def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
 
 
 def open_tiers(
-    urls: str | Sequence[str], observer: Observer, open_one: Callable[..., Store]
+    urls: str | Sequence[str],
+    observer: Observer,
+    open_one: Callable[..., Store],
+    check: ValueCheck | None = None,
 ) -> Store:
     """The store of one URL, or those of several as one, nearest first. A server has a breaker of
     its own also where it is the only store.
 
     Args:
         open_one: opens the store of one URL; with `may_create=False` where it was away before.
+        check: of the values that are copied between tiers; see `TieredStore`.
 
     Raises:
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
@@ -171,7 +175,7 @@ def open_tiers(
     # Only here: a process with one directory needs no breaker.
     from kvferry.store.tiered import TieredStore
 
-    return TieredStore(stores, observer)
+    return TieredStore(stores, observer, check=check)
 
 
 def _open_tier(url: str, open_one: Callable[..., Store], *, is_alone: bool) -> Store:
@@ -202,6 +206,7 @@ def open_store(
     multi_process: bool = False,
     index: bool = True,
     namespace: bytes = bytes(32),
+    check: ValueCheck | None = None,
 ) -> Store:
     """Open the store that `url` names, or several stores as tiers.
 
@@ -213,6 +218,7 @@ def open_store(
             processes and must see each other's values; refuses stores that cannot.
         index: False if `contains` is never asked: the store then does not keep track.
         namespace: under which a server keeps the values; others ask the values themselves.
+        check: of the values that are copied between tiers; see `TieredStore`.
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
@@ -233,6 +239,7 @@ def open_store(
             index=index,
             namespace=namespace,
         ),
+        check,
     )
 
 

@@ -35,6 +35,7 @@ from kvferry.keys import ChunkKeys, Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
+from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.topology import tensor_parallel_shard
 from kvferry.types import ChunkKey
@@ -113,7 +114,12 @@ class StoredKV:
         self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
         if not isinstance(store, Store):
             refuse_small_quota(store, schema.record_bytes)
-            store = open_store(store, observer=self._observer, namespace=namespace.digest)
+            store = open_store(
+                store,
+                observer=self._observer,
+                namespace=namespace.digest,
+                check=value_check(schema),
+            )
         self._store = store
         if isinstance(self._store, SupportsNamespaces):
             self._store.describe(namespace.digest, namespace.as_text())

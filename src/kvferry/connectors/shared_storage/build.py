@@ -26,6 +26,7 @@ from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
 from kvferry.store.late import LateStore
+from kvferry.store.recordio import value_check
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Parts:
             late = LateStore(url, partial(opened, url), self.config.start_timeout_seconds)
             return late.opened or late
 
-        return open_tiers(self.config.store, self.observer, open_late)
+        return open_tiers(self.config.store, self.observer, open_late, value_check(self.schema))
 
     @property
     def block_multiple(self) -> int:
