@@ -411,8 +411,8 @@ def test_a_url_opens_a_store(mooncake, name):
         ("mooncake:///kv", "names no master; write mooncake://host:50051/prefix"),
         ("mooncake://host/kv", "names no single master"),
         ("mooncake://host:1,host:2/kv", "names no single master"),
-        ("mooncake://host:1/kv?protocol=udp", "'udp' is none of tcp, rdma"),
-        ("mooncake://host:1/kv?segment=much", "'much' is not a size"),
+        ("mooncake://host:1/kv?protocol=udp", "'protocol' is none of tcp, rdma"),
+        ("mooncake://host:1/kv?segment=much", "'segment' is not a size"),
     ],
 )
 def test_a_wrong_url_is_one_line(url, match):

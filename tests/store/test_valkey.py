@@ -616,7 +616,7 @@ def test_garbage_is_an_error(answer):
 
 def test_bytes_of_another_value_are_handed_on():
     """The record's checksums are what knows better."""
-    with answering(b"+OK\r\n", b"$4\r\nabcd\r\n:4\r\n") as port:
+    with answering(b"+OK\r\n", b"$4\r\nabcd\r\n:4\r\n:1\r\n") as port:
         client = make_client(port)
         buffer = bytearray(4)
         assert client.read("kv/ns/a", [(0, memoryview(buffer))], soon()) == 4

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 MAX_BEHIND = 4096
 """Values that wait to be copied to one tier; the oldest is dropped for a new one."""
 
+MAX_COPY_BYTES = 1 << 30
+"""A larger value is no record of ours; the bound where values cannot be checked."""
+
 BEHIND_SECONDS = 30.0
 """Deadline of one write to a farther tier."""
 
@@ -153,18 +156,20 @@ class TierCopies:
         """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
         check = self._check
         size = source.ask(key, (), until) if check is None else check.num_bytes
-        if size is None:
+        if size is None or (check is None and size > MAX_COPY_BYTES):
             return None
         value = memoryview(bytearray(size))
         found = source.ask(key, [(0, value)], until)
         if check is None or found is None:
             return value if found == size else None
         reason = check.why_wrong(key, value[:found], found)
+        if reason is not None:  # once more: another process may have replaced it meanwhile
+            found = source.ask(key, [(0, value)], until)
+            reason = None if found is None else check.why_wrong(key, value[:found], found)
         if reason is not None:
             self._observer.count("records_corrupt")
             source.store.discard(key, reason)
-            return None
-        return value
+        return None if reason is not None or found is None else value
 
     def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
         """FAILED at the end, else None."""
@@ -193,7 +198,8 @@ class TieredStore(Store):
 
     Args:
         stores: nearest first; at least one.
-        check: a value that it finds wrong is not copied to another tier. None copies all.
+        check: a value that it finds wrong is not copied to another tier. None copies what has at
+            most `MAX_COPY_BYTES`.
         clock: monotonic seconds, for the breakers.
     """
 

@@ -292,7 +292,8 @@ def open_store(
             processes and must see each other's values; refuses stores that cannot.
         index: False if `contains` is never asked: the store then does not keep track.
         namespace: under which a server keeps the values; others ask the values themselves.
-        check: of the values that are copied between tiers; see `TieredStore`.
+        check: of values that are copied between tiers (see `TieredStore`), or are in the way of a
+            `put` (see `RemoteStore`).
 
     Raises:
         ConfigError: a URL, option or directory that cannot be used.
@@ -312,6 +313,7 @@ def open_store(
             multi_process=multi_process,
             index=index,
             namespace=namespace,
+            value_bytes=None if check is None else check.num_bytes,
         ),
         check,
     )
@@ -324,6 +326,7 @@ def open_one(
     multi_process: bool = False,
     index: bool = True,
     namespace: bytes = bytes(32),
+    value_bytes: int | None = None,
     may_create: bool = True,
 ) -> Store:
     """Open the store of one URL, without a breaker; see `open_store`. Unless it `may_create`, a
@@ -333,7 +336,18 @@ def open_one(
     options = read_options(parsed)
     if not isinstance(options, MemoryOptions):
         client = _client(parsed, options)
-        return _remote_store(parsed, client, namespace, observer, index=index)
+        # Only here: a process that keeps values in memory needs no threads.
+        from kvferry.store.remote import RemoteStore
+
+        return RemoteStore(
+            str(parsed),
+            client,
+            prefix=parsed.path and f"{parsed.path}/",
+            namespace=namespace,
+            observer=observer,
+            index=index,
+            value_bytes=value_bytes,
+        )
     if not isinstance(options, FileOptions):
         if multi_process:
             raise ConfigError(
@@ -367,22 +381,6 @@ def _client(
             return _mooncake_client(url, options)
         case ValkeyOptions():
             return _valkey_client(url, options)
-
-
-def _remote_store(
-    url: StoreUrl, client: RemoteClient, namespace: bytes, observer: Observer, *, index: bool
-) -> Store:
-    # Only here: a process that keeps values in memory needs no threads.
-    from kvferry.store.remote import RemoteStore
-
-    return RemoteStore(
-        str(url),
-        client,
-        prefix=url.path and f"{url.path}/",
-        namespace=namespace,
-        observer=observer,
-        index=index,
-    )
 
 
 def _valkey_client(url: StoreUrl, options: ValkeyOptions) -> ValkeyClient:

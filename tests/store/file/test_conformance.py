@@ -10,6 +10,7 @@ from hypothesis import settings
 from kvferry.observe import Observer
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import (
+    EmptyValueTests,
     IndexTests,
     ProbeTests,
     ScanTests,
@@ -22,7 +23,13 @@ from kvferry.testing.stores import (
 
 @pytest.mark.usefixtures("patient_locks")
 class TestFileStore(
-    ScanTests, ProbeTests, IndexTests, ShardedWriteTests, ShardedQuotaTests, StoreTests
+    ScanTests,
+    ProbeTests,
+    IndexTests,
+    ShardedWriteTests,
+    ShardedQuotaTests,
+    EmptyValueTests,
+    StoreTests,
 ):
     persistent = True
 

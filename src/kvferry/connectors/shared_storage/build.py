@@ -102,6 +102,7 @@ class Parts:
                 multi_process=multi_process,
                 index=index,
                 namespace=self._first_namespace.digest,
+                value_bytes=self.schema.record_bytes,
             )
             known: object = store
             # Once per engine is enough: the process with the scheduler role does it.

@@ -208,7 +208,8 @@ class Directory:
         ):
             is_taken = False
             with suppress(FileNotFoundError):
-                is_taken = stat.S_ISREG(_lstat(target, shard).st_mode)
+                status = _lstat(target, shard)
+                is_taken = stat.S_ISREG(status.st_mode) and status.st_size > 0
                 if not is_taken:
                     self._remove_any(target, shard)  # no record, and in its way
             if self._loses_links:

@@ -407,7 +407,8 @@ class FileStore(Store):
         if (resting := self._faults.resting()) is not None:
             return resting
         try:
-            if self._directory.find(key) is not None:
+            found = self._directory.find(key)
+            if found is not None and found.num_bytes:
                 self.probe([key])
                 return PutResult.EXISTS
             if num_bytes > self._max_bytes:

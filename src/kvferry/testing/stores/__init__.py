@@ -29,9 +29,10 @@ from kvferry.testing.stores.abilities import (
 )
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
 from kvferry.testing.stores.machine import StoreMachine, store_machine
-from kvferry.testing.stores.required import RemoteStoreTests, StoreTests
+from kvferry.testing.stores.required import EmptyValueTests, RemoteStoreTests, StoreTests
 
 __all__ = [
+    "EmptyValueTests",
     "IndexTests",
     "ProbeTests",
     "RemoteStoreTests",
