@@ -37,7 +37,7 @@ def test_a_device_generates_what_a_cpu_does_and_both_read_one_store(model_dir, t
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     options = {
         "store": f"file://{tmp_path}/store?max_bytes=64MiB",
-        "connector_options": {"chunk_tokens": 16},
+        "connector_options": {"chunk_tokens": 16, "audit": "off"},
     }
     expected = generate(path, prompts)
     assert_equal(generate(path, prompts, device="cuda", max_batched_tokens=50, **options), expected)
@@ -52,7 +52,7 @@ def test_any_layout_on_a_device_is_read_on_a_cpu(model_dir, tmp_path, kv_layout)
     path = model_dir()
     options = {
         "store": f"file://{tmp_path}/store?max_bytes=64MiB",
-        "connector_options": {"chunk_tokens": 16},
+        "connector_options": {"chunk_tokens": 16, "audit": "off"},
     }
     expected = generate(path, [prompt(101)])
     generate(path, [prompt(101)], device="cuda", kv_layout=kv_layout, **options)

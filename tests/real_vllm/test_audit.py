@@ -61,7 +61,7 @@ def test_an_honest_engine_is_never_suspected(
     assert passed >= ROUNDS * len(LENGTHS) - 2  # the last of each engine may not be reported yet
 
 
-def test_the_first_hit_is_a_chunk_short_and_later_ones_are_whole(
+def test_the_first_hit_is_audited_and_later_ones_are_whole(
     tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
@@ -74,4 +74,5 @@ def test_the_first_hit_is_a_chunk_short_and_later_ones_are_whole(
         warm = engine.generate(prompts)
         assert audits(engine) == (1, 0)
     assert_same(own, warm)
-    assert [answer.cached for answer in warm] == [256, 256]
+    assert warm[0].cached in (0, 256)  # the first of three chunks is compared, or the last
+    assert warm[1].cached == 256

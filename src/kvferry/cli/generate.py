@@ -74,7 +74,7 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    _show(answer, len(prompt_token_ids), counters["hit_tokens"], json)
+    _show(answer, len(prompt_token_ids), counters, json)
 
 
 def _connector_options(
@@ -97,10 +97,12 @@ class _Streamed(NamedTuple):
     text: str
 
 
-def _show(answer: _Streamed, num_prompt: int, num_hit: int, json: str | None) -> None:
+def _show(answer: _Streamed, num_prompt: int, counters: Counters, json: str | None) -> None:
+    num_hit, num_audited = counters["hit_tokens"], counters["miss_tokens_audit"]
+    audited = f", {num_audited} computed for an audit" if num_audited else ""
     emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
     print(
-        f"{num_prompt} prompt tokens, {num_hit} read from the store; first token after "
+        f"{num_prompt} prompt tokens, {num_hit} read from the store{audited}; first token after "
         f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
         file=sys.stderr,
     )

@@ -133,7 +133,8 @@ def test_custom_code_of_a_directory_needs_a_name(
     assert_refused(custom, store_url, r"modeling_custom.Custom computes.*pass a weights_version")
     assert_own_namespace(custom, store_url, prompt(64), weights_version="v1")
     # The engine runs no code of a directory, so it shares with a model that runs none either.
-    with LLM(directory, store=store_url, connector_options={"chunk_tokens": CHUNK}) as llm:
+    options = {"chunk_tokens": CHUNK, "audit": "off"}
+    with LLM(directory, store=store_url, connector_options=options) as llm:
         done = llm.generate([prompt(64)[0].tolist()])[0]
     assert done.num_external_tokens > 0
 

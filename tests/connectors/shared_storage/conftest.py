@@ -51,6 +51,7 @@ def make_host() -> Iterator[Any]:
         recomputes: bool = False,
         fills: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = lambda: 0.5,
         observer: Counters | None = None,
         rank_stores: Sequence[Any] = (),
         **options: Any,
@@ -76,6 +77,7 @@ def make_host() -> Iterator[Any]:
             fills=fills,
             stores=stores,
             clock=clock,
+            draw=draw,
         )
         host.__class__ = Host
         host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer

@@ -49,9 +49,10 @@ def make_shared_storage_host(
     stores: Sequence[Store] = (),
     fills: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    draw: Callable[[], float] = lambda: 0.5,
 ) -> tuple[SimulatedHost, Any]:
     """A host with the shared-storage connector, and what its roles share (close it last). Nothing
-    is audited unless the options say so."""
+    is audited unless the options say so; `draw` then says which chunk, mostly the last."""
     groups = groups or make_groups()
     specs = [
         EngineSpec(
@@ -70,7 +71,7 @@ def make_shared_storage_host(
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
-        part._context = replace(part._context, clock=clock)
+        part._context = replace(part._context, clock=clock, draw=draw)
     scheduler = parts[0].scheduler(fills=fills)
     host = SimulatedHost(
         scheduler,

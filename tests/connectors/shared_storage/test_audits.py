@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError
+from kvferry.testing.faults import FaultyStore, Gate
 from tests.connectors.shared_storage.hosts import make_groups
 from tests.connectors.shared_storage.keeping import (
     NUM_CHUNKS,
@@ -74,6 +75,18 @@ def settled_run(host, request_id, prompt=PROMPT, **options):
     host.settle()
     assert_settles(host)
     return request
+
+
+def unchecked_run(host, request_id, prompt, *, budget=10**9, num_local_tokens=0):
+    """The hit of a prompt that is run to its end, whose KV may be wrong."""
+    request = host.add(request_id, prompt)
+    hit = host.admit(request, num_local_tokens=num_local_tokens)
+    while left := len(prompt) - request.num_computed_tokens:
+        host.step([request], tokens=min(budget, left))
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    return hit
 
 
 def counts(host):
@@ -169,8 +182,8 @@ def test_the_option_says_how_many_hits_are_audited(make_host, directory, audit, 
 
 
 def test_a_rate_audits_that_part_of_the_hits(make_host, directory):
-    random.seed(1)
-    host = make_host(store=open_store(directory), audit=0.25)
+    draw = random.Random(1).random
+    host = make_host(store=open_store(directory), audit=0.25, draw=draw)
     hits = [settled_run(host, f"{number}").num_external_tokens for number in range(200)]
     num_audited = len(hits) - hits.count(WHOLE)
     assert 30 <= num_audited <= 70
@@ -247,13 +260,7 @@ def test_after_two_mismatches_nothing_is_read_or_written(
             settled_run(host, "first", budget=budget)  # computed again: all of its KV is checked
             assert host.invalid_block_ids
         else:
-            request = host.add("first", PROMPT)
-            assert host.admit(request) == SHORT
-            while request.num_computed_tokens < len(PROMPT):
-                left = len(PROMPT) - request.num_computed_tokens
-                host.step([request], tokens=min(budget, left))
-            host.finish(request)
-            host.settle()
+            assert unchecked_run(host, "first", PROMPT, budget=budget) == SHORT
             assert not host.invalid_block_ids
         for number in range(3):
             assert settled_run(host, f"later {number}").num_external_tokens == 0
@@ -266,6 +273,7 @@ def test_after_two_mismatches_nothing_is_read_or_written(
         assert settled_run(host, "third prompt", THIRD).num_external_tokens == 0
     assert counts(host) == (0, 3, 0)
     assert host.observer["put_stored"] == 0
+    assert host.observer["audit_bad_records"] == 0
     said = [record.message for record in caplog.records if "other KV" in record.message]
     assert len(said) == 2
     assert all("head" in each and host.scheduler._context.store.url in each for each in said)
@@ -306,20 +314,105 @@ def test_right_records_of_a_hit_that_differs_are_used_again_one_by_one(
     loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS + 2)]
     walk = [0, CHUNK, 2 * CHUNK, 3 * CHUNK, SHORT]
     assert loaded == [*walk, SHORT - CHUNK, SHORT]  # then as a first hit, and whole
-    assert host.scheduler._audits.suspects == {keys_of(host, SECOND)[-1]: True}
+    *right, bad = keys_of(host, SECOND)
+    assert host.scheduler._audits.suspects == {bad: True}
+    store = host.scheduler._context.store
+    wait_for(lambda: not store.contains(bad))
+    assert all(store.contains(key) for key in right)
+    assert host.observer["audit_bad_records"] == 1
 
 
-def test_a_short_hit_is_compared_from_nothing_once(reader, store_prompt):
-    store_prompt(SECOND, wrong=True)
-    host = reader(recomputes=True)
-    assert settled_run(host, "first").num_external_tokens == SHORT
-    assert settled_run(host, "short", SECOND[: CHUNK + 1]).num_external_tokens == 0
-    assert counts(host) == (1, 1, 0)
-    host = reader(recomputes=True)
-    assert settled_run(host, "first").num_external_tokens == SHORT
-    assert settled_run(host, "short", PROMPT[: CHUNK + 1]).num_external_tokens == 0
-    assert settled_run(host, "short", PROMPT[: CHUNK + 1]).num_external_tokens == CHUNK
-    assert counts(host) == (2, 0, 0)
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
+def test_one_first_hit_in_as_many_as_it_has_chunks_is_compared_from_nothing(reader, num_chunks):
+    prompt = PROMPT[: num_chunks * CHUNK + 1]
+    for number in range(10):
+        drawn = number / 10
+        host = reader(draw=lambda drawn=drawn: drawn)
+        hit = settled_run(host, "first", prompt).num_external_tokens
+        assert hit == (0 if drawn < 1 / num_chunks else (num_chunks - 1) * CHUNK)
+        assert counts(host) == (1, 0, 0)
+        assert settled_run(host, "later", prompt).num_external_tokens == num_chunks * CHUNK
+        host.close()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
+    reader, make_host, directory, store_prompt, caplog, recomputes
+):
+    """What follows the first chunk fits what is computed, as if it were computed on it."""
+    store_prompt(SECOND[: CHUNK + 1], wrong=True)
+    settled_run(make_host(store=open_store(directory)), "the rest", SECOND, num_local_tokens=CHUNK)
+    host = reader(recomputes=recomputes)
+    assert unchecked_run(host, "not seen at the end", SECOND) == SHORT
+    assert counts(host) == (1, 0, 0)
+    host = reader(recomputes=recomputes, draw=lambda: 0.0)
+    assert settled_run(host, "first", SECOND).num_external_tokens == 0
+    assert counts(host) == (0, 1, 0)
+    bad, *others = keys_of(host, SECOND)
+    store = host.scheduler._context.store
+    assert store.contains(bad)  # it may be the model
+    assert settled_run(host, "decides").num_external_tokens == 0
+    wait_for(lambda: not store.contains(bad))
+    assert all(store.contains(key) for key in others)
+    assert host.observer["audit_bad_records"] == 1
+    assert f"record {bad.hex()} of {store.url} is wrong" in caplog.text
+    assert settled_run(host, "again", SECOND).num_external_tokens == 0
+
+
+class HangsOnDiscard(FaultyStore):
+    """Records are taken out once the gate opens."""
+
+    def __init__(self, inner, gate):
+        super().__init__(inner, operations=("discard",))
+        self._gate = gate
+
+    def fault(self, _operation):
+        self._gate.pass_through()
+        return True
+
+
+def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor_the_end(
+    make_host, directory, store_prompt, caplog
+):
+    store_prompt(SECOND[: CHUNK + 1], wrong=True)
+    gate = Gate()
+    store = HangsOnDiscard(open_store(directory), gate)
+    host = make_host(store=store, audit="first", recomputes=True)
+    settled_run(host, "wrong", SECOND[: CHUNK + 1])
+    (bad,) = keys_of(host, SECOND[: CHUNK + 1])
+    started = time.monotonic()
+    settled_run(host, "decides")
+    assert settled_run(host, "later").num_external_tokens == SHORT
+    assert host.observer["audit_bad_records"] == 1
+    assert store.contains(bad)
+    host.scheduler.close()
+    assert time.monotonic() - started < 10
+    assert "not taken out" in caplog.text
+    gate.release()
+    wait_for(lambda: not store.contains(bad))
+
+
+def test_a_chunk_on_kv_that_the_host_loaded_of_a_suspect_says_nothing(
+    reader, store_prompt, make_host, directory
+):
+    """A host that cannot take a hit back has it in its own prefix cache, and computes on it."""
+    store_prompt(SECOND)
+    host = reader(recomputes=False)
+    values = [rank._values for rank in host.ranks]
+    be_another_model(host)  # as if computed on a wrong beginning
+    assert unchecked_run(host, "wrong", SECOND) == SHORT
+    for rank, right in zip(host.ranks, values, strict=True):
+        rank._values = right
+    assert settled_run(host, "decides").num_external_tokens == 0
+    be_another_model(host)
+    unchecked_run(host, "on its own cache", SECOND, num_local_tokens=SHORT)
+    assert host.observer["audit_mismatch"] == 2
+    assert not any(host.scheduler._audits.suspects.values())
+    for rank, right in zip(host.ranks, values, strict=True):
+        rank._values = right
+    loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS)]
+    assert loaded == [number * CHUNK for number in range(NUM_CHUNKS)]
+    assert host.observer["audit_bad_records"] == 0
 
 
 def test_the_records_stay_for_others(reader):

@@ -28,7 +28,7 @@ class StoredKVConfig:
         tenant: keeps records apart from those of every other tenant.
         audit: how often a hit is checked against what the model itself computes: "first" for the
             first hit, a number for that part of later hits too, "off" for never. Costs the
-            computation of one chunk.
+            computation of two chunks.
         weights_version: a name for weights that are not those of the model's directory. The caller
             guarantees that different weights never share a name.
     """

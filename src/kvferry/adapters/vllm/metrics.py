@@ -24,6 +24,7 @@ METRICS = {
     "save_no_slot": "Saves put off because the host pool had no slot.",
     "load_failed_chunks": "Chunks that could not be brought after they were promised.",
     "audits": "Hits compared with what the engine computes, and found right.",
+    "audit_bad_records": "Records that audits found wrong, and that were taken out of the store.",
     "audit_mismatch": "Hits that differ from it, by wrong records or by another model.",
     "lookup_tokens": "Tokens of all admitted prompts.",
     "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",

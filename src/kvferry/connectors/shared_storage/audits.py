@@ -1,21 +1,22 @@
 """Audits: whether what is stored under this model's identity is what the engine computes.
 
-Life of an audit: a hit is promised without its last chunk, whose record is held and pinned → the
-engine computes the chunk on top of what was loaded → the plan of the step that completes it carries
-an `Audit` → every rank copies the chunk into a spare slot, and an I/O thread compares the two →
-`learn`. The first hit is audited, and hits that begin before its audit has passed.
+Life of an audit: a hit is promised up to the chunk that is compared, whose record is held and
+pinned → the engine computes the chunk → the plan of the step that completes it carries an `Audit` →
+every rank copies the chunk into a spare slot, and an I/O thread compares the two → `learn`. The
+first hit is audited, and hits that begin before its audit has passed.
 
 After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
 nothing is promised or saved, and the first chunk of every hit is compared: the engine has computed
 it from nothing. If it passes, records were wrong: those of the hit that differed are not used
-before they have been compared one by one, the first of them first. If another prompt differs, too,
-nothing is loaded or saved until the next epoch. The records stay, for others.
+before they have been compared one by one, the first of them first, and one that differs is taken
+out of the store. If another prompt differs, too, nothing is loaded or saved until the next epoch,
+and the records stay.
 """
 
 from __future__ import annotations
 
 import logging
-import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import TOLERANCE
@@ -24,6 +25,7 @@ from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import Audit, Audited, Load, SlotChunk
 from kvferry.connectors.shared_storage.requests import AuditSlots, RequestState
 from kvferry.errors import ContractError
+from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,11 @@ DOUBT = (
     "whether the record or the model is another one"
 )
 
-NOT_SAMPLED = 2.0
-"""`RequestState.sample` of a request whose hits are not compared once one has passed."""
+OTHER_KV = "other_kv"
+"""Why a record is taken out of the store."""
+
+CLOSE_SECONDS = 0.5
+"""How long `close` waits for wrong records to be taken out."""
 
 AUDIT_SECONDS = 5.0
 """An idle host is kept stepping until an audit is reported, but for no longer than this."""
@@ -60,7 +65,7 @@ class _Running:
 
 
 class Audits:
-    """Runs in: scheduler thread; memory only.
+    """Runs in: scheduler thread; memory only, but for the job that takes records out.
 
     Args:
         pool: assigns the slots.
@@ -83,7 +88,6 @@ class Audits:
         if why_not or option == "off":
             self._rate = None  # not even the first
         self._has_passed = False
-        self._has_passed_from_nothing = False
         self.has_failed = False
         self.is_undecided = False
         self.suspects: dict[ChunkKey, bool] = {}
@@ -91,6 +95,7 @@ class Audits:
         self._running: dict[int, _Running] = {}
         self._unchecked: list[Load] = []
         self._await_until = 0.0
+        self._thread = IOPool(1, "kvferry-discard")
 
     # -- hits -----------------------------------------------------------------------------------
 
@@ -98,24 +103,22 @@ class Audits:
         """The chunk of a hit of these chunks that is compared, if one is: the hit ends before it.
 
         The last one that this engine has not computed itself costs least. A wrong beginning does
-        not show there, if all that follows was computed on it: a hit of one chunk and, of sampled
-        hits, one in as many as they have chunks is computed from nothing.
+        not show there, if all that follows was computed on it: of the hits of n chunks, one in n
+        ends before its first chunk, which costs one chunk more on average.
         """
         if self._rate is None or not numbers:
             return None
         keys = state.keys.keys
         if keys[numbers[-1]] in self.suspects:
             return numbers[0] if self.is_undecided else numbers[-1]
-        is_short = numbers == range(1) and not self._has_passed_from_nothing
-        if self._has_passed and not self._rate and not is_short:
-            return None
+        share = self._rate if self._has_passed else 1.0
         if state.sample is None:
-            is_sampled = random.random() < self._rate
-            state.sample = random.random() if is_sampled else NOT_SAMPLED
-        is_sampled = state.sample != NOT_SAMPLED
-        if not (is_sampled or is_short or not self._has_passed):
+            state.sample = self._context.draw()
+        if state.sample >= share:
             return None
-        from_front = self.is_undecided or state.sample * len(numbers) < 1
+        # A number that was drawn below `share` is distributed evenly up to there.
+        from_front = self.is_undecided or state.sample * len(numbers) < share
+        is_sampled = state.sample < self._rate
         for number in numbers if from_front else reversed(numbers):
             slot = self._pool.find(keys[number])
             if slot is None or not slot.is_save or is_sampled:
@@ -135,7 +138,9 @@ class Audits:
         if record is None or copy is None:
             return False
         self._pool.pin(record)
-        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[start : number + 1]))
+        # What a host that cannot take a hit back has itself may come of records, too.
+        first = start if self._context.spec.recomputes else 0
+        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[first : number + 1]))
         return True
 
     def release(self, state: RequestState) -> None:
@@ -273,11 +278,13 @@ class Audits:
             return
         observer.count("audit_mismatch")
         where = f"record {key.hex()} of {self._context.store.url}"
-        if not self.suspects.keys().isdisjoint(slots.chain[:-1]):
-            self._suspect(slots)  # it began before these were suspected
+        if self._is_on_suspects(slots):
+            self._suspect(slots)
         elif key in self.suspects:
+            logger.warning("%s differs from what the model computes: %s", where, worst.what)
             self.suspects[key] = True
-            logger.warning("%s is wrong, or the model is another one: %s", where, worst.what)
+            if not self.is_undecided:
+                self._take_out([key])
         elif not self.suspects or self._has_passed:
             self.is_undecided, self._has_passed = True, False
             self._suspect(slots)
@@ -286,29 +293,61 @@ class Audits:
             self.has_failed = True
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, REMEDY)
 
+    def _is_on_suspects(self, slots: AuditSlots) -> bool:
+        """Whether a chunk was computed on records that are suspected, some of them since then: its
+        comparison says nothing about its own."""
+        return not self.suspects.keys().isdisjoint(slots.chain[:-1])
+
+    def _suspect(self, slots: AuditSlots) -> None:
+        """A hit differs: any of its records may be the wrong one; a single one is."""
+        for key in slots.chain:
+            self.suspects.setdefault(key, len(slots.chain) == 1)
+
     def _pass(self, slots: AuditSlots) -> None:
         """The engine computed what is stored in a record."""
-        if not self.suspects.keys().isdisjoint(slots.chain[:-1]):
-            return  # it began before these were suspected, and was computed on them
-        self._has_passed_from_nothing |= slots.is_from_nothing
+        if self._is_on_suspects(slots):
+            return
         if slots.record.key in self.suspects:
             del self.suspects[slots.record.key]
         elif not self.is_undecided:
             self._has_passed = True
         if self.is_undecided:
             self.is_undecided = False
+            wrong = [key for key, is_wrong in self.suspects.items() if is_wrong]
             logger.warning(
-                "the model is the one that filled %s: a record was wrong. %d records of that "
-                "prompt are compared before they are used; one that differs is named, and can be "
-                "removed with open_store(url).delete(key)",
+                "the model is the one that filled %s: a record was wrong. %d more of that prompt "
+                "are compared before they are used",
                 self._context.store.url,
-                len(self.suspects),
+                len(self.suspects) - len(wrong),
+            )
+            if wrong:
+                self._take_out(wrong)
+
+    def _take_out(self, wrong: Sequence[ChunkKey]) -> None:
+        """Have records taken out of the store. Never blocks."""
+        store = self._context.store
+
+        def discard() -> None:
+            for key in wrong:
+                store.discard(key, OTHER_KV)
+
+        self._thread.submit(lambda _job: discard())
+        self._context.observer.count("audit_bad_records", len(wrong))
+        for key in wrong:
+            logger.warning(
+                "record %s of %s is wrong, since the model agrees with others. It is taken out of "
+                "the store, and this process does not use it again or save what follows it",
+                key.hex(),
+                store.url,
             )
 
-    def _suspect(self, slots: AuditSlots) -> None:
-        """A hit differs: any of its records may be the wrong one."""
-        for key in slots.chain:
-            self.suspects.setdefault(key, False)
+    def close(self) -> None:
+        """End the thread, in bounded time. Idempotent."""
+        if not self._thread.close(CLOSE_SECONDS):
+            logger.warning(
+                "wrong records were not taken out of %s in time at close; they may still be there",
+                self._context.store.url,
+            )
 
 
 def _why_not(context: Context) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class SharedStorageConfig:
         io_threads: threads for loads, and half as many for saves.
         audit: how often a hit is checked against what the engine computes: "first" for the first
             hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
-            computation of one chunk.
+            computation of two chunks on average; see docs/identity.md.
         tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
         record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
@@ -80,6 +81,7 @@ class Context:
         observer: receives counts and events.
         tables: block tables of the host.
         clock: monotonic seconds.
+        draw: makes a random number from 0 to 1, without 1.
     """
 
     spec: EngineSpec
@@ -88,6 +90,7 @@ class Context:
     observer: Observer
     tables: Tables
     clock: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
 
     @property
     def tier_of(self) -> Callable[[ChunkKey], str]:

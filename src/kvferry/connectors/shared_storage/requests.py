@@ -33,11 +33,6 @@ class AuditSlots(NamedTuple):
     chain: tuple[ChunkKey, ...]
     """The records that are loaded before it, and itself."""
 
-    @property
-    def is_from_nothing(self) -> bool:
-        """Whether nothing is loaded before it, and nothing was in the engine."""
-        return self.record.first_token == 0
-
 
 @dataclass(slots=True)
 class RequestState:
@@ -64,8 +59,8 @@ class RequestState:
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audited: the record that the promised hit is to be compared with.
-        sample: if its hits are compared although one has passed, which chunk, from 0 to 1; None:
-            not drawn yet.
+        sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
+            drawn yet.
     """
 
     keys: ChunkKeys

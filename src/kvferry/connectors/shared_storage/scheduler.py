@@ -345,6 +345,7 @@ class SharedStorageScheduler(SchedulerRole):
     def close(self) -> None:
         self._end_recent(RECENT_CLOSE_SECONDS)
         self._saves.close()
+        self._audits.close()
         self._requests.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:
