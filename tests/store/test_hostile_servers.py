@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -183,6 +184,22 @@ def test_a_child_that_misbehaves_is_one_error(make_misled, does):
             call(started + LIMIT_SECONDS)
         assert time.monotonic() - started < LIMIT_SECONDS + LATE_SECONDS
         assert str(caught.value).isprintable()
+
+
+def test_a_process_with_many_open_files_makes_calls(make_misled):
+    many = 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(many)]
+    try:
+        client = make_misled(r'end.sendall(b"[1]\n")')
+        # Not that no descriptor fits: the child answers, and wrongly.
+        with pytest.raises(StoreError, match="cannot be read"):
+            client.delete("kv/a", time.monotonic() + PATIENT_SECONDS)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_child_that_died_of_a_flood_is_replaced(hostile):

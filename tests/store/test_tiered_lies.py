@@ -12,11 +12,13 @@ from kvferry.record.schema import leaf_digests
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import put_record, value_check
+from kvferry.store.remote import RemoteStore
 from kvferry.store.tiered import TieredStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
 from tests.record.samples import schema_of
+from tests.store.remote_client import DictClient
 
 SCHEMA = schema_of([(2, 2, 64, "float32", None)], 100)  # records of 100 kB
 NUM_NEAR = 90
@@ -98,6 +100,16 @@ def test_a_right_record_is_copied(tmp_path):
         assert read_value(store, LIAR) == image
         wait_until(lambda: near.contains(LIAR), "it is near")
         assert read_value(near, LIAR) == image
+
+
+@pytest.mark.parametrize("wrong", [b"", b"x"], ids=["empty", "cut"])
+def test_a_wrong_value_behind_is_replaced_by_a_copy(wrong):
+    server = DictClient()
+    far = RemoteStore("dict://far", server, value_bytes=SCHEMA.record_bytes)
+    server.values[far._name(LIAR)] = wrong
+    with TieredStore([MemoryStore(), far], check=value_check(SCHEMA)) as store:
+        image = put(store, LIAR)
+        wait_until(lambda: server.values[far._name(LIAR)] == image, "it is replaced")
 
 
 def test_a_whole_record_is_checked_against_the_key_asked_for():

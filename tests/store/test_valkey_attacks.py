@@ -19,10 +19,18 @@ from hypothesis import strategies as st
 
 from kvferry.errors import StoreError
 from kvferry.store.resp import Connection, command
-from kvferry.store.url import open_store
-from kvferry.store.valkey import ListLimit, ValkeyClient
+from kvferry.store.url import open_one, open_store
+from kvferry.store.valkey import ListLimit, Login, ValkeyClient
+from kvferry.store.valkey_node import ValkeyNode
 from kvferry.testing.stores import make_key, read_value
-from tests.servers.hostile_valkey import ATTACKS, HostileValkey, hostile_valkey, mutated, silent
+from tests.servers.hostile_valkey import (
+    ATTACKS,
+    HostileValkey,
+    hostile_valkey,
+    mutated,
+    sends,
+    silent,
+)
 from tests.servers.process import LOCALHOST
 from tests.servers.victim import CALL_SECONDS, MAX_STALL_SECONDS
 
@@ -158,6 +166,38 @@ def test_a_store_that_attacks_is_left_alone_after_three_faults(attack, caplog):
         (line,) = caplog.messages
         assert "left alone until it answers: valkey" in line
         assert line.isprintable()
+
+
+def test_a_size_below_zero_is_a_fault_of_the_server():
+    with hostile_valkey(sends(b":-5\r\n:1\r\n")) as server:
+        url = f"valkey://{LOCALHOST}:{server.port}/kv"
+        with open_one(url) as store:
+            with pytest.raises(StoreError, match="makes no sense"):
+                store.read(make_key(), [], soon())
+            assert store.stat().used_bytes == 0
+            assert store.describe(bytes(32)) is None
+
+
+def test_connections_go_while_other_threads_take_them():
+    """Threads that find the server refusing close what is idle, all at once."""
+
+    class Taken(list):
+        def __len__(self):
+            return 1  # what one thread sees before another takes the last
+
+    node = ValkeyNode(LOCALHOST, 1, Login(), None)
+    node._idle = Taken()
+    node.refresh()
+
+
+def test_a_process_that_can_start_no_thread_has_a_fault(monkeypatch):
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    client = ValkeyClient([(LOCALHOST, 1)])
+    with pytest.raises(StoreError, match="can start no thread"):
+        client.exists(["kv/1"], soon())
 
 
 def test_what_comes_between_two_calls_is_the_answer_to_neither():

@@ -295,8 +295,12 @@ class ChildClient(RemoteClient):
         """Find lanes whose answers have come, and a child that gives none."""
         if not self._late:
             return
-        ready, _, _ = select.select([lane.socket for lane in self._late], [], [], 0)
-        for lane in [lane for lane in self._late if lane.socket in ready]:
+        # Not `select`, which takes no descriptor above 1023.
+        poll = select.poll()
+        for lane in self._late:
+            poll.register(lane.socket, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(0)}
+        for lane in [lane for lane in self._late if lane.socket.fileno() in ready]:
             try:
                 answer = lane.answer(0)
                 if isinstance(answer, str):

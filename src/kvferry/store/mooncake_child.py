@@ -60,11 +60,12 @@ class Lane:
             "delete": self.delete,
         }
         lines = self._socket.makefile("rb")
+        # Not `select`, which takes no descriptor above 1023; it is the parent's.
+        coming = select.poll()
+        coming.register(self._socket, select.POLLIN)
         while True:
-            if self._unfinished is not None:
-                ready, _, _ = select.select([self._socket], [], [], _PIECE_SECONDS)
-                if not ready:
-                    self._revoke()
+            if self._unfinished is not None and not coming.poll(1000 * _PIECE_SECONDS):
+                self._revoke()
             line = lines.readline()
             if not line:
                 break

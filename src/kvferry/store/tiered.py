@@ -136,7 +136,8 @@ class TierCopies:
             return self._put_back(key, source)
         asked = target
         try:
-            if target.ask(key, (), until) is not None:  # costs less than to read and send it
+            size = target.ask(key, (), until)  # costs less than to read and send it
+            if size is not None and (self._check is None or size == self._check.num_bytes):
                 return PutResult.EXISTS
             asked = source
             value = self._value(key, source, until)

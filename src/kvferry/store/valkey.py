@@ -202,7 +202,8 @@ class ValkeyClient(RemoteClient):
         return replies
 
     def _number(self, reply: object, what: str, name: str) -> int:
-        if not isinstance(reply, int):
+        """A count or a size."""
+        if not isinstance(reply, int) or reply < 0:
             self._refuse(reply, what, name)
         return reply
 

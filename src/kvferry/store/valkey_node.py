@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,8 +95,9 @@ class ValkeyNode:
 
     def refresh(self) -> None:
         """Connect anew from now on: the name of the server may lead to another one."""
-        while self._idle:
-            self._idle.pop().close()
+        with suppress(IndexError):  # none is left; other threads take them, too
+            while True:
+                self._idle.pop().close()
 
     def close(self) -> None:
         self._closed = True
@@ -204,7 +206,10 @@ def _addresses_of(host: str, seconds: float) -> list[str]:
             found.put(error)
 
     # A look-up takes no timeout. The thread ends when the resolver gives up.
-    threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    except RuntimeError:
+        raise OSError("the process can start no thread to look its address up") from None
     try:
         answer = found.get(timeout=seconds)
     except queue.Empty:
