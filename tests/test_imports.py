@@ -51,8 +51,6 @@ SIDEWAYS = {
 ONLY_FROM = {
     # Only hosts know the names of the seeds.
     "v1": ["adapters"],
-    # A connector is reached by its name. `simulate` replays the order in which its pool evicts.
-    "connectors.shared_storage": ["simulate"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -158,7 +156,6 @@ THIRD_PARTIES = {
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
 LAZY = {
-    "connectors/registry.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {
         "kvferry.store.file",
@@ -297,19 +294,18 @@ def test_imports_go_down_the_layers():
 @pytest.mark.parametrize(
     ("path", "source", "part"),
     [
-        ("store/base.py", "import kvferry.connectors.registry", "above store"),
+        ("store/base.py", "import kvferry.connectors.shared_storage.config", "above store"),
         ("store/base.py", "from kvferry.contract import messages", "beside store"),
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         (
             "contract/lifecycle.py",
-            "from kvferry.connectors.registry import Roles",
+            "from kvferry.connectors.shared_storage.build import PrefixCache",
             "above contract",
         ),
         ("connectors/x.py", "from kvferry.v1 import types", "above connectors"),
         ("engine/llm.py", "from kvferry.v1 import types", "not for engine/llm.py"),
-        ("cli/main.py", "import kvferry.connectors.shared_storage.worker", "not for cli/main.py"),
-        ("blocks/copies.py", "import kvferry.connectors.registry", "above blocks"),
+        ("blocks/copies.py", "import kvferry.connectors.shared_storage.config", "above blocks"),
         ("blocks/copies.py", "import kvferry.store.base", "not for blocks/copies.py"),
         ("blocks/tables.py", "import torch", "torch is not for blocks"),
         ("contract/spec.py", "import kvferry.blocks.tables", "above contract"),
@@ -339,7 +335,6 @@ def test_a_wrong_import_is_found(path, source, part):
         ("contract/worker.py", "if TYPE_CHECKING:\n  import torch"),
         ("blocks/rows.py", "from kvferry.store.recordio import pieces"),
         ("connectors/p2p/worker.py", "import kvferry.blocks.copies"),
-        ("connectors/registry.py", "def f():\n  from kvferry.connectors.shared_storage import x"),
         ("cli/main.py", "import kvferry.bench.stores\nfrom kvferry import KVError, __version__"),
         ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
     ],
@@ -424,7 +419,7 @@ def run_fresh(code: str) -> str:
         "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
         "import kvferry.keys, kvferry.identity, kvferry.record.check, kvferry.store.recordio",
         "import kvferry.contract.guard_scheduler, kvferry.contract.guard_worker",
-        "import kvferry.contract.lifecycle, kvferry.connectors.registry",
+        "import kvferry.contract.lifecycle, kvferry.connectors.shared_storage.config",
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",
         "import kvferry.layout.spec, kvferry.layout.plan",

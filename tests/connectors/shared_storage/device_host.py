@@ -11,7 +11,7 @@ import torch
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.tables import BlockSlice
-from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.build import PrefixCache
 from kvferry.connectors.shared_storage.messages import (
     Fetch,
     Load,
@@ -90,8 +90,8 @@ class DeviceHost:
         self.observer = Counters()
         memory_bytes = 8 * record_bytes(groups, CHUNK)
         options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
-        self.parts = Parts(spec, options, self.observer, store=store)
-        self.worker = self.parts.worker(setup)
+        self.cache = PrefixCache(spec, options, self.observer, store=store)
+        self.worker = self.cache.worker(setup)
         self.worker.register_kv_caches(
             {
                 name: tensor

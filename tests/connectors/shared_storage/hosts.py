@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -66,7 +66,7 @@ def make_shared_storage_host(
     ]
     observer = observer or Counters()
     parts = [
-        Parts(spec, {"audit": "off", **options}, observer, store=store)
+        PrefixCache(spec, {"audit": "off", **options}, observer, store=store)
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:

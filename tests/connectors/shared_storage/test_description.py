@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connectors.registry import create_worker, open_parts
+from kvferry.connectors.shared_storage.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.layout.shards import tensor_parallel_shard
@@ -30,9 +30,7 @@ def spec_of(*, saves: bool = True) -> EngineSpec:
 
 def opened(root: Path, *, spec: EngineSpec | None = None, query: str = "", **options):
     options = {"store": f"{root.as_uri()}{query}", **options}
-    return open_parts(
-        "shared_storage", spec or spec_of(), options, Counters(), where="options", schedules=True
-    )
+    return PrefixCache(spec or spec_of(), options, Counters())
 
 
 def said_of(root: Path, namespace: bytes) -> Namespace | None:
@@ -63,10 +61,8 @@ def test_a_role_that_stores_nothing_describes_nothing(tmp_path):
     FileStore(tmp_path / "store").close()
     opened(tmp_path / "store", query="?read_only=true").close()
     opened(tmp_path / "store", spec=spec_of(saves=False)).close()
-    worker = create_worker(
-        "shared_storage", spec_of(), {"store": (tmp_path / "store").as_uri()}, Counters()
-    )
-    worker.close_last()
+    options = {"store": (tmp_path / "store").as_uri()}
+    PrefixCache(spec_of(), options, Counters(), schedules=False).close()
     assert not (tmp_path / "store" / "namespaces").exists()
 
 

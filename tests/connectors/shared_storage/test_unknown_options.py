@@ -3,11 +3,9 @@ instead, before anything is made."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from kvferry.connectors.registry import create_roles, create_worker, open_parts
+from kvferry.connectors.shared_storage.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine import LLM
 from kvferry.errors import ConfigError
@@ -39,10 +37,8 @@ def assert_says(error: BaseException, said: str) -> None:
 
 
 @CASES
-@pytest.mark.parametrize(
-    "make", [create_roles, create_worker, partial(open_parts, where="options", schedules=True)]
-)
-def test_by_the_connector(tmp_path, make, options, said):
+@pytest.mark.parametrize("schedules", [False, True])
+def test_by_the_connector(tmp_path, schedules, options, said):
     groups = make_groups()
     spec = EngineSpec(
         identity=ModelIdentity(weights=bytes(32), config={}),
@@ -51,7 +47,7 @@ def test_by_the_connector(tmp_path, make, options, said):
     )
     options = {"store": f"file://{tmp_path}/store", **options}
     with pytest.raises(ConfigError) as refused:
-        make("shared_storage", spec, options, Counters())
+        PrefixCache(spec, options, Counters(), schedules=schedules)
     assert_says(refused.value, said)
     assert list(tmp_path.iterdir()) == []
 

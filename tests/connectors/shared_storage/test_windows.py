@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.shared_storage.build import Parts
+from kvferry.connectors.shared_storage.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
@@ -400,10 +400,10 @@ def pipeline(
         specs.append(
             EngineSpec(identity=identity, groups=tuple(groups), shard=shard, tables=tuple(parts))
         )
-    parts_of_ranks = [Parts(spec, options, Counters()) for spec in specs]
-    workers = [(spec, each.worker()) for spec, each in zip(specs, parts_of_ranks, strict=True)]
-    host = SimulatedHost(parts_of_ranks[0].scheduler(), workers, num_blocks=500, tables=tables)
-    return host, parts_of_ranks
+    caches = [PrefixCache(spec, options, Counters()) for spec in specs]
+    workers = [(spec, each.worker()) for spec, each in zip(specs, caches, strict=True)]
+    host = SimulatedHost(caches[0].scheduler(), workers, num_blocks=500, tables=tables)
+    return host, caches
 
 
 @pytest.mark.parametrize("cuts", [(1, 2), (2, 0), (0, 3)])
@@ -416,15 +416,15 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     with opened(groups, f"file://{tmp_path}/whole") as whole:
         whole.run("writer", prompt)
         whole.settle()
-    host, parts = pipeline(groups, tables, cuts, options)
+    host, caches = pipeline(groups, tables, cuts, options)
     host.run("writer", prompt)
-    host.observer = parts[0].observer
+    host.observer = caches[0].observer
     wait_stored(host, 5)
     deadline = time.monotonic() + 10
-    for part in parts:
-        assert part.store.wait_indexed(10)
-        part.store.probe(host.scheduler._requests.track(host.add("probe", prompt)).keys.keys)
-    while not all(part.store.stat().num_records == 5 for part in parts):
+    for cache in caches:
+        assert cache.store.wait_indexed(10)
+        cache.store.probe(host.scheduler._requests.track(host.add("probe", prompt)).keys.keys)
+    while not all(cache.store.stat().num_records == 5 for cache in caches):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert host.run("held", prompt).num_external_tokens == 40
@@ -432,8 +432,8 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     assert host.run("reader", prompt).num_external_tokens == 40
     assert host.observer["hit_tokens_file"] == 40
     host.close()
-    for part in parts:
-        part.store.close()
+    for cache in caches:
+        cache.store.close()
     records, expected = (
         {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
         for name in ("store", "whole")

@@ -1,4 +1,4 @@
-"""Put the shared-storage connector together from an engine's description and options."""
+"""The one door to the cache: opens what one process needs, and makes its roles."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 logger = logging.getLogger(__name__)
 
 
-class Parts:
-    """The parts that both roles of one process share. Close it once, after both roles.
+class PrefixCache:
+    """The cache as one process has it: an open store, and the roles over it. Close it once, after
+    its roles.
 
-    Arguments as for `kvferry.connectors.registry.open_parts`; `store` replaces the store that the
-    options name, and is closed here, too.
+    Args:
+        spec: the engine, and the rank for a worker role.
+        options: fields of `SharedStorageConfig`; unknown names are refused.
+        observer: receives its counts.
+        store: replaces the store that the options name, and is closed here, too.
+        where: what the options belong to, the start of messages about them.
+        schedules: whether the scheduler role will be asked for.
 
     Raises:
-        ConfigError: an option, or a store that cannot hold one chunk of this model.
+        ConfigError: an option, or a store that cannot be used or hold one chunk of this model.
     """
 
     def __init__(
@@ -122,7 +128,8 @@ class Parts:
         return self._context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
-        """See `Roles.wait_ready`."""
+        """Block until look-ups can find everything stored, for at most `timeout` seconds; True if
+        they can. For the start of an engine: earlier look-ups work, and may miss."""
         return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
 
     def close(self) -> None:

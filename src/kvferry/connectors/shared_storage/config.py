@@ -16,6 +16,7 @@ from kvferry.store.base import Store, SupportsTiers
 from kvferry.types import ChunkKey
 
 DEFAULT_CHUNK_TOKENS = 128
+DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class SharedStorageConfig:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     save_generated: bool = False
     save_repeated: bool = False
-    memory_bytes: int = field(default=1 << 30, metadata={"unit": "bytes"})
+    memory_bytes: int = field(default=DEFAULT_MEMORY_BYTES, metadata={"unit": "bytes"})
     load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
     # More than cores: a thread that waits for a busy core does not delay the others. Saves have
