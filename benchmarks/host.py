@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import torch
 
-from kvferry.connectors.shared_storage.build import PrefixCache
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle

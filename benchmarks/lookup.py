@@ -25,8 +25,8 @@ from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, engine_spec
 from benchmarks.limits import timed
 from kvferry.bench.report import Row
-from kvferry.connectors.shared_storage.build import PrefixCache
-from kvferry.connectors.shared_storage.messages import (
+from kvferry.cache.build import PrefixCache
+from kvferry.cache.messages import (
     Filled,
     RankReport,
     SharedStorageMeta,

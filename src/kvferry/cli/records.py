@@ -241,7 +241,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
     # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.connectors.shared_storage.config import DEFAULT_MEMORY_BYTES
+    from kvferry.cache.config import DEFAULT_MEMORY_BYTES
 
     facts, spaces, removals = look(url, _count)
     facts = {

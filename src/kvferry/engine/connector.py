@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.shared_storage.build import PrefixCache
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec, Roles

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.shared_storage.build import PrefixCache
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity

@@ -15,9 +15,9 @@ from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
+from kvferry.cache.build import PrefixCache
+from kvferry.cache.config import DEFAULT_CHUNK_TOKENS
 from kvferry.config import format_size
-from kvferry.connectors.shared_storage.build import PrefixCache
-from kvferry.connectors.shared_storage.config import DEFAULT_CHUNK_TOKENS
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
