@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import torch
 
-from kvferry.connectors.registry import create_roles
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
@@ -137,7 +137,8 @@ def opened_roles(
     group: KVGroup, options: Mapping[str, object], layers: Mapping[str, torch.Tensor]
 ) -> Iterator[Roles]:
     """Both roles of the shared-storage connector of one rank, with its tensors by layer."""
-    roles: Roles = create_roles("shared_storage", engine_spec(group), options, Counters())
+    cache = PrefixCache(engine_spec(group), options, Counters())
+    roles = Roles(cache.scheduler(), cache.worker(), cache.close, cache.wait_ready)
     try:
         roles.worker.register_kv_caches(layers)
         yield roles

@@ -25,8 +25,8 @@ from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, engine_spec
 from benchmarks.limits import timed
 from kvferry.bench.report import Row
-from kvferry.connectors.shared_storage.build import Parts
-from kvferry.connectors.shared_storage.messages import (
+from kvferry.cache.build import PrefixCache
+from kvferry.cache.messages import (
     Filled,
     RankReport,
     SharedStorageMeta,
@@ -65,24 +65,24 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
     options = {"store": url, "chunk_tokens": CHUNK_TOKENS, "audit": "off"}
     token_ids = list(range(PROMPT_CHUNKS * CHUNK_TOKENS + 1))
     try:
-        parts = Parts(spec, options, Observer())
-        keys = ChunkKeys(parts.schema.namespace, CHUNK_TOKENS)
+        cache = PrefixCache(spec, options, Observer())
+        keys = ChunkKeys(cache.schema.namespace, CHUNK_TOKENS)
         keys.extend(token_ids)
-        parts.store.close()
+        cache.close()
         create_records(directory, keys.keys, num_chunks, seed)
         rebuild_seconds = rebuild(url, directory)
 
         started = time.perf_counter()
-        parts = Parts(spec, options, Observer())
+        cache = PrefixCache(spec, options, Observer())
         open_ms = (time.perf_counter() - started) * 1e3
-        scheduler = parts.scheduler()
-        worst_ms, fill_seconds = while_filling(parts, scheduler, token_ids)
-        find_us_per_chunk = find_us(parts.store, keys.keys)
+        scheduler = cache.scheduler()
+        worst_ms, fill_seconds = while_filling(cache, scheduler, token_ids)
+        find_us_per_chunk = find_us(cache.store, keys.keys)
         us_per_chunk = lookup_us(scheduler, token_ids, None)
         hold(scheduler, token_ids)
         held_us_per_chunk = lookup_us(scheduler, token_ids, PROMPT_CHUNKS * CHUNK_TOKENS)
         scheduler.close()
-        parts.store.close()
+        cache.close()
     finally:
         shutil.rmtree(directory)
     return {
@@ -125,11 +125,11 @@ def rebuild(url: str, directory: Path) -> float:
 
 
 def while_filling(
-    parts: Parts, scheduler: SchedulerRole, token_ids: list[int]
+    cache: PrefixCache, scheduler: SchedulerRole, token_ids: list[int]
 ) -> tuple[float, float]:
     """Until the index is complete: the worst time of a look-up, in ms; and the seconds until
     then."""
-    store = parts.store
+    store = cache.store
     worst = 0.0
     begun = time.perf_counter()
     number = 0

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry.config
+from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import (
     StoreUrl,
     build_config,
@@ -20,7 +21,6 @@ from kvferry.config import (
     shown_url,
     unknown,
 )
-from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.errors import ConfigError
 from kvferry.store.url import open_store
 

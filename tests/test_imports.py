@@ -24,7 +24,7 @@ LAYERS = [
     {"identity"},
     {"contract", "store", "transfer"},
     {"blocks"},
-    {"connectors"},
+    {"cache"},
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
@@ -49,10 +49,12 @@ SIDEWAYS = {
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
 ONLY_FROM = {
+    # An engine opens the cache by `cache.build` and sees no half of it. `simulate` replays the
+    # order in which the pool evicts.
+    "cache.deciding": ["simulate"],
+    "cache.moving": [],
     # Only hosts know the names of the seeds.
     "v1": ["adapters"],
-    # A connector is reached by its name. `simulate` replays the order in which its pool evicts.
-    "connectors.shared_storage": ["simulate"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
@@ -60,7 +62,7 @@ ONLY_FROM = {
         "store/checking.py",
         "store/file/index.py",
         "blocks",
-        "connectors",
+        "cache",
         "engine",
         # Transformers has no step and no blocks for a connector's roles to work on.
         "adapters/transformers",
@@ -78,7 +80,7 @@ ONLY_FROM = {
     "keys": [
         # An engine says which model it runs.
         "contract/spec.py",
-        "connectors",
+        "cache",
         "identity",
         "v1",
         "engine",
@@ -90,7 +92,7 @@ ONLY_FROM = {
     "identity": ["v1", "engine", "adapters"],
     "layout": [
         "blocks",
-        "connectors",
+        "cache",
         "v1",
         "engine",
         "adapters",
@@ -99,7 +101,7 @@ ONLY_FROM = {
     "store": [
         # Pieces of a record that are read and verified one by one.
         "blocks/rows.py",
-        "connectors",
+        "cache",
         "engine",
         "testing",
         "adapters",
@@ -111,6 +113,9 @@ ONLY_FROM = {
     "testing": ["cli"],
 }
 
+# Halves of one room: neither imports the other, so that each is read, and runs, without it.
+OTHER_HALF = {"cache/deciding": "cache.moving", "cache/moving": "cache.deciding"}
+
 # Third parties that cost time or may be absent: where they may be imported at run time.
 THIRD_PARTIES = {
     "torch": [
@@ -121,7 +126,7 @@ THIRD_PARTIES = {
         "blocks/audit.py",
         "blocks/paged.py",
         "blocks/copies.py",
-        "connectors",
+        "cache/moving",
         "v1/kv_allocation.py",
         "v1/block_copies.py",
         "v1/shared_storage.py",
@@ -158,7 +163,6 @@ THIRD_PARTIES = {
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
 LAZY = {
-    "connectors/registry.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {
         "kvferry.store.file",
@@ -265,6 +269,9 @@ def faults_of_import(path: str, room: str, found: Import) -> Iterator[str]:
 def faults_of_layers(path: str, room: str, target: str) -> Iterator[str]:
     target_room = target.split(".", maxsplit=1)[0]
     if target_room == room:
+        for half, other in OTHER_HALF.items():
+            if is_in(path, [half], "/") and is_in(target, [other], "."):
+                yield f"kvferry.{target} is the other half of {room}"
         return
     if not target or target_room in kvferry.__all__:
         # The package itself names things of every layer: only those on top of all may use it.
@@ -297,19 +304,29 @@ def test_imports_go_down_the_layers():
 @pytest.mark.parametrize(
     ("path", "source", "part"),
     [
-        ("store/base.py", "import kvferry.connectors.registry", "above store"),
+        ("store/base.py", "import kvferry.cache.config", "above store"),
         ("store/base.py", "from kvferry.contract import messages", "beside store"),
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         (
             "contract/lifecycle.py",
-            "from kvferry.connectors.registry import Roles",
+            "from kvferry.cache.build import PrefixCache",
             "above contract",
         ),
-        ("connectors/x.py", "from kvferry.v1 import types", "above connectors"),
+        ("cache/x.py", "from kvferry.v1 import types", "above cache"),
         ("engine/llm.py", "from kvferry.v1 import types", "not for engine/llm.py"),
-        ("cli/main.py", "import kvferry.connectors.shared_storage.worker", "not for cli/main.py"),
-        ("blocks/copies.py", "import kvferry.connectors.registry", "above blocks"),
+        ("cli/main.py", "import kvferry.cache.moving.worker", "not for cli/main.py"),
+        (
+            "cache/deciding/lookup.py",
+            "from kvferry.cache.moving.slot_io import SlotIO",
+            "the other half",
+        ),
+        (
+            "cache/moving/worker.py",
+            "if TYPE_CHECKING:\n  from kvferry.cache.deciding import host_pool",
+            "the other half",
+        ),
+        ("blocks/copies.py", "import kvferry.cache.config", "above blocks"),
         ("blocks/copies.py", "import kvferry.store.base", "not for blocks/copies.py"),
         ("blocks/tables.py", "import torch", "torch is not for blocks"),
         ("contract/spec.py", "import kvferry.blocks.tables", "above contract"),
@@ -338,8 +355,8 @@ def test_a_wrong_import_is_found(path, source, part):
         ("store/recordio.py", "from kvferry.record.schema import digest"),
         ("contract/worker.py", "if TYPE_CHECKING:\n  import torch"),
         ("blocks/rows.py", "from kvferry.store.recordio import pieces"),
-        ("connectors/p2p/worker.py", "import kvferry.blocks.copies"),
-        ("connectors/registry.py", "def f():\n  from kvferry.connectors.shared_storage import x"),
+        ("cache/moving/worker.py", "import kvferry.blocks.copies"),
+        ("cache/deciding/lookup.py", "from kvferry.cache.messages import SlotChunk"),
         ("cli/main.py", "import kvferry.bench.stores\nfrom kvferry import KVError, __version__"),
         ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
     ],
@@ -424,11 +441,11 @@ def run_fresh(code: str) -> str:
         "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
         "import kvferry.keys, kvferry.identity, kvferry.record.check, kvferry.store.recordio",
         "import kvferry.contract.guard_scheduler, kvferry.contract.guard_worker",
-        "import kvferry.contract.lifecycle, kvferry.connectors.registry",
+        "import kvferry.contract.lifecycle, kvferry.cache.config",
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",
         "import kvferry.layout.spec, kvferry.layout.plan",
-        "import kvferry.connectors.shared_storage.scheduler",
+        "import kvferry.cache.deciding.scheduler",
     ],
 )
 def test_cheap_modules_load_no_torch(code):

@@ -13,6 +13,7 @@ NEW_HOME: Final = "kvferry.v1"
 MOVED_MODULES: Final = MappingProxyType(
     {
         "kvferry.aggregation": "kvferry.v1 (WorkerOutputFold to kvferry.contract.fold)",
+        "kvferry.connectors": "kvferry.cache (SharedStorageConnector and its like to kvferry.v1)",
         "kvferry.contract.v1": NEW_HOME,
         "kvferry.runner": "kvferry.v1 (StepLifecycle to kvferry.contract.lifecycle)",
         "kvferry.topology": "kvferry.v1 (tensor_parallel_shard to kvferry.layout.shards)",
@@ -23,12 +24,6 @@ MOVED_MODULES: Final = MappingProxyType(
 MOVED_NAMES: Final = MappingProxyType(
     {
         "kvferry": ("KVConnectorBase_V1", "SharedStorageConnector"),
-        "kvferry.connectors.shared_storage": (
-            "ReqMeta",
-            "SharedStorageConnector",
-            "SharedStorageConnectorMetadata",
-            "align_to_block_size",
-        ),
         "kvferry.contract": ("yield_req_data",),
         "kvferry.layout": (
             "copy_kv_blocks",

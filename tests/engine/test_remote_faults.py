@@ -18,7 +18,7 @@ import pytest
 import torch
 from obstore.store import S3Store
 
-from kvferry.connectors.shared_storage import policy
+from kvferry.cache.deciding import policy
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters

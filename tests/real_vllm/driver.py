@@ -100,7 +100,7 @@ class Driver:
 
     def unknown(self, keys: list[str]) -> Json:
         """How many of these records the connector's look-ups would not find now."""
-        store = self._scheduler().connector._parts.store
+        store = self._scheduler().connector._cache.store
         return {"count": sum(not store.contains(bytes.fromhex(key)) for key in keys)}
 
     def metrics(self) -> Json:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from kvferry.cache.config import SharedStorageConfig
 from kvferry.cli.main import main
 from kvferry.config import (
     OBJECT_SCHEMES,
@@ -22,7 +23,6 @@ from kvferry.config import (
     parse_store_url,
     shown_url,
 )
-from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.errors import KVError, StoreError
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters

@@ -241,13 +241,13 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
     # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.connectors.registry import default_options
+    from kvferry.cache.config import DEFAULT_MEMORY_BYTES
 
     facts, spaces, removals = look(url, _count)
     facts = {
         "url": shown_url(url),
         **facts,
-        "memory_bytes": default_options("shared_storage")["memory_bytes"],
+        "memory_bytes": DEFAULT_MEMORY_BYTES,
     }
     removed = _by_reason(removals)
     since = removals[-1].at if removals else None

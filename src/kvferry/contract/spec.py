@@ -124,12 +124,3 @@ class Roles:
     wait_ready: Callable[[float], bool] = lambda _timeout: True
     """Blocks until look-ups can find everything stored, for at most so many seconds; True if they
     can. For the start of an engine: earlier look-ups work, and may miss."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankWorker:
-    """The worker role of one rank, for a process that has no scheduler role."""
-
-    worker: WorkerRole
-    close_last: Callable[[], None] = lambda: None
-    """Called once after the role is closed."""

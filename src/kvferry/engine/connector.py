@@ -1,4 +1,4 @@
-"""Chooses and creates the engine's connector; with roles that do nothing, for no store."""
+"""The roles of the engine's cache; with roles that do nothing, for no store."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors import registry
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.spec import EngineSpec, RankWorker, Roles
+from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, is_library_class
@@ -23,22 +23,20 @@ from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorChoice:
-    """Which connector an engine uses, with options of its own; `spec` is that of rank 0."""
+class CacheArguments:
+    """What the engine opens its cache with, on every rank; `spec` is that of rank 0."""
 
-    name: str
     spec: EngineSpec
     options: Mapping[str, Any]
 
 
-def choose_connector(
-    name: str,
+def cache_arguments(
     store: str | Sequence[str] | None,
     options: Mapping[str, Any] | None,
     model: ModelConfig,
     engine: EngineConfig,
-) -> ConnectorChoice | None:
-    """The connector `name` with a store; None without a store.
+) -> CacheArguments | None:
+    """The arguments for a store; None without one.
 
     Raises:
         ConfigError: there are options and no store.
@@ -47,28 +45,27 @@ def choose_connector(
         if options:
             raise ConfigError("connector_options are given without a store")
         return None
-    spec = engine_spec(model, engine)
-    return ConnectorChoice(name=name, spec=spec, options={"store": store, **(options or {})})
+    return CacheArguments(
+        spec=engine_spec(model, engine), options={"store": store, **(options or {})}
+    )
 
 
-def create_roles(choice: ConnectorChoice | None, observer: Observer) -> Roles:
-    """Both roles of an engine of one rank, or of the first of several; None is for no connector.
+def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int = 0) -> Roles:
+    """Open the cache on one rank; only the first has a scheduler role that does something.
 
     Raises:
-        ConfigError: unknown name or option, or a store that cannot be used.
+        ConfigError: an unknown option, or a store that cannot be used.
     """
-    if choice is None:
+    if arguments is None:
         return Roles(NoScheduler(), NoWorker())
-    return registry.create_roles(choice.name, choice.spec, choice.options, observer)
-
-
-def create_worker(choice: ConnectorChoice | None, rank: int, observer: Observer) -> RankWorker:
-    """The worker role of `rank`; errors as for `create_roles`."""
-    if choice is None:
-        return RankWorker(NoWorker())
-    spec = choice.spec
+    spec = arguments.spec
     shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
-    return registry.create_worker(choice.name, replace(spec, shard=shard), choice.options, observer)
+    schedules = rank == 0
+    cache = PrefixCache(
+        replace(spec, shard=shard), arguments.options, observer, schedules=schedules
+    )
+    scheduler = cache.scheduler() if schedules else NoScheduler()
+    return Roles(scheduler, cache.worker(), cache.close, cache.wait_ready)
 
 
 def engine_spec(

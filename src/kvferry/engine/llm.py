@@ -20,7 +20,7 @@ from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.connector import choose_connector, create_roles
+from kvferry.engine.connector import cache_arguments, open_roles
 from kvferry.engine.generation import (
     Completion,
     Generation,
@@ -72,7 +72,6 @@ class LLM:
         model_dir: str | Path,
         *,
         store: str | Sequence[str] | None = None,
-        connector: str = "shared_storage",
         connector_options: Mapping[str, Any] | None = None,
         roles: Roles | None = None,
         observer: Observer | None = None,
@@ -85,8 +84,7 @@ class LLM:
                 saves it.
             store: URL of a store to read KV from and write it to, or those of several tiers,
                 nearest first; None for none.
-            connector: name of the connector that uses the store.
-            connector_options: further options of the connector.
+            connector_options: further options of the connector that uses the store.
             roles: a connector made elsewhere, instead of `store`. The engine closes it.
             observer: receives counts.
             config: fields of `EngineConfig`.
@@ -103,12 +101,12 @@ class LLM:
         self._observer = observer or Observer()
         model = ModelConfig(Path(model_dir), engine)
         num_blocks = num_blocks_for(engine, model.geometry)
-        choice = None
+        arguments = None
         stored = None if store is None else weights_state(model.model_dir)
         if roles is None:
-            choice = choose_connector(connector, store, connector_options, model, engine)
+            arguments = cache_arguments(store, connector_options, model, engine)
             # Before the weights, so that the store's index fills while they are read.
-            roles = create_roles(choice, self._observer)
+            roles = open_roles(arguments, self._observer)
         self._roles = replace(
             roles,
             scheduler=GuardedScheduler(
@@ -120,7 +118,12 @@ class LLM:
         try:
             if engine.tensor_parallel_size > 1:
                 self._ranks = Ranks(
-                    model.model_dir, engine, num_blocks, choice, self._observer, launch=self._launch
+                    model.model_dir,
+                    engine,
+                    num_blocks,
+                    arguments,
+                    self._observer,
+                    launch=self._launch,
                 )
             self._load(model, engine, num_blocks)
             _refuse_changed(model.model_dir, stored)

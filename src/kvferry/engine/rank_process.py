@@ -19,7 +19,7 @@ import torch
 
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import WorkerOutput
-from kvferry.engine.connector import create_worker
+from kvferry.engine.connector import open_roles
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig, first_line
 from kvferry.engine.ranks import Channel, Connect, Failed, Ready, Start, StepDone
@@ -65,20 +65,20 @@ def run_rank(channel: Channel) -> None:
     torch.set_num_threads(engine.num_threads or max(1, (os.cpu_count() or 1) // size))
     device = device_of_rank(engine.device, start.rank)
     model = PagedModel(ModelConfig(start.model_dir, engine), device)
-    half = create_worker(start.connector, start.rank, observer)
+    roles = open_roles(start.cache, observer, start.rank)
     try:
         channel.send(Ready())
         _expect(channel, Connect)
         model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
-        worker = GuardedWorker(half.worker, observer)
+        worker = GuardedWorker(roles.worker, observer)
         runner = ModelRunner(model, worker, engine, num_blocks=start.num_blocks, observer=observer)
         channel.send(Ready())
         while True:
             runner.run(_expect(channel, RunStep))
             channel.send(observer.done(runner.output))
     finally:
-        half.worker.close()
-        half.close_last()
+        roles.worker.close()
+        roles.close_last()
 
 
 def _expect(channel: Channel, kind: type[_Message]) -> _Message:

@@ -26,7 +26,7 @@ import torch
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.connector import ConnectorChoice
+from kvferry.engine.connector import CacheArguments
 from kvferry.engine.request import RunStep
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.tensor_parallel import RANK_TIMEOUT_SECONDS, RankGroup
@@ -102,7 +102,7 @@ class Start(NamedTuple):
     engine: EngineConfig
     num_blocks: int
     """Of the KV pool."""
-    connector: ConnectorChoice | None
+    cache: CacheArguments | None
     """None for an engine without a store."""
     rendezvous: Path
     """Where the ranks meet."""
@@ -167,7 +167,7 @@ class Ranks:
         model_dir: Path,
         engine: EngineConfig,
         num_blocks: int,
-        connector: ConnectorChoice | None,
+        cache: CacheArguments | None,
         observer: Observer,
         *,
         launch: Launch = launch_process,
@@ -181,7 +181,7 @@ class Ranks:
         self._rendezvous = Path(tempfile.mkdtemp(prefix="kvferry-ranks-")) / "rendezvous"
         try:
             for rank in range(1, self.size):
-                start = Start(rank, model_dir, engine, num_blocks, connector, self._rendezvous)
+                start = Start(rank, model_dir, engine, num_blocks, cache, self._rendezvous)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._children.append(_Child(rank, launch(theirs), Channel(ours)))

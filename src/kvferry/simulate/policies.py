@@ -14,9 +14,9 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvferry.cache.config import DEFAULT_CHUNK_TOKENS
+from kvferry.cache.deciding.save_plan import MAX_USED_ONCE
 from kvferry.config import unknown
-from kvferry.connectors.shared_storage.config import DEFAULT_CHUNK_TOKENS
-from kvferry.connectors.shared_storage.save_plan import MAX_USED_ONCE
 from kvferry.errors import ConfigError
 from kvferry.simulate.reuse import Replay
 from kvferry.simulate.trace import Trace

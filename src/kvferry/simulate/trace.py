@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connectors.shared_storage.recording import RecordedRequest
+from kvferry.cache.recording import RecordedRequest
 from kvferry.errors import ConfigError
 
 Ints = NDArray[np.int64]

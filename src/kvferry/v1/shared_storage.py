@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.registry import open_parts
+from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
@@ -114,14 +114,14 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         spec = _describe(vllm_config, layout, options.get("weights_version"))
         _refuse_windows(kv_cache_config, _as_it_runs(spec.identity))
         is_worker = role is KVConnectorRole.WORKER
-        self._parts = open_parts("shared_storage", spec, options, observer, schedules=not is_worker)
-        self._scheduler_role = None if is_worker else self._parts.scheduler()
+        self._cache = PrefixCache(spec, options, observer, schedules=not is_worker)
+        self._scheduler_role = None if is_worker else self._cache.scheduler()
         super().__init__(
             vllm_config,
             role,
             kv_cache_config,
             scheduler=self._scheduler_role,
-            worker=self._parts.worker() if is_worker else None,
+            worker=self._cache.worker() if is_worker else None,
             observer=observer,
         )
 
@@ -134,7 +134,7 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._parts.store.close()
+        self._cache.close()
 
 
 def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:

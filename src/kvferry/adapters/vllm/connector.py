@@ -15,8 +15,9 @@ from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
+from kvferry.cache.build import PrefixCache
+from kvferry.cache.config import DEFAULT_CHUNK_TOKENS
 from kvferry.config import format_size
-from kvferry.connectors.registry import default_options, open_parts
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 """Below vLLM's own logger, so that its handlers and its level hold."""
-
-KIND = "shared_storage"
-"""The connector behind the plug-in."""
 
 WHERE = "kv_connector_extra_config"
 
@@ -79,10 +77,10 @@ class FerryConnector(OneRole):
         options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         spec = self._spec(kv_cache_config, options)
         self._kv_layout = spec.kv_layout
-        self._parts = open_parts(
-            KIND, spec, options, self._observer, where=WHERE, schedules=not is_worker
+        self._cache = PrefixCache(
+            spec, options, self._observer, where=WHERE, schedules=not is_worker
         )
-        in_memory = self._parts.store.url.startswith("memory:")
+        in_memory = self._cache.store.url.startswith("memory:")
         self._translator: EventTranslator | None = None
         if spec.publishes:
             self._translator = EventTranslator(self.host.events, "CPU" if in_memory else "STORAGE")
@@ -90,16 +88,16 @@ class FerryConnector(OneRole):
             sources = self.host.hit_sources
             self._cache_hit_source = sources.HOST if in_memory else sources.DISK
         self.attach(
-            self._parts.worker() if is_worker else self._parts.scheduler(),
-            block_size=self._parts.block_multiple,
+            self._cache.worker() if is_worker else self._cache.scheduler(),
+            block_size=self._cache.block_multiple,
             observer=self._observer,
             lora_identity=self._lora_identities,
             item_identity=ItemIdentities(vllm_config, local_model(vllm_config)),
         )
         if not is_worker:
-            self._parts.wait_ready(START_SECONDS)
-            schema = self._parts.schema
-            log_start(spec, self._parts.store, schema.namespace, schema.record_bytes)
+            self._cache.wait_ready(START_SECONDS)
+            schema = self._cache.schema
+            log_start(spec, self._cache.store, schema.namespace, schema.record_bytes)
 
     def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
         config = self._host_config
@@ -112,7 +110,7 @@ class FerryConnector(OneRole):
         spec = engine_spec(config, kv_cache_config, identity, publishes=publishes)
         if not computes_like_others(config):
             spec = replace(spec, loads=False, saves=False)
-        chunk_tokens = options.get("chunk_tokens", default_options(KIND)["chunk_tokens"])
+        chunk_tokens = options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
         kernels = cpu_kernels(config, {part.block_size for part in spec.table_parts})
         return with_layout(spec, kernels, chunk_tokens)
 
@@ -193,7 +191,7 @@ class FerryConnector(OneRole):
     def shutdown(self) -> None:
         super().shutdown()
         self._lora_identities.close()
-        self._parts.close()
+        self._cache.close()
 
 
 def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[Any]) -> type[Any]:

@@ -1,0 +1,9 @@
+"""Prefix reuse through a store: keys → index → host pool → blocks, and back.
+
+`deciding` is the half in the scheduler's process, in memory; `moving` is the half on every rank,
+which moves bytes. They do not import each other: `messages` is all that crosses. `build` makes
+both.
+
+Read in this order: `messages`, `deciding/host_pool`, `deciding/lookup`, `deciding/save_plan`,
+`deciding/audits`, `deciding/scheduler`, `moving/slot_io`, `moving/worker`, `build`.
+"""

@@ -1,0 +1,205 @@
+"""The one door to the cache: opens what one process needs, and makes its roles."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tables import Tables
+from kvferry.cache.config import Context, SharedStorageConfig
+from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.cache.deciding.recent import RecentRecords
+from kvferry.cache.deciding.scheduler import SharedStorageScheduler
+from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.moving.worker import SharedStorageWorker
+from kvferry.config import build_config
+from kvferry.contract.spec import EngineSpec
+from kvferry.errors import ConfigError
+from kvferry.keys import Namespace
+from kvferry.observe import Observer
+from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
+from kvferry.store.late import LateStore
+from kvferry.store.recordio import value_check
+from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixCache:
+    """The cache as one process has it: an open store, and the roles over it. Close it once, after
+    its roles.
+
+    Args:
+        spec: the engine, and the rank for a worker role.
+        options: fields of `SharedStorageConfig`; unknown names are refused.
+        observer: receives its counts.
+        store: replaces the store that the options name, and is closed here, too.
+        where: what the options belong to, the start of messages about them.
+        schedules: whether the scheduler role will be asked for.
+
+    Raises:
+        ConfigError: an option, or a store that cannot be used or hold one chunk of this model.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        options: Mapping[str, Any],
+        observer: Observer,
+        *,
+        store: Store | None = None,
+        where: str = "shared_storage options",
+        schedules: bool = True,
+    ) -> None:
+        config = build_config(SharedStorageConfig, options, where=where)
+        self.spec = spec
+        self.config = config
+        version = config.weights_version
+        self._first_namespace = self._namespace(
+            spec.identity.weights_version if version is None else version
+        )
+        self.schema = RecordSchema.for_groups(
+            namespace=self._first_namespace.digest,
+            chunk_tokens=config.chunk_tokens,
+            groups=spec.groups,
+        )
+        self.num_slots = self._count_slots()
+        refuse_small_quota(config.store, self.schema.record_bytes)
+        self.observer = observer
+        self.store = store or self._open_store(index=schedules)
+        self._context = Context(
+            spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
+        )
+
+    def _count_slots(self) -> int:
+        """Slots of the host pool: whole records, so that every rank has the same number."""
+        record_bytes = -(-self.schema.record_bytes // ALIGN) * ALIGN
+        num_slots = self.config.memory_bytes // record_bytes
+        needed = 1 if self.config.audit == "off" else 2  # an audit compares two
+        if num_slots < needed:
+            raise ConfigError(
+                f"memory_bytes={self.config.memory_bytes} is smaller than "
+                f"{'one chunk' if needed == 1 else 'two chunks'} of this model; set it to at least "
+                f"{needed * record_bytes}"
+            )
+        return num_slots
+
+    def _open_store(self, *, index: bool) -> Store:
+        """The store, or its stand-in while it takes long to open.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        spec = self.spec
+        multi_process = spec.multi_process or spec.shard.world_size > 1
+
+        def opened(url: str, may_create: bool) -> Store:
+            store = open_one(
+                url,
+                may_create=may_create,
+                observer=self.observer,
+                multi_process=multi_process,
+                index=index,
+                namespace=self._first_namespace.digest,
+                value_bytes=self.schema.record_bytes,
+            )
+            known: object = store
+            # Once per engine is enough: the process with the scheduler role does it.
+            if index and spec.saves and isinstance(known, SupportsNamespaces):
+                known.describe(self._first_namespace.digest, self._first_namespace.as_text())
+            return store
+
+        def open_late(url: str) -> Store:
+            late = LateStore(url, partial(opened, url), self.config.start_timeout_seconds)
+            return late.opened or late
+
+        return open_tiers(self.config.store, self.observer, open_late, value_check(self.schema))
+
+    @property
+    def block_multiple(self) -> int:
+        """In tokens; every hit is a multiple of it."""
+        return self._context.tables.block_size
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Block until look-ups can find everything stored, for at most `timeout` seconds; True if
+        they can. For the start of an engine: earlier look-ups work, and may miss."""
+        return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
+
+    def close(self) -> None:
+        """Close the store, after the role. Idempotent."""
+        self.store.close()
+
+    def _namespace(self, weights_version: str | None) -> Namespace:
+        return Namespace.of(
+            replace(self.spec.identity, weights_version=weights_version),
+            self.spec.groups,
+            self.config.chunk_tokens,
+            self.config.tenant,
+        )
+
+    def _next_epoch(self) -> bytes:
+        """A new namespace: the weights changed and have no version, so no stored record fits."""
+        return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
+
+    def _warn_of_windows(self) -> None:
+        """Warn of chunks longer than a window: they are stored only if one step computes them."""
+        windows = (part.window for part in self.spec.table_parts if part.window is not None)
+        smallest = min(windows, default=self.config.chunk_tokens)
+        if self.spec.saves and smallest < self.config.chunk_tokens:
+            logger.warning(
+                "chunk_tokens=%d is more than the smallest attention window: chunks that two steps "
+                "compute are not stored; set it to at most %d",
+                self.config.chunk_tokens,
+                smallest,
+            )
+
+    def scheduler(self, *, fills: bool = True) -> SharedStorageScheduler:
+        """The scheduler role; call once.
+
+        Args:
+            fills: whether the records that were used last are fetched at start.
+
+        Raises:
+            ConfigError: a store that several ranks cannot write together, or a recording that
+                cannot be written.
+        """
+        self._warn_of_windows()
+        world_size = self.spec.shard.world_size
+        pool = HostPool(self.num_slots, world_size, self._context.tables.all_groups)
+        shared_writes = None
+        if world_size > 1:
+            if not isinstance(self.store, SupportsShardedWrite):
+                raise ConfigError(
+                    f"store {self.store.url} cannot be written by {world_size} ranks together; use "
+                    "a file:// store"
+                )
+            shared_writes = SharedWrites(pool, self.store, self.schema, world_size, self.observer)
+        recent = None
+        if fills and self.spec.loads and self.spec.carries_worker_meta and self.num_slots > 1:
+            recent = RecentRecords(
+                self.store, self.schema, self.num_slots // 2, self._context.clock
+            )
+        return SharedStorageScheduler(
+            self._context,
+            self.schema.namespace,
+            pool,
+            new_namespace=self._next_epoch,
+            recent=recent,
+            shared_writes=shared_writes,
+        )
+
+    def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
+        """The worker role; call once.
+
+        Raises:
+            ConfigError: more memory than this machine lets a process reserve.
+        """
+        rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
+        return SharedStorageWorker(self._context, rows, self.num_slots, setup or DeviceSetup())

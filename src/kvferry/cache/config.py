@@ -1,0 +1,103 @@
+"""Options of the shared-storage connector, and the context of its parts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry.blocks.tables import Tables
+from kvferry.config import check_audit
+from kvferry.contract.spec import EngineSpec
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.store.base import Store, SupportsTiers
+from kvferry.types import ChunkKey
+
+DEFAULT_CHUNK_TOKENS = 128
+DEFAULT_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStorageConfig:
+    """The options of an operator. Each but `store` has a default that is right for one machine.
+
+    Attributes:
+        store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`, or those
+            of several tiers, nearest first.
+        chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
+            value are not read.
+        save_generated: also store chunks that end in confirmed generated tokens.
+        save_repeated: only store chunks that a second request uses, to spare the store what is
+            never asked for.
+        memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
+            every store, through which all reads and writes pass. Where ranks hold the same kv
+            heads, each has its own copy.
+        load_timeout_seconds: chunks that have not arrived after this time are recomputed.
+        start_timeout_seconds: how long an engine's start waits for the store to open. After that
+            the engine serves without the store until it is open.
+        io_threads: threads for loads, and half as many for saves.
+        audit: how often a hit is checked against what the engine computes: "first" for the first
+            hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
+            computation of two chunks on average; see docs/identity.md.
+        tenant: keeps its records apart from those of every other tenant.
+        weights_version: name of the weights, for engines whose weights change in place.
+        record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
+    """
+
+    store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    save_generated: bool = False
+    save_repeated: bool = False
+    memory_bytes: int = field(default=DEFAULT_MEMORY_BYTES, metadata={"unit": "bytes"})
+    load_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 10.0
+    # More than cores: a thread that waits for a busy core does not delay the others. Saves have
+    # fewer, because no request waits for them and the engine computes meanwhile.
+    io_threads: int = 4
+    audit: Literal["first", "off"] | float = "first"
+    tenant: str = ""
+    weights_version: str | None = None
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        check_audit(self.audit)
+        for name in ("load_timeout_seconds", "start_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The values that all parts of a role share.
+
+    Attributes:
+        store: where records are; the builder of the connector closes it.
+        observer: receives counts and events.
+        tables: block tables of the host.
+        clock: monotonic seconds.
+        draw: makes a random number from 0 to 1, without 1.
+    """
+
+    spec: EngineSpec
+    config: SharedStorageConfig
+    store: Store
+    observer: Observer
+    tables: Tables
+    clock: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
+
+    @property
+    def tier_of(self) -> Callable[[ChunkKey], str]:
+        """Names the tier that a key would be read from; of a single store, its scheme."""
+        store: object = self.store
+        if isinstance(store, SupportsTiers):
+            return store.tier_of
+        scheme = self.store.url.partition(":")[0]
+        return lambda _key: scheme

@@ -1,0 +1,360 @@
+"""Audits: whether what is stored under this model's identity is what the engine computes.
+
+Life of an audit: a hit is promised up to the chunk that is compared, whose record is held and
+pinned → the engine computes the chunk → the plan of the step that completes it carries an `Audit` →
+every rank copies the chunk into a spare slot, and an I/O thread compares the two → `learn`. The
+first hit is audited, and hits that begin before its audit has passed.
+
+After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
+nothing is promised or saved, and the first chunk of every hit is compared: the engine has computed
+it from nothing. If it passes, records were wrong: those of the hit that differed are not used
+before they have been compared one by one, the first of them first, and one that differs is taken
+out of the store. If another prompt differs, too, nothing is loaded or saved until the next epoch,
+and the records stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.blocks.tolerance import TOLERANCE
+from kvferry.cache.config import Context
+from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.cache.deciding.requests import AuditSlots, RequestState
+from kvferry.cache.messages import Audit, Audited, Load, SlotChunk
+from kvferry.errors import ContractError
+from kvferry.store.io_pool import IOPool
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
+
+logger = logging.getLogger(__name__)
+
+OTHER_MODEL = "the model computes other KV than is stored under its identity"
+
+REMEDY = (
+    "Two prompts differ: this is another model than the one that stored them. Nothing more is "
+    "loaded or saved; what was loaded may still be in the engine's own prefix cache: reset that, "
+    "or restart. If the weights or the code were changed in memory, give them a weights_version of "
+    "their own"
+)
+
+DOUBT = (
+    "This and what was loaded with it is not used, and nothing is saved, before another hit shows "
+    "whether the record or the model is another one"
+)
+
+OTHER_KV = "other_kv"
+"""Why a record is taken out of the store."""
+
+CLOSE_SECONDS = 0.5
+"""How long `close` waits for wrong records to be taken out."""
+
+AUDIT_SECONDS = 5.0
+"""An idle host is kept stepping until an audit is reported, but for no longer than this."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """An audit that some rank has not reported yet."""
+
+    slots: AuditSlots
+    is_current: bool = True
+    """False after the epoch in which it began."""
+    results: list[Audited] = field(default_factory=list)
+
+
+class Audits:
+    """Runs in: scheduler thread; memory only, but for the job that takes records out.
+
+    Args:
+        pool: assigns the slots.
+
+    Attributes:
+        has_failed: audits of this epoch found another model.
+        is_undecided: records differ, and it is not known whether the model does.
+        suspects: records that differ, or that such a one may have been computed on. True: the
+            record itself differs from what the engine computes. False: not compared yet.
+    """
+
+    def __init__(self, context: Context, pool: HostPool) -> None:
+        self._context = context
+        self._pool = pool
+        option = context.config.audit
+        why_not = None if option == "off" else _why_not(context)
+        if why_not:
+            logger.warning("hits are not audited: %s", why_not)
+        self._rate: float | None = option if isinstance(option, float | int) else 0.0
+        if why_not or option == "off":
+            self._rate = None  # not even the first
+        self._has_passed = False
+        self.has_failed = False
+        self.is_undecided = False
+        self.suspects: dict[ChunkKey, bool] = {}
+        self._expected: dict[str, tuple[AuditSlots, Load | None]] = {}
+        self._running: dict[int, _Running] = {}
+        self._unchecked: list[Load] = []
+        self._await_until = 0.0
+        self._thread = IOPool(1, "kvferry-discard")
+
+    # -- hits -----------------------------------------------------------------------------------
+
+    def choose(self, state: RequestState, numbers: range) -> int | None:
+        """The chunk of a hit of these chunks that is compared, if one is: the hit ends before it.
+
+        The last one that this engine has not computed itself costs least. A wrong beginning does
+        not show there, if all that follows was computed on it: of the hits of n chunks, one in n
+        ends before its first chunk, which costs one chunk more on average.
+        """
+        if self._rate is None or not numbers:
+            return None
+        keys = state.keys.keys
+        if keys[numbers[-1]] in self.suspects:
+            return numbers[0] if self.is_undecided else numbers[-1]
+        share = self._rate if self._has_passed else 1.0
+        if state.sample is None:
+            state.sample = self._context.draw()
+        if state.sample >= share:
+            return None
+        # A number that was drawn below `share` is distributed evenly up to there.
+        from_front = self.is_undecided or state.sample * len(numbers) < share
+        is_sampled = state.sample < self._rate
+        for number in numbers if from_front else reversed(numbers):
+            slot = self._pool.find(keys[number])
+            if slot is None or not slot.is_save or is_sampled:
+                return number
+        return None
+
+    def reserve(self, state: RequestState, start: int, number: int) -> bool:
+        """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if
+        there is no slot.
+
+        Args:
+            start: index of the first chunk of the hit.
+        """
+        key = state.keys.keys[number]
+        record = self._pool.find(key)
+        copy = self._pool.spare(number * self._context.config.chunk_tokens)
+        if record is None or copy is None:
+            return False
+        self._pool.pin(record)
+        # What a host that cannot take a hit back has itself may come of records, too.
+        first = start if self._context.spec.recomputes else 0
+        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[first : number + 1]))
+        return True
+
+    def release(self, state: RequestState) -> None:
+        """The hit of a request is not promised any more."""
+        if state.audited is not None:
+            self._unpin(state.audited)
+            state.audited = None
+
+    def expect(self, request_id: str, state: RequestState, load: Load | None) -> None:
+        """A request was admitted; `load` is that of its hit, if it loads anything."""
+        self.forget(request_id)
+        if state.audited is not None:
+            self._expected[request_id] = state.audited, load
+            state.audited = None
+
+    def forget(self, request_id: str) -> None:
+        """A request lost its blocks. What they hold may still be in the host's own cache."""
+        if request_id in self._expected:
+            slots, load = self._expected.pop(request_id)
+            self._unpin(slots)
+            if load is not None and self._context.spec.recomputes:
+                self._unchecked.append(load)
+
+    def forget_all(self) -> None:
+        """Some load failed: the requests may compute on blocks that were not filled."""
+        for request_id in list(self._expected):
+            self.forget(request_id)
+
+    @property
+    def allow_saves(self) -> bool:
+        """Whether the engine may write under this identity."""
+        return not (self.has_failed or self.is_undecided)
+
+    def begin_epoch(self) -> None:
+        """The records of the new epoch are written by this engine only."""
+        self.forget_all()
+        for running in self._running.values():
+            running.is_current = False
+        self.has_failed = self.is_undecided = False
+        self.suspects.clear()
+
+    def _unpin(self, slots: AuditSlots) -> None:
+        self._pool.unpin(slots.record)
+        self._pool.unpin(slots.copy)
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def plan(self, step: StepView) -> tuple[Audit, ...]:
+        """The audits of chunks that this step completes."""
+        if not self._expected:
+            return ()
+        audits = []
+        scheduled = {item.request.request_id for item in step.scheduled}
+        # One that is scheduled was admitted again after the preemption.
+        for request_id in set(step.preempted_request_ids) - scheduled:
+            self.forget(request_id)
+        for item in step.scheduled:
+            if item.request.request_id in self._expected:
+                audit = self._plan_request(item)
+                if audit is not None:
+                    audits.append(audit)
+        return tuple(audits)
+
+    def _plan_request(self, item: ScheduledRequest) -> Audit | None:
+        request_id = item.request.request_id
+        slots, load = self._expected[request_id]
+        first = slots.record.first_token
+        stop = first + self._context.config.chunk_tokens
+        if item.num_computed_tokens + item.num_scheduled_tokens < stop:
+            return None
+        try:
+            blocks = self._context.tables.chunk_slices(item.block_ids, first, stop)
+        except ContractError as error:
+            logger.error("the hit of %s is not audited: %s", request_id, error)
+            blocks = None
+        if blocks is None:
+            self._context.observer.count("audit_failed")
+            self.forget(request_id)
+            return None
+        del self._expected[request_id]
+        self._pool.fill_spare(slots.copy)
+        self._running[slots.copy.index] = _Running(slots)
+        self._await_until = self._context.clock() + AUDIT_SECONDS
+        return Audit(
+            SlotChunk(slots.copy.index, slots.record.key, first),
+            blocks,
+            slots.record.index,
+            load if self._context.spec.recomputes else None,
+        )
+
+    def take_unchecked(self) -> tuple[Load, ...]:
+        """Loads of hits whose audit will not come: what they filled is to be reported as failed."""
+        unchecked = tuple(self._unchecked)
+        self._unchecked.clear()
+        return unchecked
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._expected or self._running or self._unchecked)
+
+    @property
+    def keeps_host_awake(self) -> bool:
+        """Whether a host without requests should step for the reports of audits."""
+        return bool(self._running) and self._context.clock() < self._await_until
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def learn(self, audited: Audited) -> None:
+        """A rank reported the end of a comparison."""
+        running = self._running.get(audited.slot)
+        copy = self._pool.filled(audited.slot)
+        if running is None or copy is not running.slots.copy:
+            return
+        running.results.append(audited)
+        if copy.filling:
+            return
+        del self._running[audited.slot]
+        self._unpin(running.slots)
+        if running.is_current:
+            self._conclude(running.slots, running.results)
+
+    def _conclude(self, slots: AuditSlots, results: list[Audited]) -> None:
+        """All ranks have compared their parts of a chunk."""
+        observer = self._context.observer
+        if any(each.excess is None for each in results):
+            # A rank whose load failed spoils what the others compute in that step.
+            observer.count("audit_failed")
+            return
+        worst = max(results, key=lambda each: each.excess or 0.0)
+        key = slots.record.key
+        if worst.has_passed:
+            observer.count("audits")
+            logger.info("a chunk was computed again; at most, %s", worst.what)
+            self._pass(slots)
+            return
+        observer.count("audit_mismatch")
+        where = f"record {key.hex()} of {self._context.store.url}"
+        if self._is_on_suspects(slots):
+            self._suspect(slots)
+        elif key in self.suspects:
+            logger.warning("%s differs from what the model computes: %s", where, worst.what)
+            self.suspects[key] = True
+            if not self.is_undecided:
+                self._take_out([key])
+        elif not self.suspects or self._has_passed:
+            self.is_undecided, self._has_passed = True, False
+            self._suspect(slots)
+            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, DOUBT)
+        elif not self.has_failed:
+            self.has_failed = True
+            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, REMEDY)
+
+    def _is_on_suspects(self, slots: AuditSlots) -> bool:
+        """Whether a chunk was computed on records that are suspected, some of them since then: its
+        comparison says nothing about its own."""
+        return not self.suspects.keys().isdisjoint(slots.chain[:-1])
+
+    def _suspect(self, slots: AuditSlots) -> None:
+        """A hit differs: any of its records may be the wrong one; a single one is."""
+        for key in slots.chain:
+            self.suspects.setdefault(key, len(slots.chain) == 1)
+
+    def _pass(self, slots: AuditSlots) -> None:
+        """The engine computed what is stored in a record."""
+        if self._is_on_suspects(slots):
+            return
+        if slots.record.key in self.suspects:
+            del self.suspects[slots.record.key]
+        elif not self.is_undecided:
+            self._has_passed = True
+        if self.is_undecided:
+            self.is_undecided = False
+            wrong = [key for key, is_wrong in self.suspects.items() if is_wrong]
+            logger.warning(
+                "the model is the one that filled %s: a record was wrong. %d more of that prompt "
+                "are compared before they are used",
+                self._context.store.url,
+                len(self.suspects) - len(wrong),
+            )
+            if wrong:
+                self._take_out(wrong)
+
+    def _take_out(self, wrong: Sequence[ChunkKey]) -> None:
+        """Have records taken out of the store. Never blocks."""
+        store = self._context.store
+
+        def discard() -> None:
+            for key in wrong:
+                store.discard(key, OTHER_KV)
+
+        self._thread.submit(lambda _job: discard())
+        self._context.observer.count("audit_bad_records", len(wrong))
+        for key in wrong:
+            logger.warning(
+                "record %s of %s is wrong, since the model agrees with others. It is taken out of "
+                "the store, and this process does not use it again or save what follows it",
+                key.hex(),
+                store.url,
+            )
+
+    def close(self) -> None:
+        """End the thread, in bounded time. Idempotent."""
+        if not self._thread.close(CLOSE_SECONDS):
+            logger.warning(
+                "wrong records were not taken out of %s in time at close; they may still be there",
+                self._context.store.url,
+            )
+
+
+def _why_not(context: Context) -> str | None:
+    """Why hits cannot be audited."""
+    chunk = context.config.chunk_tokens
+    if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
+        return "how far honest KV of this dtype differs is not known"
+    if any(table.window is not None and table.window < chunk for table in context.tables.tables):
+        return f"an attention window is shorter than chunk_tokens={chunk}"
+    return None

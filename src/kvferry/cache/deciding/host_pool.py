@@ -1,0 +1,344 @@
+"""The host pool: the table of slots in host memory and their chunks, alike on all ranks.
+
+Host memory for KV is divided into slots of one chunk each, the same number on every rank; a rank's
+slot holds its part of the chunk. This table is the only owner of all slots:
+
+    free ──fetch, save──▶ filling ──all ranks have it──▶ held ──▶ idle (may be evicted)
+     ▲                       │ a rank missed it            ▲ │
+     └───────────────────────┘                       unpin │ │ pin
+                                                           └─▼
+                                                         pinned
+
+Invariants:
+- A slot is assigned again only when no rank reads into it or writes from it any more, so a late
+  read cannot overwrite another chunk. Workers report the end of every operation.
+- A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised.
+- Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
+  unpinned when that plan is built, so only a later plan can assign it again.
+- Chunks are verified before they are held, and are immutable under their key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.cache.messages import Fetch, SlotChunk
+from kvferry.types import ChunkKey
+
+NO_GROUPS: frozenset[int] = frozenset()
+NO_KEY = ChunkKey(b"")
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A slot assigned to a chunk; a new object for each assignment.
+
+    Attributes:
+        index: the place, on every rank.
+        key: the chunk. `HostPool.find` does not find a slot that was given up.
+        first_token: position of the chunk in the prompt.
+        held: groups that every rank holds verified.
+        filling: groups that the ranks read or copy into it now.
+        is_save: the copy of a save fills it, not a fetch.
+        pins: requests that wait for it, were promised it, or load it.
+        num_filling: ranks that have not reported the end of the read or copy.
+        num_writing: ranks that have not reported the end of the write to the store.
+        failed: a rank missed the chunk that fills it.
+        seconds: how long the slowest rank's fetch took.
+    """
+
+    index: int
+    key: ChunkKey
+    first_token: int
+    held: frozenset[int] = NO_GROUPS
+    filling: frozenset[int] = NO_GROUPS
+    is_save: bool = False
+    pins: int = 0
+    num_filling: int = 0
+    num_writing: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some rank may still read into it or write from it."""
+        return self.num_filling > 0 or self.num_writing > 0
+
+
+class HostPool:
+    """All slots of an engine. Runs in: scheduler thread; memory only; not thread-safe.
+
+    Args:
+        num_slots: slots on every rank.
+        num_ranks: ranks that each report the end of an operation.
+        all_groups: KV groups of the model; what a save fills.
+
+    Attributes:
+        pool_id: names this pool in plans and reports; slots of other pools are ignored.
+    """
+
+    def __init__(self, num_slots: int, num_ranks: int, all_groups: frozenset[int]) -> None:
+        self.pool_id = secrets.randbits(63)
+        self.num_slots = num_slots
+        self._num_ranks = num_ranks
+        self._all_groups = all_groups
+        self._free: list[int] = []  # places that were used before
+        self._slots: dict[int, Slot] = {}
+        self._by_key: dict[ChunkKey, Slot] = {}
+        # Least recently used first. `touch` puts the root of a prefix last, so a prompt loses its
+        # end first.
+        self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._num_filling = 0
+        self._num_writing = 0
+        self._fetches: dict[int, Fetch] = {}
+        self._cancels: list[int] = []
+
+    # -- look-up --------------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey) -> Slot | None:
+        """The slot that is assigned to a chunk, filled or not."""
+        return self._by_key.get(key)
+
+    def holds(self, key: ChunkKey, groups: frozenset[int]) -> bool:
+        """Whether every rank holds these groups of a chunk, verified."""
+        slot = self._by_key.get(key)
+        return slot is not None and groups <= slot.held
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that are pinned or busy, and so cannot be assigned to other chunks now."""
+        return len(self._slots) - len(self._idle)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether some slot holds nothing."""
+        return len(self._slots) < self.num_slots
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the end of some fetch or copy is still to be reported."""
+        return self._num_filling > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether some slot is still being written to the store."""
+        return self._num_writing > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slot is being filled or written, and none is to be."""
+        return not (self._num_filling or self._num_writing or self._fetches or self._cancels)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next plan must go out although nothing is scheduled."""
+        return bool(self._fetches or self._cancels)
+
+    # -- assignment -----------------------------------------------------------------------------
+
+    def fetch(self, key: ChunkKey, first_token: int, groups: frozenset[int]) -> Slot | None:
+        """Have every rank read some groups of a chunk. One fetch serves all who want the chunk.
+
+        Returns:
+            The slot, which the caller pins; None if every slot is pinned or busy.
+        """
+        slot = self._by_key.get(key) or self._assign(key, first_token)
+        if slot is None:
+            return None
+        if slot.filling or groups <= slot.held:
+            return slot  # groups that the fetch under way does not bring can be fetched later
+        self._fill(slot, groups - slot.held)
+        chunk = SlotChunk(slot.index, key, first_token)
+        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        return slot
+
+    def save(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """Have every rank copy a whole chunk into a slot and write it to the store.
+
+        Returns:
+            The slot; None if there is none now: every slot is pinned or busy, or half of them are
+            being written, since a store that writes slowly must not keep prompts from being
+            read.
+        """
+        if self._num_writing >= max(1, self.num_slots // 2):
+            return None
+        old = self._by_key.get(key)
+        if old is not None:  # with some groups only
+            if old.pins or old.is_busy:
+                return None
+            self._give_up(old)
+        slot = self._assign(key, first_token)
+        if slot is None:
+            return None
+        slot.is_save = True
+        slot.num_writing = self._num_ranks
+        self._num_writing += 1
+        self._fill(slot, self._all_groups)
+        return slot
+
+    def spare(self, first_token: int) -> Slot | None:
+        """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
+        slot is pinned or busy."""
+        slot = self._take(NO_KEY, first_token)
+        if slot is not None:
+            slot.pins = 1
+        return slot
+
+    def fill_spare(self, slot: Slot) -> None:
+        """Have every rank copy the chunk; the slot stays pinned until all have reported."""
+        self._fill(slot, self._all_groups)
+
+    def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """A slot for a chunk."""
+        slot = self._take(key, first_token)
+        if slot is not None:
+            self._by_key[key] = slot
+        return slot
+
+    def _take(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """A free slot, or that of the chunk to evict."""
+        if self._free:
+            index = self._free.pop()
+        elif self.has_free:
+            index = len(self._slots)  # all places before it are assigned, and it was never used
+        elif self._idle:
+            index = self._by_key.pop(self._idle.popitem(last=False)[0]).index
+        else:
+            return None
+        slot = self._slots[index] = Slot(index, key, first_token)
+        return slot
+
+    def _fill(self, slot: Slot, groups: frozenset[int]) -> None:
+        self._idle.pop(slot.key, None)
+        slot.filling = groups
+        slot.num_filling = self._num_ranks
+        slot.failed = False
+        self._num_filling += 1
+
+    def pin(self, slot: Slot) -> None:
+        """Keep a chunk where it is until `unpin`."""
+        slot.pins += 1
+        self._idle.pop(slot.key, None)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that a prefix was used: its root is evicted last."""
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key)
+
+    def unpin(self, slot: Slot) -> None:
+        """End one pin. Without a pin left, a fetch is cancelled."""
+        slot.pins -= 1
+        if slot.pins == 0 and slot.filling and not slot.held and not slot.is_save:
+            self._cancel(slot)
+        self._settle(slot)
+
+    def unpin_all(self, slots: Sequence[Slot]) -> None:
+        """End one pin of each; the root of a prefix last, so that it is evicted last."""
+        for slot in reversed(slots):
+            self.unpin(slot)
+
+    def _cancel(self, slot: Slot) -> None:
+        self._forget(slot)
+        if self._fetches.pop(slot.index, None) is None:
+            self._cancels.append(slot.index)
+        else:  # no plan has carried it: the ranks will report nothing
+            slot.filling, slot.num_filling = NO_GROUPS, 0
+            self._num_filling -= 1
+
+    def take_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
+        """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
+        orders = tuple(self._fetches.values()), tuple(self._cancels)
+        self._fetches.clear()
+        self._cancels.clear()
+        return orders
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def filled(self, index: int, seconds: float = 0.0, *, missed: bool = False) -> Slot | None:
+        """A rank reports the end of a fetch, or of the copy of a save. The slot, which still fills
+        until all ranks have reported; None if no end was expected of it."""
+        slot = self._slots.get(index)
+        if slot is None or slot.num_filling == 0:
+            return None
+        slot.num_filling -= 1
+        slot.failed |= missed
+        slot.seconds = max(slot.seconds, seconds)
+        if slot.num_filling:
+            return slot
+        self._num_filling -= 1
+        if not slot.failed:
+            slot.held |= slot.filling
+        elif not slot.held:
+            self._forget(slot)
+        slot.filling = NO_GROUPS
+        if slot.failed and slot.num_writing:
+            self.end_writes(slot)
+        else:
+            self._settle(slot)
+        return slot
+
+    def written(self, index: int) -> Slot | None:
+        """A rank reports the end of a write. The slot, or None if no write was expected of it."""
+        slot = self._slots.get(index)
+        if slot is None or slot.num_writing == 0:
+            return None
+        slot.num_writing -= 1
+        if slot.num_writing == 0:
+            self._num_writing -= 1
+            self._settle(slot)
+        return slot
+
+    def end_writes(self, slot: Slot) -> None:
+        """No rank will write this slot, or write it any more."""
+        if slot.num_writing:
+            slot.num_writing = 0
+            self._num_writing -= 1
+        self._settle(slot)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Give up all chunks. Operations under way continue; all pins must have ended."""
+        for slot in list(self._by_key.values()):
+            self._give_up(slot)
+
+    def drop(self, key: ChunkKey) -> None:
+        """A load of a chunk failed: give it up, unless another request has pinned it."""
+        slot = self._by_key.get(key)
+        if slot is not None and not slot.pins and not slot.is_busy:
+            self._give_up(slot)
+
+    def _give_up(self, slot: Slot) -> None:
+        self._forget(slot)
+        if slot.filling and slot.index in self._fetches:
+            self._cancel(slot)
+        self._settle(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        """Remove a slot from the index."""
+        if self._by_key.get(slot.key) is slot:
+            del self._by_key[slot.key]
+            self._idle.pop(slot.key, None)
+
+    def _settle(self, slot: Slot) -> None:
+        """Make a slot idle or free if no request and no rank uses it any more."""
+        if slot.pins or slot.is_busy or self._slots.get(slot.index) is not slot:
+            return
+        if self._by_key.get(slot.key) is slot:
+            self._idle[slot.key] = None
+            self._idle.move_to_end(slot.key)
+        else:
+            del self._slots[slot.index]
+            self._free.append(slot.index)
+
+    def __repr__(self) -> str:
+        num_pinned = sum(slot.pins > 0 for slot in self._slots.values())
+        return (
+            f"<HostPool {self.num_slots} slots: {self.num_slots - len(self._slots)} free, "
+            f"{len(self._idle)} idle, {num_pinned} pinned, "
+            f"{self._num_filling} filling, {self._num_writing} writing>"
+        )

@@ -1,0 +1,338 @@
+"""Look-ups: how many tokens of a prompt the connector can bring.
+
+A hit of tokens `[start, stop)` must bring everything that the next token attends to. Groups with
+full attention need all chunks of the hit, groups with a window only the last ones, so the end of a
+hit decides which chunks it needs (`kvferry.blocks.tables`).
+
+A look-up takes the longest hit whose chunks are all held or stored. If all are held, the hit is
+promised at once. Otherwise the missing chunks are fetched, and the answer is "ask again" until all
+fetches have ended or the deadline has passed. Then the longest hit whose chunks are all held is
+promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
+these are fetched, too, until the deadline.
+
+A hit that is audited is promised without the chunk that is compared, mostly its last one; the
+record of that chunk must be held nevertheless. A record that is suspected ends a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvferry.cache.config import Context
+from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.cache.deciding.policy import LoadPolicy
+from kvferry.cache.deciding.requests import RequestState, UnreadableKeys
+from kvferry.cache.messages import SlotChunk
+from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.store.base import ASK_SECONDS, SupportsProbe
+from kvferry.types import ChunkKey
+
+REPROBE_SECONDS = 60.0
+"""A request that has waited for so long has the store asked again."""
+
+
+class _Candidate(NamedTuple):
+    """A candidate."""
+
+    start: int
+    stop: int
+    """Of the tokens to promise."""
+    numbers: range
+    """Indices of the chunks that must be held."""
+    audited: int | None
+    """The last of them, if it is to be computed and compared."""
+
+
+class Lookup:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        pool: holds chunks in memory.
+        unreadable: chunks that are not offered although the store may seem to have them.
+        policy: decides whether loading is worth it, and how long it may take.
+        audits: says which hits are compared with what the engine computes.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        pool: HostPool,
+        unreadable: UnreadableKeys,
+        policy: LoadPolicy,
+        audits: Audits,
+    ) -> None:
+        self._chunk = context.config.chunk_tokens
+        self._store = context.store
+        store: object = context.store
+        self._probe = store.probe if isinstance(store, SupportsProbe) else None
+        self._tier_of = context.tier_of
+        self._tables = context.tables
+        self._clock = context.clock
+        self._pool = pool
+        self._unreadable = unreadable
+        self._policy = policy
+        self._audits = audits
+
+    def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
+        """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
+        state.num_local = num_local
+        is_promised = state.promised is not None and state.promised[0] == num_local
+        if state.promised is not None and is_promised and not self._audits.suspects:
+            return self._answer(state, *state.promised)
+        self._withdraw(state)
+        while state.awaited and not state.awaited[-1].filling:
+            state.awaited.pop()
+        if state.awaited and self._clock() < state.deadline:
+            return ASK_AGAIN
+        self.probe(state)
+        keys = state.keys.keys
+        known, state.miss = self._known_until(keys, num_local // self._chunk)
+        if state.miss is None and known < len(keys):
+            if state.asking_until is None:
+                state.asking_until = self._clock() + ASK_SECONDS
+            if state.fetching_since is None and self._clock() < state.asking_until:
+                return ASK_AGAIN
+            state.miss = LookupMiss.ABSENT
+        if state.fetching_since is None or state.worth is not None:
+            known = self._worth_until(state, num_local // self._chunk, known)
+        stop = self._usable(known, num_tokens)
+        may_fetch = self._may_fetch(state)
+        while stop > num_local:
+            hit = self._candidate(state, num_local, stop)
+            num_slots = self._pool.num_slots - (hit.audited is not None)
+            if len(hit.numbers) > num_slots:
+                state.miss = LookupMiss.NO_MEMORY
+                fits = self._usable(hit.numbers[num_slots], num_tokens)
+                stop = min(fits, stop - self._tables.block_size)
+                continue
+            lacking = self._lacking(state, hit)
+            if lacking is None:
+                if self._hold_and_promise(state, hit):
+                    return self._answer(state, hit.start, hit.stop)
+                state.miss = LookupMiss.NO_MEMORY
+                break
+            if may_fetch and self._fetch(state, hit):
+                return ASK_AGAIN
+            may_fetch = may_fetch and state.gave_up is None  # a shorter hit may have the slots
+            state.miss = self._why_not_held(state, lacking, may_fetch=may_fetch)
+            shorter = self._usable(lacking, num_tokens)
+            stop = min(shorter, stop - self._tables.block_size)
+        self.release(state)
+        return LookupResult(0, False, state.miss)
+
+    def probe(self, state: RequestState) -> None:
+        """Have the store find out what it has of a prompt, unless it has just been asked to."""
+        if self._probe is not None:
+            now = self._clock()
+            if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
+                state.probed_at, state.asking_until = now, None
+                self._probe(state.keys.keys)
+
+    def limit(self, state: RequestState, num_tokens: int) -> int:
+        """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""
+        return self._usable(len(state.keys.keys), num_tokens)
+
+    def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
+        """The chunks of a promised hit, or of a part of it, with their slots."""
+        numbered = [(state.keys.keys[number], number) for number in self._numbers(start, stop)]
+        slots = {slot.key: slot.index for slot in state.pinned}
+        return tuple(SlotChunk(slots[key], key, number * self._chunk) for key, number in numbered)
+
+    def release(self, state: RequestState) -> None:
+        """End the pins of a request."""
+        self._pin_only(state, ())
+        self._withdraw(state)
+
+    def _withdraw(self, state: RequestState) -> None:
+        """Nothing is promised to a request."""
+        state.promised = None
+        self._audits.release(state)
+
+    def end(self, state: RequestState) -> None:
+        """A request ended. Its whole prefix was used now: else the root, which is the oldest, would
+        be evicted first."""
+        self.release(state)
+        self._store.touch(state.keys.keys)
+        self._pool.touch(state.keys.keys)
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _known_until(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
+        """Index of the first chunk from `first` on that cannot be had, and why: its last read
+        failed, or it has no slot and the store does not know it. No reason while the store asks its
+        medium, which takes it a bounded time."""
+        contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
+        everything, suspects = self._tables.all_groups, self._audits.suspects
+        for index in range(first, len(keys)):
+            key = keys[index]
+            slot = find(key)
+            if suspects.get(key):
+                return index, LookupMiss.OTHER_MODEL
+            if slot is None or not (slot.is_save or everything <= slot.held):
+                # It is not in memory: else what the store has does not matter.
+                if key in unreadable:
+                    return index, LookupMiss.UNREADABLE
+                if slot is None and not (is_stored := contains(key)):
+                    return index, LookupMiss.ABSENT if is_stored is False else None
+            if key in suspects:
+                return index + 1, LookupMiss.OTHER_MODEL  # it is compared, and not loaded
+        return max(first, len(keys)), None
+
+    def _worth_until(self, state: RequestState, first: int, known: int) -> int:
+        """Index of the first chunk that is known but computed sooner than loaded."""
+        holds, everything = self._pool.holds, self._tables.all_groups
+        if state.worth is not None:
+            until = min(known, state.worth[0])
+            while until < known and holds(state.keys.keys[until], everything):
+                until += 1  # in memory since
+            if until < known:
+                state.miss = LookupMiss.SLOWER
+            return until
+        if not self._policy.is_any_slow:
+            return known
+        keys = state.keys.keys
+        parts = [
+            (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
+            for number in range(first, known)
+        ]
+        worth = self._policy.worth_loading(parts)
+        if worth.num_parts < len(parts):
+            state.miss = LookupMiss.SLOWER
+            state.worth = first + worth.num_parts, worth.load_seconds, worth.compute_seconds
+        return first + worth.num_parts
+
+    def _usable(self, num_chunks: int, num_tokens: int) -> int:
+        """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
+        block = self._tables.block_size
+        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
+
+    def _numbers(self, start: int, stop: int) -> range:
+        """Indices of the chunks that a hit of `[start, stop)` needs: those that begin before `stop`
+        and end inside some window. If every window is of one token, no chunk is needed."""
+        first = self._tables.first_needed(start, stop) // self._chunk
+        return range(first, max(first, -(-stop // self._chunk)))
+
+    def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
+        """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
+        numbers = range(start // self._chunk, -(-stop // self._chunk))
+        audited = self._audits.choose(state, numbers)
+        if audited is None:
+            return _Candidate(start, stop, self._numbers(start, stop), None)
+        block = self._tables.block_size
+        stop = max(start, audited * self._chunk // block * block)
+        first = self._numbers(start, stop).start if start < stop else audited
+        return _Candidate(start, stop, range(first, audited + 1), audited)
+
+    def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
+        """The groups of one chunk that a hit needs."""
+        if number == hit.audited:
+            return self._tables.all_groups
+        return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
+
+    def _lacking(self, state: RequestState, hit: _Candidate) -> int | None:
+        """The first chunk of the last contiguous run of those that are needed and not held; None if
+        all are held.
+
+        Every hit that ends inside or behind the run needs part of it, so the next candidate ends
+        before the run. All candidates of a look-up together take linear time.
+        """
+        lacking = None
+        keys, holds = state.keys.keys, self._pool.holds
+        for number in reversed(hit.numbers):
+            if not holds(keys[number], self._groups(number, hit)):
+                lacking = number
+            elif lacking is not None:
+                break
+        return lacking
+
+    def _may_fetch(self, state: RequestState) -> bool:
+        """Whether there is time left for fetches."""
+        if state.gave_up is not None:
+            return False
+        if state.fetching_since is None or self._clock() < state.deadline:
+            return True
+        # The tiers that were too slow: of some of their chunks, the fetch has not ended.
+        for tier in {state.fetched.get(slot.key) for slot in state.awaited if slot.filling}:
+            if tier is not None:
+                tokens = self._chunk * sum(each == tier for each in state.fetched.values())
+                self._policy.saw_slow_load(tier, tokens, self._clock() - state.fetching_since)
+        return False
+
+    def _why_not_held(self, state: RequestState, lacking: int, *, may_fetch: bool) -> LookupMiss:
+        """Why a known chunk is neither held nor fetched."""
+        if state.gave_up is not None:
+            return state.gave_up
+        is_full = self._pool.num_taken == self._pool.num_slots
+        has_slot = self._pool.find(state.keys.keys[lacking]) is not None
+        reason = LookupMiss.NO_MEMORY if is_full and not has_slot else LookupMiss.DEADLINE
+        if not may_fetch:
+            state.gave_up = reason
+        return reason
+
+    def _fetch(self, state: RequestState, hit: _Candidate) -> bool:
+        """Fetch the chunks that are not held. True if the host is to ask again.
+
+        The chunks that are held are pinned first, so that none of them loses its slot to another
+        chunk of the same hit.
+        """
+        numbers, keys = hit.numbers, state.keys.keys
+        # Those of an audit, too: if the hit is worth it, so is the first one.
+        num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
+        now = self._clock()
+        if state.fetching_since is None:
+            state.fetching_since, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
+        self._pin_only(state, [keys[number] for number in numbers])
+        for number in numbers:
+            key, groups = keys[number], self._groups(number, hit)
+            if self._pool.holds(key, groups):
+                continue
+            known = self._pool.find(key)
+            slot = self._pool.fetch(key, number * self._chunk, groups)
+            if slot is None:
+                break
+            if known is None:
+                self._pool.pin(slot)
+                state.pinned.append(slot)
+            if not slot.is_save:
+                state.fetched[key] = self._tier_of(key)
+            state.awaited.append(slot)
+        # A fetch will end, or another request will release its slots.
+        return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
+
+    def _pin_only(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Pin those of the chunks that have slots, then end the request's pins so far."""
+        before, state.pinned = state.pinned, []
+        state.awaited = []
+        for key in keys:
+            slot = self._pool.find(key)
+            if slot is not None:
+                self._pool.pin(slot)
+                state.pinned.append(slot)
+        self._pool.unpin_all(before)
+
+    def _hold_and_promise(self, state: RequestState, hit: _Candidate) -> bool:
+        """Pin exactly what a hit needs, all of which is held. False if an audit needs one slot more
+        than there is."""
+        keys = state.keys.keys
+        self._pin_only(state, [keys[number] for number in hit.numbers])
+        first = hit.start // self._chunk
+        if hit.audited is not None and not self._audits.reserve(state, first, hit.audited):
+            return False
+        loads: dict[str, tuple[int, float]] = {}
+        for slot in state.pinned:
+            tier = state.fetched.get(slot.key)
+            if tier is not None:
+                tokens, seconds = loads.get(tier, (0, 0.0))
+                loads[tier] = tokens + self._chunk, max(seconds, slot.seconds)
+                slot.seconds = 0.0  # measured once
+        for tier, (tokens, seconds) in loads.items():
+            self._policy.saw_load(tier, tokens, seconds)
+        state.promised = (hit.start, hit.stop)
+        return True
+
+    @staticmethod
+    def _answer(state: RequestState, start: int, stop: int) -> LookupResult:
+        reason = state.miss if state.audited is None else LookupMiss.AUDIT
+        return LookupResult(stop - start, False, reason)

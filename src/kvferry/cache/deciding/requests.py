@@ -1,0 +1,159 @@
+"""The scheduler role's memory: the state of live requests, and chunks that could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.cache.deciding.host_pool import Slot
+from kvferry.cache.recording import Recording
+from kvferry.contract.messages import LookupMiss
+from kvferry.keys import ChunkKeys
+from kvferry.types import ChunkKey, RequestView
+
+UNREADABLE_SECONDS = 60.0
+"""How long a chunk that could not be read is not offered again, unless it is stored again. Not for
+ever, because another process may repair the record unseen."""
+
+RETRY_SECONDS = 3.0
+"""The same where the store did not answer, or no longer had the chunk: nothing is wrong with the
+record, and a server that is back is to be used soon."""
+
+MAX_UNREADABLE = 100_000
+"""Beyond this number all are forgotten."""
+
+
+class AuditSlots(NamedTuple):
+    """Two pinned slots."""
+
+    record: Slot
+    copy: Slot
+    """For what the engine computes."""
+    chain: tuple[ChunkKey, ...]
+    """The records that are loaded before it, and itself."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One live request.
+
+    Attributes:
+        keys: of its whole chunks.
+        pinned: slots of its hit, which it keeps from eviction, filled or still filling.
+        awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
+            end only, so the last one is still filling.
+        fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
+            that has them.
+        promised: tokens `[start, stop)` of the last positive answer.
+        num_local: tokens that the engine had itself at the last look-up.
+        fetching_since: when its fetches began; None if there were none.
+        deadline: when its fetches must have ended.
+        miss: why the last answer was not longer; NOT_LOADING before the first look-up.
+        gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
+        worth: index of the first chunk that is not worth loading, and the seconds expected to load
+            and to compute all; None while everything is.
+        probed_at: when the store was asked what it has of the prompt.
+        asking_until: how long the answer is waited for, from the first look-up on.
+        barred: a load failed on blocks that it may share, so no more of it is saved until it has
+            new blocks.
+        next_save: chunks before this one are stored, on their way, or not to be saved.
+        audited: the record that the promised hit is to be compared with.
+        sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
+            drawn yet.
+    """
+
+    keys: ChunkKeys
+    pinned: list[Slot] = field(default_factory=list)
+    awaited: list[Slot] = field(default_factory=list)
+    fetched: dict[ChunkKey, str] = field(default_factory=dict)
+    promised: tuple[int, int] | None = None
+    num_local: int = 0
+    fetching_since: float | None = None
+    deadline: float = 0.0
+    miss: LookupMiss | None = LookupMiss.NOT_LOADING
+    gave_up: LookupMiss | None = None
+    worth: tuple[int, float, float] | None = None
+    probed_at: float | None = None
+    asking_until: float | None = None
+    barred: bool = False
+    next_save: int = 0
+    audited: AuditSlots | None = None
+    sample: float | None = None
+
+
+class UnreadableKeys:
+    """Chunks whose read failed a short time ago. Not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[bytes, float] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._until and self._clock() < self._until[key]
+
+    def add(self, keys: Iterable[bytes], seconds: float = UNREADABLE_SECONDS) -> None:
+        if len(self._until) > MAX_UNREADABLE:
+            self._until.clear()
+        self._until.update(dict.fromkeys(keys, self._clock() + seconds))
+
+    def discard(self, key: bytes) -> None:
+        """The chunk was stored again."""
+        self._until.pop(key, None)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+
+class Requests:
+    """All live requests of an engine. Runs in: scheduler thread; not thread-safe.
+
+    Args:
+        namespace: digest that roots the chunk keys.
+        new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
+        clock: monotonic seconds.
+        recording: receives every new request; closed with this.
+
+    Attributes:
+        namespace: digest that roots the keys of new requests.
+        by_id: the state of each request.
+        unreadable: chunks that are not offered although the store may seem to have them.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        new_namespace: Callable[[], bytes],
+        chunk_tokens: int,
+        clock: Callable[[], float],
+        recording: Recording | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self._new_namespace = new_namespace
+        self._chunk_tokens = chunk_tokens
+        self.by_id: dict[str, RequestState] = {}
+        self.unreadable = UnreadableKeys(clock)
+        self._recording = recording
+
+    def track(self, request: RequestView) -> RequestState:
+        """The state of a request, with the keys of all chunks that are whole by now."""
+        state = self.by_id.get(request.request_id)
+        is_new = state is None
+        if state is None:
+            keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
+            state = self.by_id[request.request_id] = RequestState(keys)
+        state.keys.extend(request.all_token_ids)
+        if is_new and self._recording is not None:
+            self._recording.add(len(request.all_token_ids), state.keys.keys)
+        return state
+
+    def close(self) -> None:
+        """End the recording. Idempotent."""
+        if self._recording is not None:
+            self._recording.close()
+
+    def begin_epoch(self) -> None:
+        """Forget all requests. New ones get keys of another namespace."""
+        self.namespace = self._new_namespace()
+        self.by_id.clear()
+        self.unreadable.clear()

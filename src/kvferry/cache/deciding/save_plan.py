@@ -1,0 +1,227 @@
+"""Chooses the chunks to save in a step: whole, computed, confirmed, and not yet held or stored."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+
+from kvferry.cache.config import Context
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.requests import Requests, RequestState
+from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.messages import (
+    PUT_OFF,
+    Filled,
+    RankReport,
+    Save,
+    Saved,
+    SlotChunk,
+    Write,
+)
+from kvferry.errors import ContractError
+from kvferry.store.base import PutResult, SupportsProbe
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
+
+logger = logging.getLogger(__name__)
+
+SAVES_SECONDS = 5.0
+"""An idle host is kept stepping until the saves under way are reported, but for no longer than this
+after the last save was planned: a store that stalls must not keep an engine busy."""
+
+MAX_USED_ONCE = 1 << 17
+"""The last so many chunks that one request used are remembered: some 30 MB."""
+
+
+class SavePlan:
+    """Runs in: scheduler thread; memory only.
+
+    Args:
+        pool: assigns the slots.
+        shared_writes: where several ranks write one record, else None.
+        suspects: records that may be wrong. What follows one is not saved: the host may have
+            computed it on the KV of the record, which its own prefix cache keeps.
+
+    Attributes:
+        failures_known: see `SharedStoragePlan.failures_known`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        pool: HostPool,
+        requests: Requests,
+        shared_writes: SharedWrites | None,
+        suspects: Mapping[ChunkKey, bool],
+    ) -> None:
+        self._context = context
+        self._pool = pool
+        self._requests = requests
+        self._shared_writes = shared_writes
+        self._suspects = suspects
+        self._unsaved: dict[str, RequestState] = {}
+        self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
+        self._await_until = 0.0
+        self.failures_known: tuple[int, ...] = ()
+
+    def admit(self, request_id: str, state: RequestState) -> None:
+        """A request got blocks: consider its chunks from the first on."""
+        state.next_save = 0
+        state.barred = False
+        self._unsaved[request_id] = state
+
+    def forget(self, request_id: str) -> None:
+        """A request ended."""
+        self._unsaved.pop(request_id, None)
+
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Save no more chunks of the requests so far: their keys belong to the last epoch."""
+        self._unsaved.clear()
+        if self._shared_writes is not None:
+            self._shared_writes.switch_namespace(namespace)
+
+    def close(self) -> None:
+        """Give up the records that several ranks write. Bounded in time."""
+        if self._shared_writes is not None:
+            self._shared_writes.close()
+
+    def plan(self, step: StepView) -> tuple[Save, ...]:
+        """The saves of this step. Costs nothing once every live prompt is saved."""
+        saves: list[Save] = []
+        if self._unsaved:
+            for item in step.scheduled:
+                state = self._unsaved.get(item.request.request_id)
+                if state is None:
+                    continue
+                try:
+                    self._plan_request(item, state, saves)
+                except ContractError as error:
+                    # Not raised: the saves of other requests have slots and must be planned.
+                    logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
+                    self._context.observer.count("save_refused")
+                    self.forget(item.request.request_id)
+        if saves:
+            self._await_until = self._context.clock() + SAVES_SECONDS
+        return tuple(saves)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether coming steps of some request may bring saves."""
+        return bool(self._unsaved)
+
+    @property
+    def keeps_host_awake(self) -> bool:
+        """Whether a host without requests should step for the reports of saves."""
+        return self._pool.is_writing and self._context.clock() < self._await_until
+
+    def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
+        """Add every chunk that this step completes, or that an earlier one had to leave."""
+        request = item.request
+        chunk_tokens = state.keys.chunk_tokens
+        # Tokens past `all_token_ids` are drafts: the model has not confirmed them.
+        limit = len(request.all_token_ids)
+        if self._context.config.save_generated:
+            state.keys.extend(request.all_token_ids)
+        else:
+            limit = min(limit, request.num_prompt_tokens)
+            if state.next_save >= limit // chunk_tokens:
+                self.forget(request.request_id)
+                return
+        computed = item.num_computed_tokens + item.num_scheduled_tokens
+        whole = min(computed, limit) // chunk_tokens
+        keys = state.keys.keys
+        while state.next_save < whole:
+            index = state.next_save
+            key = keys[index]
+            if key in self._suspects:
+                self.forget(request.request_id)
+                return
+            if self._has(key) or not self._is_worth_saving(key, request.request_id):
+                state.next_save += 1
+                continue
+            first = index * chunk_tokens
+            blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
+            if blocks is None:
+                self._context.observer.count("save_out_of_window")
+                state.next_save += 1
+                continue
+            slot = self._pool.save(key, first)
+            if slot is None:
+                self._context.observer.count("save_no_slot")
+                return  # offered again in the next step of this request
+            if self._shared_writes is not None:
+                self._shared_writes.begin(slot)
+            saves.append(Save(SlotChunk(slot.index, key, first), blocks))
+            state.next_save += 1
+
+    def _has(self, key: ChunkKey) -> bool:
+        """Whether a chunk is held, on its way, or stored."""
+        slot = self._pool.find(key)
+        # A slot that one rank missed becomes free, without the chunk, when the others have ended.
+        everything = self._context.tables.all_groups
+        if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
+            return True
+        return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
+
+    def _is_worth_saving(self, key: ChunkKey, request_id: str) -> bool:
+        """Whether another request has used the chunk before; always, without `save_repeated`."""
+        if not self._context.config.save_repeated:
+            return True
+        if key not in self._used_once:
+            self._used_once[key] = request_id
+            if len(self._used_once) > MAX_USED_ONCE:
+                self._used_once.popitem(last=False)
+            self._context.observer.count("save_used_once")
+        return self._used_once[key] != request_id
+
+    def writes(self) -> tuple[Write, ...]:
+        """The parts of saved chunks that the ranks can write now."""
+        return () if self._shared_writes is None else self._shared_writes.ready()
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def learn_missed(self, slot: Slot, copied: Filled) -> None:
+        """A rank did not copy a chunk into its slot."""
+        if self._shared_writes is not None:
+            self._shared_writes.abort(slot)
+        if copied.missed == PUT_OFF:
+            self._offer_again((slot.key,))
+
+    def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
+        """A rank reported the end of a write. True if its part is stored."""
+        is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
+        if self._shared_writes is not None:
+            if self._shared_writes.report(rank, slot, saved):
+                self._requests.unreadable.discard(slot.key)
+        elif is_stored:
+            if isinstance(self._context.store, SupportsProbe):
+                self._context.store.note_stored(slot.key)
+            if saved.result == PutResult.STORED:
+                self._requests.unreadable.discard(slot.key)
+        return is_stored
+
+    def learn_failures(self, report: RankReport) -> None:
+        """Loads failed on a rank.
+
+        Requests other than the failed ones may have computed on the same blocks, through the host's
+        own prefix cache. The host computes the failed ones again; vLLM lets the others run on, so
+        nothing more of these is saved.
+        """
+        rank = report.rank
+        known = self.failures_known or (0,) * self._context.spec.shard.world_size
+        self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
+        if report.failed_keys:
+            self._offer_again(report.failed_keys)
+            for request_id in self._requests.by_id.keys() - report.failed_requests:
+                self._requests.by_id[request_id].barred = True
+                self.forget(request_id)
+
+    def _offer_again(self, keys: Collection[bytes]) -> None:
+        """These chunks are not stored after all: requests that passed them look at them once more.
+        Rare; walks all live requests."""
+        for request_id, state in self._requests.by_id.items():
+            passed = state.keys.keys[: state.next_save]
+            first = next((i for i, key in enumerate(passed) if key in keys), None)
+            if first is not None and not state.barred:
+                state.next_save = first
+                self._unsaved[request_id] = state

@@ -1,0 +1,361 @@
+"""The scheduler role of the shared-storage connector: decides what to load and save, in memory.
+
+Life of a hit: `lookup` finds leading chunks that are held or stored. If all are held, they are
+pinned and promised at once. Otherwise the answer is "ask again" and the next plan carries fetches →
+every rank reports the chunks that it has read and verified → `lookup` promises them →
+`update_after_alloc` records the blocks → the plan carries the load, and the pins end.
+
+Tokens of a request: the engine has `[0, local)`, we load `[local, local + promised)`, and the
+engine computes the rest. Of the computed tokens, whole chunks that are neither held nor stored are
+saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kvferry.cache.config import Context
+from kvferry.cache.deciding.accounts import Accounts
+from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.events import Announcer
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.lookup import Lookup
+from kvferry.cache.deciding.policy import LoadPolicy
+from kvferry.cache.deciding.recent import RecentRecords
+from kvferry.cache.deciding.requests import (
+    RETRY_SECONDS,
+    UNREADABLE_SECONDS,
+    Requests,
+    RequestState,
+)
+from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.messages import (
+    EMPTY_PLAN,
+    Filled,
+    Load,
+    RankReport,
+    Save,
+    SharedStorageMeta,
+    SharedStoragePlan,
+)
+from kvferry.cache.recording import Recording
+from kvferry.contract.messages import (
+    FREE_NOW,
+    FinishResult,
+    LookupMiss,
+    LookupResult,
+    Plan,
+    WorkerOutput,
+)
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.errors import ContractError
+from kvferry.record.check import SOUND, MissReason
+from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
+
+logger = logging.getLogger(__name__)
+
+RECENT_CLOSE_SECONDS = 0.5
+"""How long `close` waits for a listing of the store that is under way."""
+
+
+class SharedStorageScheduler(SchedulerRole):
+    """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
+
+    Args:
+        namespace: digest that roots the chunk keys.
+        pool: owned from now on.
+        new_namespace: makes the digest of a new epoch.
+        recent: records to fetch before a request asks for them; None: no records.
+        shared_writes: where several ranks write one record, else None.
+
+    Raises:
+        ConfigError: the file of the option `record` cannot be written.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        namespace: bytes,
+        pool: HostPool,
+        *,
+        new_namespace: Callable[[], bytes],
+        recent: RecentRecords | None = None,
+        shared_writes: SharedWrites | None = None,
+    ) -> None:
+        config, spec = context.config, context.spec
+        self._context = context
+        self.pool = pool
+        self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
+        recording = None
+        if config.record is not None:
+            recording = Recording(Path(config.record), config.chunk_tokens)
+        self._requests = Requests(
+            namespace, new_namespace, config.chunk_tokens, context.clock, recording
+        )
+        self._audits = Audits(context, pool)
+        unreadable = self._requests.unreadable
+        self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
+        suspects = self._audits.suspects
+        self._saves = SavePlan(context, pool, self._requests, shared_writes, suspects)
+        self._accounts = Accounts(context)
+        self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
+        self._recent = recent
+        # For the next plan, by request; the slots are pinned until that plan is complete.
+        self._loads: dict[str, tuple[Load, list[Slot]]] = {}
+        self._gets_reports = spec.carries_worker_meta
+
+    # -- lookup ---------------------------------------------------------------------------------
+
+    def expect_no_reports(self) -> None:
+        """The host turned out to carry no reports from workers to the scheduler. Without reports
+        the contents of slots are unknown, so nothing is loaded or saved from now on."""
+        if self._gets_reports:
+            logger.warning(
+                "this host carries no reports from workers to the scheduler: nothing is loaded or "
+                "saved; use KVFerryConnector on vLLM 0.11.1 or later"
+            )
+        self._gets_reports = False
+
+    @property
+    def _may_load(self) -> bool:
+        return self._gets_reports and self._context.spec.loads and not self._audits.has_failed
+
+    @property
+    def _may_save(self) -> bool:
+        return self._gets_reports and self._context.spec.saves and self._audits.allow_saves
+
+    def on_new_request(self, request: RequestView) -> None:
+        if self._may_load and request.extra_keys.cacheable:
+            self._lookup.probe(self._requests.track(request))
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if not request.extra_keys.cacheable:
+            return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
+        if self._recent is not None:
+            self._recent.is_engine_in_use = True
+        state = self._requests.track(request)
+        if not self._may_load:
+            self._lookup.release(state)
+            is_other = self._audits.has_failed
+            state.num_local = num_local_tokens
+            state.miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
+            return LookupResult(0, False, state.miss)
+        return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
+
+    # -- allocation -----------------------------------------------------------------------------
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+    ) -> None:
+        if not request.extra_keys.cacheable and num_external_tokens <= 0:
+            self._accounts.not_cacheable(request)
+            return
+        state = self._requests.track(request)
+        # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
+        self._saves.forget(request.request_id)
+        stop = state.num_local
+        if num_external_tokens > 0:
+            promised = state.promised or (0, 0)
+            if num_external_tokens > promised[1] - promised[0]:
+                # The engine counts on tokens that no plan will bring: the guard fails them.
+                raise ContractError(
+                    f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
+                )
+            start, stop = promised[0], promised[0] + num_external_tokens
+            self._plan_load(request.request_id, state, block_ids, (start, stop))
+        self._saves.admit(request.request_id, state)
+        limit = self._lookup.limit(state, len(request.all_token_ids))
+        self._accounts.admitted(request, state, stop, limit)
+        load, _slots = self._loads.get(request.request_id, (None, ()))
+        self._audits.expect(request.request_id, state, load)
+        self._lookup.release(state)
+        state.fetching_since = state.gave_up = state.worth = None
+        state.miss = LookupMiss.NOT_LOADING
+        state.fetched.clear()
+
+    def _plan_load(
+        self, request_id: str, state: RequestState, block_ids: BlockTable, hit: tuple[int, int]
+    ) -> None:
+        blocks = self._context.tables.load_slices(block_ids, *hit)
+        chunks = self._lookup.chunks(state, *hit)
+        self._forget_load(request_id)
+        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), state.pinned
+        state.pinned = []
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def empty_plan(self) -> Plan:
+        return EMPTY_PLAN
+
+    def build_plan(self, step: StepView) -> Plan:
+        if self._loads and step.preempted_request_ids:
+            # A host that preempts everything can admit a request again in the same step: a load of
+            # a scheduled request was planned after the preemption.
+            scheduled = {item.request.request_id for item in step.scheduled}
+            for request_id in set(step.preempted_request_ids) - scheduled:
+                self._forget_load(request_id)
+        try:
+            return self._plan(step)
+        finally:
+            # The plan has the loads. Without a plan, the guard reports them as failed: no later one
+            # may bring them.
+            for request_id in tuple(self._loads):
+                self._forget_load(request_id)
+
+    def _plan(self, step: StepView) -> Plan:
+        saves: tuple[Save, ...] = ()
+        if self._may_save:
+            saves = self._saves.plan(step)
+            if saves and self._announcer is not None:
+                self._announcer.planned(saves, step, self._requests.by_id)
+        audits = self._audits.plan(step)
+        unchecked = self._audits.take_unchecked()
+        writes = self._saves.writes()
+        if self._recent is not None:
+            self._fetch_recent(self._recent)
+        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
+        timed = self._policy.begin_step(num_tokens, loads=bool(self._loads))
+        checks = audits or unchecked
+        if not (self._loads or saves or checks or writes or timed or self.pool.has_orders):
+            return EMPTY_PLAN
+        fetches, cancels = self.pool.take_orders()
+        return SharedStoragePlan(
+            pool=self.pool.pool_id,
+            fetches=fetches,
+            cancels=cancels,
+            loads=tuple(load for load, _slots in self._loads.values()),
+            saves=saves,
+            audits=audits,
+            unchecked=unchecked,
+            writes=writes,
+            failures_known=self._saves.failures_known,
+            timed=timed,
+            namespace=self._requests.namespace,
+        )
+
+    def _fetch_recent(self, recent: RecentRecords) -> None:
+        """Fetch the records that were used last, a few at a time, so that hits do not wait."""
+        if self.pool.is_filling:
+            return
+        records = recent.take() if self.pool.has_free else []
+        for record in records:
+            if self.pool.find(record.key) is None and record.key not in self._requests.unreadable:
+                groups = self._context.tables.all_groups
+                self.pool.fetch(record.key, record.first_token, groups)
+        if not records and (recent.is_done or not self.pool.has_free):
+            self._end_recent()
+
+    @property
+    def is_idle(self) -> bool:
+        has_work = self._loads or self._recent is not None or self._saves.has_unsaved
+        return not has_work and self._audits.is_idle and self.pool.is_idle
+
+    def has_pending_work(self) -> bool:
+        return (
+            self.pool.has_orders
+            or self._saves.keeps_host_awake
+            or self._audits.keeps_host_awake
+            or (self._recent is not None and self._recent.keeps_host_awake)
+        )
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def update_output(self, output: WorkerOutput) -> None:
+        if isinstance(output.meta, SharedStorageMeta):
+            for report in output.meta.reports:
+                if report.pool == self.pool.pool_id:
+                    self._learn(report)
+
+    def _learn(self, report: RankReport) -> None:
+        if report.timed:
+            self._policy.end_step(report.timed)
+        for filled in report.filled:
+            self._learn_filled(filled)
+        for saved in report.saved:
+            slot = self.pool.written(saved.slot)
+            if slot is None:
+                continue
+            is_stored = self._saves.learn_saved(report.rank, slot, saved)
+            name = "save" if is_stored else "save_failed"
+            self._accounts.ended(name, slot, saved.result, saved.seconds)
+            if not is_stored and self._announcer is not None:
+                self._announcer.failed(slot.key)
+        for audited in report.audited:
+            self._audits.learn(audited)
+        if report.failed_keys:
+            self._requests.unreadable.add(report.failed_keys)
+            for key in report.failed_keys:
+                self.pool.drop(ChunkKey(key))
+        if report.failures:
+            self._saves.learn_failures(report)
+            if report.failed_keys:
+                self._audits.forget_all()
+
+    def _learn_filled(self, filled: Filled) -> None:
+        is_missed = filled.missed is not None
+        slot = self.pool.filled(filled.slot, filled.seconds, missed=is_missed)
+        if slot is None:
+            return
+        if slot.is_save:
+            if is_missed:
+                self._saves.learn_missed(slot, filled)
+        elif is_missed:
+            self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
+            if filled.missed != MissReason.CANCELLED:
+                is_sound = filled.missed in SOUND
+                seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
+                self._requests.unreadable.add((slot.key,), seconds)
+        elif not slot.filling and not slot.failed:
+            self._accounts.ended("fetch", slot, None, slot.seconds)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        state = self._requests.by_id.pop(request.request_id, None)
+        self._saves.forget(request.request_id)
+        self._audits.forget(request.request_id)
+        self._forget_load(request.request_id)
+        if state is not None:
+            self._lookup.end(state)
+        return FREE_NOW
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._announcer is None else self._announcer.take()
+
+    def reset(self) -> bool:
+        """Begin another epoch. Stored records stay for other engines; this one does not read them
+        again. The pool is emptied. Saves under way carry the old namespace, so they cannot come
+        back."""
+        for request_id, state in self._requests.by_id.items():
+            self._lookup.release(state)
+            self._forget_load(request_id)
+        self._audits.begin_epoch()
+        self._end_recent()
+        self.pool.clear()
+        self._requests.begin_epoch()
+        self._saves.switch_namespace(self._requests.namespace)
+        if self._announcer is not None:
+            self._announcer.forget_all()
+        return True
+
+    def close(self) -> None:
+        self._end_recent(RECENT_CLOSE_SECONDS)
+        self._saves.close()
+        self._audits.close()
+        self._requests.close()
+
+    def _end_recent(self, timeout: float = 0.0) -> None:
+        if self._recent is not None:
+            self._recent.close(timeout)
+            self._recent = None
+
+    def _forget_load(self, request_id: str) -> None:
+        """Drop the load of a request: a plan carries it now, or its blocks are no longer the
+        request's."""
+        if request_id in self._loads:
+            _load, slots = self._loads.pop(request_id)
+            self.pool.unpin_all(slots)

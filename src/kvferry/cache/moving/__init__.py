@@ -1,0 +1,1 @@
+"""The half of every rank: carries out the plan, between store, slots and blocks."""

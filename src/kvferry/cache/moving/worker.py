@@ -1,0 +1,353 @@
+"""The worker role of the shared-storage connector: carries out the plan, in the plan's order.
+
+In: for a `Fetch`, I/O threads read and verify a chunk into its slot; a later `Load` copies it from
+the slot into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its slot at
+once, so that blocks are never held back; it is hashed on the device, or else by an I/O thread, and
+written by an I/O thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
+from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import tolerances_for
+from kvferry.cache.config import Context
+from kvferry.cache.messages import (
+    EMPTY_PLAN,
+    PUT_OFF,
+    REFUSED,
+    Audit,
+    Audited,
+    Fetch,
+    Filled,
+    Load,
+    RankReport,
+    Save,
+    Saved,
+    SharedStorageMeta,
+    SharedStoragePlan,
+    SlotChunk,
+    Write,
+)
+from kvferry.cache.moving.comparisons import Comparisons
+from kvferry.cache.moving.slot_io import Copied, SlotIO, SlotMemory
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError, LayoutError, TransferError
+from kvferry.record.check import MissReason
+from kvferry.store.base import PutResult
+from kvferry.types import NULL_BLOCK
+
+logger = logging.getLogger(__name__)
+
+DEVICE_CLOSE_SECONDS = 2.0
+"""How long copies under way are waited for, before their memory may go."""
+
+
+class _Loaded(NamedTuple):
+    """A chunk of a load, and its copy."""
+
+    load: Load
+    chunk: SlotChunk
+    copy: ChunkCopy
+
+
+@dataclass(slots=True)
+class _Ended:
+    """The operations that ended since the last report; the next report is made of them."""
+
+    pool: int = 0
+    failures: int = 0
+    timed: int = 0
+    filled: list[Filled] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    audited: list[Audited] = field(default_factory=list)
+    failed_requests: set[str] = field(default_factory=set)
+    failed_keys: list[bytes] = field(default_factory=list)
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        has_ended = self.filled or self.saved or self.audited or self.timed
+        return not (has_ended or self.failed_keys or self.invalid_block_ids)
+
+    def output(self, rank: int) -> WorkerOutput:
+        report = RankReport(
+            rank=rank,
+            pool=self.pool,
+            filled=tuple(self.filled),
+            saved=tuple(self.saved),
+            audited=tuple(self.audited),
+            timed=self.timed,
+            failures=self.failures,
+            failed_requests=frozenset(self.failed_requests),
+            failed_keys=tuple(self.failed_keys),
+        )
+        invalid = frozenset(self.invalid_block_ids)
+        return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
+
+
+class SharedStorageWorker(WorkerRole):
+    """One rank's half. Runs in: worker, on the model runner's thread.
+
+    Args:
+        rows: which bytes of a record this rank holds.
+        num_slots: slots of the host pool, as many on every rank.
+        setup: how the device of the engine's tensors is used.
+
+    Raises:
+        ConfigError: the slots are more than this machine lets a process reserve.
+    """
+
+    def __init__(
+        self, context: Context, rows: RankRows, num_slots: int, setup: DeviceSetup
+    ) -> None:
+        self._rows = rows
+        self._observer = context.observer
+        self._writes_alone = context.spec.shard.world_size == 1
+        self._memory = SlotMemory(num_slots, rows.slot_bytes)
+        self._io = SlotIO(rows, self._memory, context)
+        tolerances = tolerances_for(context.spec.identity.config)
+        self._comparisons = Comparisons(rows, self._memory, tolerances)
+        self._copies = BlockCopies(context.spec, rows, setup)
+        self._ended = _Ended()
+        self._plan = EMPTY_PLAN
+        self._saved = False
+        self._to_begin: deque[Fetch | Write] = deque()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._copies.register(kv_caches, self._memory.view)
+        self._memory.make_ready()
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]:
+        if not isinstance(plan, SharedStoragePlan):
+            return frozenset()
+        planned = {block for load in plan.loads for part in load.blocks for block in part.ids}
+        return frozenset(planned - {NULL_BLOCK})
+
+    # -- step -----------------------------------------------------------------------------------
+
+    def begin_step(self, plan: Plan) -> None:
+        if plan is EMPTY_PLAN:
+            return
+        if not isinstance(plan, SharedStoragePlan):
+            raise ContractError(
+                f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
+            )
+        self._plan = plan
+        if plan.pool:  # not set in an empty plan that was copied to this process
+            self._ended.pool = plan.pool
+        self._ended.timed = plan.timed
+        self._saved = False
+        if plan.namespace not in (None, self._rows.schema.namespace):
+            self._rows.switch_namespace(plan.namespace)
+        self._to_begin.extend(plan.fetches)
+        self._to_begin.extend(plan.writes)
+        for load in plan.unchecked:
+            self._take_back(load)
+        for slot in plan.cancels:
+            self._io.cancel(slot)
+        while self._to_begin:
+            order = self._to_begin[0]
+            if isinstance(order, Fetch):
+                self._io.fetch(order)
+            else:
+                self._io.write(order.slot, order.session)
+            self._to_begin.popleft()
+
+    def start_load(self) -> None:
+        if not self._plan.loads:
+            return
+        # A failure is counted first and taken back if there was none, so that an exception in
+        # `_load` stops this step's saves, too.
+        self._ended.failures += 1
+        num_failed = len(self._ended.failed_keys)
+        self._load(self._plan.loads)
+        if len(self._ended.failed_keys) == num_failed:
+            self._ended.failures -= 1
+
+    def save(self) -> None:
+        self._saved = True
+        if not (self._plan.saves or self._plan.audits):
+            return
+        orders: tuple[Save | Audit, ...] = (*self._plan.saves, *self._plan.audits)
+        known = self._plan.failures_known
+        failures_known = known[self._rows.rank] if known else 0
+        if failures_known >= self._ended.failures:
+            self._save(orders)
+        else:
+            # A load failed, and this plan was made before the scheduler role knew: the step may
+            # have computed on blocks that were never filled. The chunks are offered again when the
+            # host has recomputed them.
+            self._put_off(orders)
+
+    def wait(self, seconds: float) -> None:
+        self._io.wait(seconds)
+
+    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
+        ended = self._ended
+        self._io.collect(ended.filled, ended.saved)
+        for audit in self._comparisons.collect(ended.audited):
+            self._take_back(audit.load)
+        if ended.is_empty:
+            return EMPTY_OUTPUT
+        self._ended = _Ended(pool=ended.pool, failures=ended.failures)
+        return ended.output(self._rows.rank)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._ended.is_empty and not self._io.is_busy and self._comparisons.are_over
+
+    def end_step(self) -> None:
+        if not self._saved:
+            # The forward failed: the scheduler role must not take these saves for under way.
+            self._put_off((*self._plan.saves, *self._plan.audits))
+        # The step failed at its beginning. These were not begun, and the pool waits for their end.
+        for order in self._to_begin:
+            if isinstance(order, Fetch):
+                self._ended.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
+            else:
+                self._ended.saved.append(Saved(order.slot, PutResult.FAILED))
+        self._to_begin.clear()
+        self._plan = EMPTY_PLAN
+
+    def close(self) -> None:
+        self._comparisons.close()
+        self._io.close()
+        if not self._copies.close(DEVICE_CLOSE_SECONDS):
+            logger.warning(
+                "copies of the device did not end in time; the host memory stays page-locked"
+            )
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _load(self, loads: Sequence[Load]) -> None:
+        """Copy hits from slots into the blocks. On a device, what the engine submits from here on
+        comes after the copies."""
+        started = time.perf_counter()
+        self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
+        try:
+            loaded = [one for load in loads for one in self._copies_of(load)]
+            before = self._copies.stream.mark()
+            errors = self._io.read_pool.spread(
+                loaded,
+                lambda one: self._copies.scatter(one.copy, after=before),
+                alone=self._copies.stream.overlaps,
+            )
+            for one, error in zip(loaded, errors, strict=True):
+                if error is not None:
+                    self._fail(one.load, one.chunk, error)
+        finally:
+            # Also if one failed: the engine computes the blocks of it again, and no copy under way
+            # may come after that.
+            done = self._copies.stream.end()
+            self._copies.stream.hold(done)
+            if self._copies.stream.overlaps:
+                for load in loads:
+                    for chunk in load.chunks:
+                        self._io.busy_until(chunk.slot, done)
+        self._observer.observe("load_copy", time.perf_counter() - started)
+
+    def _copies_of(self, load: Load) -> Iterator[_Loaded]:
+        """Yield the copy of each chunk that is held and has valid blocks. Report the others as
+        failed."""
+        for chunk in load.chunks:
+            held = self._io.groups_held(chunk)
+            try:
+                if not held:
+                    raise LayoutError(f"slot {chunk.slot} does not hold the chunk it was to hold")
+                hit = (load.start, load.stop)
+                runs = self._copies.paged.load_runs(load.blocks, hit, chunk.first_token, held)
+            except LayoutError as error:
+                self._fail(load, chunk, error)
+            else:
+                slot = self._memory.slot(chunk.slot)
+                yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))
+
+    def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
+        logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
+        self._observer.count("load_failed_chunks")
+        self._ended.failed_requests.add(load.request_id)
+        self._ended.failed_keys.append(chunk.key)
+        hit = (load.start, load.stop)
+        self._ended.invalid_block_ids |= self._copies.paged.block_ids(
+            load.blocks, hit, chunk.first_token
+        )
+
+    # -- saves ----------------------------------------------------------------------------------
+
+    def _save(self, orders: Sequence[Save | Audit]) -> None:
+        """Copy chunks out of the blocks; writes and comparisons happen behind. Never blocks on
+        I/O."""
+        left = iter(orders)
+        waiting: deque[Save | Audit] = deque()
+        copied: list[tuple[Save | Audit, Gathered]] = []
+        try:
+            copied.extend(
+                (waiting.popleft(), gathered)
+                for gathered in self._copies.gather(self._copies_out(left, waiting))
+            )
+        except TransferError as error:
+            logger.warning("saves put off: %s", error)
+            self._observer.count("save_no_device_memory")
+        finally:
+            # What was not copied, by whatever error, may still be on its way to its slot.
+            for order in waiting:
+                self._io.busy_until(order.chunk.slot, self._copies.stream.end())
+            self._put_off([*waiting, *left])
+            # Only now: hashing and writing take memory bandwidth from the copies.
+            for order, gathered in copied:
+                if isinstance(order, Audit):
+                    self._compare(order, gathered)
+                else:
+                    one = Copied(order.chunk, gathered, self._rows.schema)
+                    self._io.copied(one, write=self._writes_alone)
+
+    def _compare(self, audit: Audit, gathered: Gathered) -> None:
+        self._io.overwrite(audit.chunk.slot)
+        record = SlotChunk(audit.record, audit.chunk.key, audit.chunk.first_token)
+        is_held = self._io.groups_held(record) == self._rows.all_groups
+        self._comparisons.begin(audit, gathered, is_held=is_held)
+
+    def _copies_out(
+        self, left: Iterator[Save | Audit], waiting: deque[Save | Audit]
+    ) -> Iterator[ChunkCopy]:
+        """The copies of those chunks whose blocks are right, which also go to `waiting`."""
+        for order in left:
+            chunk = order.chunk
+            try:
+                runs = self._copies.paged.chunk_runs(order.blocks, chunk.first_token)
+            except LayoutError as error:
+                logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
+                self._end_early(order, REFUSED)
+                continue
+            waiting.append(order)
+            yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
+
+    def _put_off(self, orders: Sequence[Save | Audit]) -> None:
+        for order in orders:
+            self._end_early(order, PUT_OFF)
+
+    def _end_early(self, order: Save | Audit, why: str) -> None:
+        """A chunk was not copied into its slot."""
+        if isinstance(order, Audit):
+            self._ended.audited.append(Audited(order.chunk.slot))
+            self._take_back(order.load)
+        else:
+            self._ended.filled.append(Filled(order.chunk.slot, why))
+
+    def _take_back(self, load: Load | None) -> None:
+        """What a hit loaded is not known to be of this model."""
+        if load is not None:
+            ids = {block for part in load.blocks for block in part.ids}
+            self._ended.invalid_block_ids |= ids - {NULL_BLOCK}

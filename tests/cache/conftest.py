@@ -1,0 +1,109 @@
+"""Hosts with the connector over a store in memory or in a directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.observe import Counters
+from kvferry.testing.host import SimulatedHost
+from tests.cache.hosts import make_groups, make_shared_storage_host
+
+from .keeping import NUM_CHUNKS, PROMPT, open_store
+
+
+class Host(SimulatedHost):
+    """A simulated host that keeps its parts at hand."""
+
+    parts: Any
+    pool: Any
+    observer: Counters
+
+    def forget_memory(self) -> None:
+        """Hold nothing in memory any more, so that the next hit reads the store."""
+        self.pool.clear()
+
+    def forget_unpinned(self) -> None:
+        """The same where requests count on some of it."""
+        for key in list(self.pool._by_key):
+            self.pool.drop(key)
+
+
+@pytest.fixture
+def make_host() -> Iterator[Any]:
+    """Factory of hosts; options of the connector by keyword, closed at the end."""
+    hosts: list[Any] = []
+
+    def make(
+        *,
+        store: Any = "memory://test",
+        groups: Any = None,
+        tables: Any = None,
+        world_size: int = 1,
+        num_blocks: int = 256,
+        num_slots: int = 256,
+        weights: bytes = b"w" * 32,
+        carries_worker_meta: bool = True,
+        recomputes: bool = False,
+        fills: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = lambda: 0.5,
+        observer: Counters | None = None,
+        rank_stores: Sequence[Any] = (),
+        **options: Any,
+    ) -> Any:
+        groups = groups or make_groups()
+        observer = observer or Counters()
+        options.setdefault("chunk_tokens", 8)
+        options.setdefault(
+            "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
+        )
+        stores = rank_stores or (() if isinstance(store, str) else (store,))
+        url = store if isinstance(store, str) else store.url
+        host, parts = make_shared_storage_host(
+            {"store": url, **options},
+            groups=groups,
+            tables=tables,
+            world_size=world_size,
+            num_blocks=num_blocks,
+            weights=weights,
+            observer=observer,
+            carries_worker_meta=carries_worker_meta,
+            recomputes=recomputes,
+            fills=fills,
+            stores=stores,
+            clock=clock,
+            draw=draw,
+        )
+        host.__class__ = Host
+        host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer
+        hosts.append(host)
+        return host
+
+    yield make
+    for host in hosts:
+        host.close()
+        for part in host.parts:
+            part.store.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, make_host) -> Path:
+    """A store with a prompt of five chunks."""
+    host = make_host(store=open_store(tmp_path / "store"))
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == NUM_CHUNKS
+    return tmp_path / "store"
+
+
+def record_bytes(groups: Any, chunk_tokens: int) -> int:
+    """Bytes of one record of such a host, and so of one slot."""
+    from kvferry.record.schema import ALIGN, RecordSchema
+
+    schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)
+    return -(-schema.record_bytes // ALIGN) * ALIGN

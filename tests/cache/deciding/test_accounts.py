@@ -1,0 +1,377 @@
+"""Every token of an admitted prompt is in one account, and each miss has a reason that is told."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.observe import Counters, Event
+from kvferry.store.memory import MemoryStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import (
+    CorruptingStore,
+    FailingStore,
+    FaultyStore,
+    Gate,
+    StallingStore,
+    flip_bit,
+)
+from kvferry.types import ExtraKeys
+from tests.cache.keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, open_store
+
+
+class Recorder(Counters):
+    """Keeps what it is told, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def told(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]
+
+    def amounts(self, prefix: str) -> Counter[str]:
+        """Counters whose names begin so, without what they begin with."""
+        counts = self.snapshot().items()
+        return Counter(
+            {name.removeprefix(prefix): int(n) for name, n in counts if name.startswith(prefix)}
+        )
+
+
+@pytest.fixture
+def observer() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def store(make_host) -> MemoryStore:
+    """A store that holds the prompt."""
+    store = MemoryStore("accounts")
+    host = make_host(store=store)
+    host.run("writer", PROMPT)
+    host.settle()
+    return store
+
+
+def misses(observer: Recorder, request_id: str) -> dict[str, int]:
+    """Tokens by reason, as the events tell them; compared with the counters."""
+    by_reason = Counter()
+    for event in observer.told("miss"):
+        assert event.key is None
+        assert event.tier is None
+        by_reason[event.reason] += event.num_tokens
+    assert by_reason == observer.amounts("miss_tokens_")
+    return {
+        event.reason: event.num_tokens
+        for event in observer.told("miss")
+        if event.request == request_id
+    }
+
+
+def assert_adds_up(observer: Recorder) -> None:
+    """`lookup_tokens = local_hit_tokens + hit_tokens_<tier> + miss_tokens_<reason>`."""
+    hits, missed = observer.amounts("hit_tokens_"), observer.amounts("miss_tokens_")
+    parts = observer["local_hit_tokens"] + hits.total() + missed.total()
+    assert observer["lookup_tokens"] == parts
+    assert set(missed) <= set(LookupMiss)
+    for name, amounts, field in (("hit", hits, "tier"), ("miss", missed, "reason")):
+        told = Counter()
+        for event in observer.told(name):
+            assert event.num_tokens > 0
+            told[getattr(event, field)] += event.num_tokens
+        assert told == amounts
+
+
+# -- reasons ------------------------------------------------------------------------------------
+
+
+def test_absent(make_host, observer):
+    host = make_host(observer=observer)
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0) == (0, False, "absent")
+    host.admit(request)
+    assert misses(observer, "r") == {"absent": 40, "partial": 1}
+    assert observer["requests_missed"] == 1
+    assert observer["hits"] == 0
+
+
+def test_absent_beyond_a_hit(make_host, observer, store):
+    host = make_host(store=store, observer=observer)
+    host.run("r", [*PROMPT[:24], *range(500, 520)])
+    assert misses(observer, "r") == {"absent": 16, "partial": 4}
+    assert observer["requests_missed"] == 0
+    assert observer["hits"] == 1
+
+
+def test_unreadable(make_host, observer, store):
+    failing = FailingStore(store, operations={"read"})
+    host = make_host(store=failing, observer=observer)
+    request = host.add("r", PROMPT)
+    assert host.admit(request) == 0
+    assert misses(observer, "r") == {"unreadable": 40, "partial": 1}
+    missed = observer.told("fetch_missed")
+    assert {(event.key, event.reason, event.tier) for event in missed} == {
+        (key, "io_error", "memory") for key in keys_of(host)
+    }
+
+
+def test_unreadable_from_a_damaged_chunk_on(make_host, observer, store):
+    damaged = keys_of(make_host())[2]
+    corrupting = CorruptingStore(store, damage=flip_bit(-1), keys={damaged})
+    host = make_host(store=corrupting, observer=observer)
+    assert host.run("r", PROMPT).num_external_tokens == 16
+    assert misses(observer, "r") == {"unreadable": 24, "partial": 1}
+    (missed,) = observer.told("fetch_missed")
+    assert (missed.key, missed.reason, missed.num_tokens) == (damaged, "bad_leaf", 8)
+    assert len(observer.told("fetch")) == 4
+
+
+def test_deadline(make_host, observer, store):
+    gate, clock = Gate(), FakeClock()
+    stalled = StallingStore(store, gate=gate, operations={"read"})
+    host = make_host(store=stalled, observer=observer, clock=clock)
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.step([])
+    clock.advance(host.parts[0].config.load_timeout_seconds)
+    assert host.scheduler.lookup(request, 0) == (0, False, "deadline")
+    host.admit(request)
+    assert misses(observer, "r") == {"deadline": 40, "partial": 1}
+    gate.release()
+    assert_settles(host)
+
+
+def test_no_memory(make_host, observer, store):
+    host = make_host(store=store, observer=observer, num_slots=2)
+    request = host.add("r", PROMPT)
+    assert host.admit(request) == 16
+    assert misses(observer, "r") == {"no_memory": 24, "partial": 1}
+
+
+def test_no_memory_because_others_have_it(make_host, observer, store):
+    clock = FakeClock()
+    host = make_host(store=store, observer=observer, num_slots=8, clock=clock)
+    writer = make_host(store=store)
+    writer.run("writer", [*PROMPT[:8], *range(600, 633)])
+    writer.settle()
+    holder = host.add("holder", [*PROMPT[:8], *range(600, 633)])
+    while host.scheduler.lookup(holder, 0).num_tokens is None:
+        host.step([])
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.settle()
+    clock.advance(6.0)
+    assert host.scheduler.lookup(request, 0) == (32, False, "no_memory")
+    host.admit(request)
+    assert misses(observer, "r") == {"no_memory": 8, "partial": 1}
+
+
+def test_slower(make_host, observer, store):
+    host = make_host(store=store, observer=observer)
+    policy = host.scheduler._policy
+    policy.saw_compute(10_000, 0.001)
+    policy.saw_slow_load("memory", 8, 1000.0)
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0) == (0, False, "slower")
+    host.admit(request)
+    assert misses(observer, "r") == {"slower": 40, "partial": 1}
+    (event,) = [each for each in observer.events if each.reason == "slower"]
+    assert event.detail == "expected 10000.000 s to load, 0.000 s to compute"
+
+
+@pytest.mark.parametrize(("num_tokens", "partial"), [(1, 1), (7, 7), (8, 4), (41, 1), (47, 7)])
+def test_partial(make_host, observer, store, num_tokens: int, partial: int):
+    """With chunks of 8 and blocks of 4, of a prompt whose chunks are all stored."""
+    host = make_host(store=store, observer=observer)
+    host.run("r", [*PROMPT, *PROMPT][:num_tokens])
+    assert misses(observer, "r") == {"partial": partial}
+    assert_adds_up(observer)
+
+
+def test_not_cacheable(make_host, observer):
+    host = make_host(observer=observer)
+    request = host.add("r", PROMPT, extra_keys=ExtraKeys(cacheable=False))
+    assert host.scheduler.lookup(request, 0) == (0, False, "not_cacheable")
+    host.admit(request)
+    assert misses(observer, "r") == {"not_cacheable": 41}
+    assert_adds_up(observer)
+
+
+def test_not_loading(make_host, observer, store):
+    host = make_host(store=store, observer=observer, carries_worker_meta=False)
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0) == (0, False, "not_loading")
+    host.admit(request)
+    assert misses(observer, "r") == {"not_loading": 40, "partial": 1}
+
+
+def test_a_host_that_did_not_ask(make_host, observer, store):
+    host = make_host(store=store, observer=observer)
+    request = host.add("r", PROMPT)
+    host._grow(request, 64)
+    host.scheduler.update_after_alloc(request, request.block_ids, 0)
+    assert misses(observer, "r") == {"not_loading": 40, "partial": 1}
+    assert_adds_up(observer)
+
+
+# -- tiers --------------------------------------------------------------------------------------
+
+
+def test_hits_are_counted_by_tier(make_host, observer, directory: Path):
+    host = make_host(store=open_store(directory), observer=observer)
+    host.run("of the store", PROMPT)
+    assert observer.amounts("hit_tokens_") == {"file": 40}
+    host.run("of memory", PROMPT)
+    assert observer.amounts("hit_tokens_") == {"file": 40, "memory": 40}
+    host.pool.drop(keys_of(host)[1])
+    host.run("of both", PROMPT, num_local_tokens=4)
+    assert observer.amounts("hit_tokens_") == {"file": 48, "memory": 68}
+    told = [(event.request, event.tier, event.num_tokens) for event in observer.told("hit")]
+    assert told == [
+        ("of the store", "file", 40),
+        ("of memory", "memory", 40),
+        ("of both", "memory", 28),
+        ("of both", "file", 8),
+    ]
+    assert observer["local_hit_tokens"] == 4
+    assert observer["hits"] == 3
+    assert_adds_up(observer)
+
+
+def test_fetches_and_saves_are_events_with_their_seconds(make_host, observer, directory: Path):
+    host = make_host(store=open_store(directory), observer=observer)
+    host.run("reads", PROMPT)
+    keys = keys_of(host)
+    fetched = observer.told("fetch")
+    assert {event.key for event in fetched} == set(keys)
+    assert all(event.tier == "file" and event.seconds > 0 for event in fetched)
+    host.run("writes", list(range(500, 541)))
+    host.settle()
+    saved = observer.told("save")
+    assert len(saved) == NUM_CHUNKS
+    assert all(event.reason == "stored" and event.seconds > 0 for event in saved)
+    assert all(event.num_tokens == 8 and event.tier == "file" for event in saved)
+
+
+def test_a_failed_save_is_an_event_with_its_reason(make_host, observer):
+    failing = FailingStore(MemoryStore("x"), operations={"put"})
+    host = make_host(store=failing, observer=observer)
+    host.run("writes", PROMPT)
+    host.settle()
+    failed = observer.told("save_failed")
+    assert {event.key for event in failed} == set(keys_of(host))
+    assert {event.reason for event in failed} == {"failed"}
+    assert not observer.told("save")
+
+
+# -- sums ---------------------------------------------------------------------------------------
+
+
+class Unreliable(FaultyStore):
+    """One read in some fails, by a seed."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        super().__init__(inner, {"read", "put"})
+        self._random = random.Random(seed)
+
+    def fault(self, operation: str) -> bool:
+        return self._random.random() > 0.02
+
+
+class Run:
+    """Requests with shared prefixes at random: some wait, some are preempted, some are aborted."""
+
+    def __init__(self, host: Any, seed: int) -> None:
+        self.host = host
+        self.random = random.Random(seed)
+        self.waiting: list[Any] = []
+        self.running: list[Any] = []
+        self.num_added = 0
+
+    def turn(self) -> None:
+        self.random.choice([self.add, self.add, self.ask, self.compute, self.compute, self.end])()
+        if self.random.random() < 0.05:
+            self.host.forget_unpinned()
+
+    def add(self) -> None:
+        root = 1000 * self.random.randrange(3)
+        length = self.random.choice([1, 7, 8, 9, 23, 41, 66, 66])
+        prompt = [root + token for token in range(length)]
+        if self.random.random() < 0.3:
+            prompt[self.random.randrange(length) :] = [7] * self.random.randrange(1, 20)
+        extra = ExtraKeys(cacheable=self.random.random() > 0.1)
+        self.num_added += 1
+        self.waiting.append(self.host.add(f"r{self.num_added}", prompt, extra_keys=extra))
+
+    def ask(self) -> None:
+        for request in self.waiting:
+            self.host.scheduler.lookup(request, 0)
+        self.host.step([])
+
+    def compute(self) -> None:
+        if self.waiting and len(self.running) < 4:
+            request = self.waiting.pop(0)
+            most = (len(request.all_token_ids) - 1) // 4
+            local = self.random.choice([0, 0, self.random.randrange(most + 1)])
+            self.host.admit(request, num_local_tokens=4 * local)
+            self.running.append(request)
+        if self.running:
+            request = self.random.choice(self.running)
+            if self.random.random() < 0.2:
+                self.running.remove(request)
+                self.host.preempt(request)
+                self.waiting.append(request)
+                return
+            self.host.prefill(request, budget=self.random.choice([5, 16, 100]))
+
+    def end(self) -> None:
+        for requests in (self.running, self.waiting):
+            if requests and self.random.random() < 0.4:
+                request = requests.pop(0)
+                self.host.finish(request)
+                self.host.step([])
+
+    def finish(self) -> None:
+        for request in [*self.running, *self.waiting]:
+            self.host.finish(request)
+        assert_settles(self.host)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_tokens_add_up_over_random_runs(
+    make_host, observer, tmp_path: Path, world_size: int, seed: int
+):
+    choose = random.Random(seed)
+    writer = make_host(store=f"file://{tmp_path}")
+    for root in range(2):
+        writer.run(f"writer {root}", [1000 * root + token for token in range(66)])
+    writer.settle()
+    stores = [Unreliable(open_store(tmp_path), seed + rank) for rank in range(world_size)]
+    host = make_host(
+        store=stores[0].url,
+        rank_stores=stores,
+        world_size=world_size,
+        observer=observer,
+        num_slots=choose.choice([1, 3, 9, 64]),
+        num_blocks=4096,
+        load_timeout_seconds=0.05,
+        save_generated=True,
+    )
+    run = Run(host, seed)
+    for _ in range(480):  # hits in each, where a busy machine makes some loads too late, too
+        run.turn()
+        assert_adds_up(observer)
+    run.finish()
+    assert_adds_up(observer)
+    assert observer["lookup_tokens"] > 0
+    assert observer.amounts("miss_tokens_")["absent"] > 0
+    assert observer["hits"] > 0

@@ -1,0 +1,623 @@
+"""Hits are checked against what the engine computes itself."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+
+import pytest
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.errors import ConfigError
+from kvferry.testing.faults import FaultyStore, Gate
+from tests.cache.hosts import make_groups
+from tests.cache.keeping import (
+    NUM_CHUNKS,
+    PROMPT,
+    assert_settles,
+    keys_of,
+    lose_chunk,
+    open_store,
+    wait_for,
+)
+from tests.cache.windowed import group
+
+CHUNK = 8
+WHOLE = NUM_CHUNKS * CHUNK
+SHORT = WHOLE - CHUNK
+
+
+def be_another_model(host, ranks=None):
+    """Let a host compute other KV than every other host."""
+    for rank in ranks if ranks is not None else host.ranks:
+        values = rank._values
+        rank._values = lambda layer, seeds, values=values: values(layer, seeds + 1)
+
+
+@pytest.fixture
+def reader(make_host, directory):
+    """Makes hosts in a process of their own: the prompt is stored, and not in memory."""
+
+    def make(other=False, **options):
+        host = make_host(store=open_store(directory), audit="first", **options)
+        if other:
+            be_another_model(host)
+        return host
+
+    return make
+
+
+@pytest.fixture
+def two_ranks(make_host, tmp_path):
+    """Makes hosts of two ranks; the prompt is stored."""
+    groups = make_groups(num_kv_heads=2)
+    settled_run(make_host(groups=groups, store=open_store(tmp_path / "store")), "writer")
+
+    def make(**options):
+        ranks = [open_store(tmp_path / "store") for _ in range(2)]
+        return make_host(
+            store=ranks[0],
+            rank_stores=ranks,
+            groups=groups,
+            world_size=2,
+            audit="first",
+            **options,
+        )
+
+    return make
+
+
+def settled_run(host, request_id, prompt=PROMPT, **options):
+    """Run a prompt, and take all reports."""
+    request = host.run(request_id, prompt, **options)
+    host.settle()
+    assert_settles(host)
+    return request
+
+
+def unchecked_run(host, request_id, prompt, *, budget=10**9, num_local_tokens=0):
+    """The hit of a prompt that is run to its end, whose KV may be wrong."""
+    request = host.add(request_id, prompt)
+    hit = host.admit(request, num_local_tokens=num_local_tokens)
+    while left := len(prompt) - request.num_computed_tokens:
+        host.step([request], tokens=min(budget, left))
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    return hit
+
+
+def counts(host):
+    names = ("audits", "audit_mismatch", "audit_failed")
+    return tuple(host.observer[name] for name in names)
+
+
+# ---- the same model
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("budget", [1, 3, 7, 10**9])
+def test_the_first_hit_lacks_its_last_chunk_and_later_ones_are_whole(reader, budget, recomputes):
+    host = reader(recomputes=recomputes)
+    request = settled_run(host, "first", budget=budget)
+    assert request.num_external_tokens == SHORT
+    assert counts(host) == (1, 0, 0)
+    assert not host.invalid_block_ids
+    assert host.observer["miss_tokens_audit"] == CHUNK
+    host.forget_memory()
+    for number in range(3):
+        assert settled_run(host, f"later {number}").num_external_tokens == WHOLE
+    assert counts(host) == (1, 0, 0)
+    assert host.observer["put_stored"] == 0
+
+
+def test_the_answer_says_why_the_hit_is_short(reader):
+    host = reader()
+    request = host.add("first", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.settle()
+    assert host.scheduler.lookup(request, 0) == (SHORT, False, LookupMiss.AUDIT)
+    assert host.scheduler.lookup(request, 0) == (SHORT, False, LookupMiss.AUDIT)
+    host.finish(request)
+    assert_settles(host)
+
+
+def test_a_hit_of_one_chunk_is_computed_for_its_audit(reader):
+    host = reader()
+    assert settled_run(host, "first", PROMPT[: CHUNK + 1]).num_external_tokens == 0
+    assert counts(host) == (1, 0, 0)
+    assert settled_run(host, "next").num_external_tokens == WHOLE
+
+
+@pytest.mark.parametrize("num_local", [4, 8, 20, 32, 36])
+def test_what_the_engine_has_itself_is_not_computed_again(reader, num_local):
+    host = reader()
+    request = settled_run(host, "first", num_local_tokens=num_local)
+    assert request.num_external_tokens == max(0, SHORT - num_local)
+    assert counts(host) == (1, 0, 0)
+
+
+def test_hits_that_begin_before_the_first_audit_ended_are_audited_too(reader):
+    host = reader()
+    requests = [host.add(name, PROMPT) for name in "abc"]
+    assert [host.admit(each) for each in requests] == [SHORT] * 3
+    host.step(requests, tokens=1)
+    for each in requests:
+        host.prefill(each)
+        host.finish(each)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (3, 0, 0)
+    assert settled_run(host, "later").num_external_tokens == WHOLE
+
+
+def test_what_this_engine_computed_itself_is_not_audited(make_host):
+    host = make_host(audit="first")
+    settled_run(host, "first")
+    assert settled_run(host, "again").num_external_tokens == WHOLE
+    assert counts(host) == (0, 0, 0)
+
+
+def test_of_a_hit_the_last_chunk_of_another_process_is_audited(reader):
+    host = reader()
+    extended = [*PROMPT[:20], *range(500, 540)]
+    settled_run(host, "extends two chunks", extended, num_local_tokens=20)
+    assert counts(host) == (0, 0, 0)
+    # Of its own are chunks 2 to 6; those of the store end at token 16.
+    assert settled_run(host, "both", extended).num_external_tokens == CHUNK
+    assert counts(host) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("audit", "expected"),
+    [("first", 1), (0, 1), (0.0, 1), (1, 20), (1.0, 20), ("off", 0), ("0.0", 1), ("1", 20)],
+)
+def test_the_option_says_how_many_hits_are_audited(make_host, directory, audit, expected):
+    host = make_host(store=open_store(directory), audit=audit)
+    for number in range(20):
+        settled_run(host, f"{number}")
+    assert counts(host) == (expected, 0, 0)
+
+
+def test_a_rate_audits_that_part_of_the_hits(make_host, directory):
+    draw = random.Random(1).random
+    host = make_host(store=open_store(directory), audit=0.25, draw=draw)
+    hits = [settled_run(host, f"{number}").num_external_tokens for number in range(200)]
+    num_audited = len(hits) - hits.count(WHOLE)
+    assert 30 <= num_audited <= 70
+    assert counts(host) == (num_audited, 0, 0)
+    # One in as many as a hit has chunks is computed from nothing.
+    assert 1 <= hits.count(0) <= num_audited // 2
+    assert hits.count(0) + hits.count(SHORT) == num_audited
+
+
+@pytest.mark.parametrize("audit", ["always", "", -0.1, 1.1, float("nan"), 2, True, None, "nan"])
+def test_other_values_are_refused_in_one_line(make_host, audit):
+    with pytest.raises(ConfigError, match=r"audit") as refused:
+        make_host(audit=audit)
+    assert "\n" not in str(refused.value)
+
+
+def test_memory_for_one_chunk_is_refused_unless_nothing_is_audited(make_host):
+    with pytest.raises(ConfigError, match="smaller than two chunks"):
+        make_host(audit="first", num_slots=1)
+    make_host(audit="off", num_slots=1)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 4, 5, 6])
+def test_little_memory_makes_shorter_hits_that_are_audited(reader, num_slots):
+    host = reader(num_slots=num_slots)
+    request = settled_run(host, "first")
+    assert request.num_external_tokens == min(SHORT, (num_slots - 2) * CHUNK)
+    assert counts(host) == (1, 0, 0)
+    assert settled_run(host, "later").num_external_tokens == min(WHOLE, num_slots * CHUNK)
+
+
+def test_without_a_free_slot_there_is_no_hit(reader):
+    host = reader(num_slots=5)
+    waiting = host.add("holds three", PROMPT[: 3 * CHUNK + 1])
+    assert host.admit(waiting) == 2 * CHUNK  # pins three slots, and one for the copy
+    assert host.run("other", PROMPT).num_external_tokens == 0
+    host.prefill(waiting)
+    host.finish(waiting)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (1, 0, 0)
+
+
+# ---- another model
+
+
+SECOND = list(range(200, 241))
+THIRD = list(range(300, 341))
+
+
+@pytest.fixture
+def store_prompt(make_host, directory):
+    """Stores a prompt, with the KV of another model if it is to be wrong."""
+
+    def store(prompt, *, wrong=False):
+        host = make_host(store=open_store(directory), audit="off")
+        if wrong:
+            be_another_model(host)
+        assert settled_run(host, "stores", prompt).num_external_tokens == 0
+
+    return store
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("budget", [7, 10**9])
+def test_after_two_mismatches_nothing_is_read_or_written(
+    reader, store_prompt, caplog, budget, recomputes
+):
+    store_prompt(SECOND)
+    store_prompt(THIRD)
+    host = reader(other=True, recomputes=recomputes)
+    with caplog.at_level(logging.WARNING):
+        if recomputes:
+            settled_run(host, "first", budget=budget)  # computed again: all of its KV is checked
+            assert host.invalid_block_ids
+        else:
+            assert unchecked_run(host, "first", PROMPT, budget=budget) == SHORT
+            assert not host.invalid_block_ids
+        for number in range(3):
+            assert settled_run(host, f"later {number}").num_external_tokens == 0
+        assert settled_run(host, "new", list(range(500, 541))).num_external_tokens == 0
+        # The first chunk was computed from nothing, and differs, too. Another prompt decides.
+        assert counts(host) == (0, 2, 0)
+        assert not host.scheduler._audits.has_failed
+        assert settled_run(host, "second prompt", SECOND).num_external_tokens == 0
+        assert host.scheduler._audits.has_failed
+        assert settled_run(host, "third prompt", THIRD).num_external_tokens == 0
+    assert counts(host) == (0, 3, 0)
+    assert host.observer["put_stored"] == 0
+    assert host.observer["audit_bad_records"] == 0
+    said = [record.message for record in caplog.records if "other KV" in record.message]
+    assert len(said) == 2
+    assert all("head" in each and host.scheduler._context.store.url in each for each in said)
+    assert "weights_version" not in said[0]
+    assert "weights_version" in said[1]
+
+
+def test_a_wrong_prompt_ends_neither_loading_nor_saving(reader, store_prompt, caplog):
+    store_prompt(SECOND, wrong=True)
+    host = reader(recomputes=True)
+    assert settled_run(host, "wrong", SECOND).num_external_tokens == SHORT
+    assert host.invalid_block_ids
+    assert host.scheduler._audits.is_undecided
+    assert settled_run(host, "not saved yet", THIRD).num_external_tokens == 0
+    assert host.observer["put_stored"] == 0
+    # Nothing is loaded for the hit that decides.
+    assert settled_run(host, "right").num_external_tokens == 0
+    assert counts(host) == (1, 1, 0)
+    assert settled_run(host, "as a first hit").num_external_tokens == SHORT
+    assert settled_run(host, "later").num_external_tokens == WHOLE
+    assert settled_run(host, "saved", THIRD).num_external_tokens == 0
+    assert settled_run(host, "saved", THIRD).num_external_tokens == WHOLE
+    for _ in range(2):
+        assert settled_run(host, "wrong again", SECOND).num_external_tokens == 0
+    assert not host.scheduler._audits.has_failed
+    assert "weights_version" not in caplog.text
+
+
+def test_right_records_of_a_hit_that_differs_are_used_again_one_by_one(
+    reader, make_host, directory, store_prompt
+):
+    store_prompt(SECOND[: SHORT + 1])
+    writer = make_host(store=open_store(directory), audit="off")
+    be_another_model(writer)
+    settled_run(writer, "the last chunk", SECOND, num_local_tokens=SHORT)
+    host = reader(recomputes=True)
+    assert settled_run(host, "wrong", SECOND).num_external_tokens == SHORT
+    loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS + 2)]
+    walk = [0, CHUNK, 2 * CHUNK, 3 * CHUNK, SHORT]
+    assert loaded == [*walk, SHORT - CHUNK, SHORT]  # then as a first hit, and whole
+    *right, bad = keys_of(host, SECOND)
+    assert host.scheduler._audits.suspects == {bad: True}
+    store = host.scheduler._context.store
+    wait_for(lambda: not store.contains(bad))
+    assert all(store.contains(key) for key in right)
+    assert host.observer["audit_bad_records"] == 1
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
+def test_one_first_hit_in_as_many_as_it_has_chunks_is_compared_from_nothing(reader, num_chunks):
+    prompt = PROMPT[: num_chunks * CHUNK + 1]
+    for number in range(10):
+        drawn = number / 10
+        host = reader(draw=lambda drawn=drawn: drawn)
+        hit = settled_run(host, "first", prompt).num_external_tokens
+        assert hit == (0 if drawn < 1 / num_chunks else (num_chunks - 1) * CHUNK)
+        assert counts(host) == (1, 0, 0)
+        assert settled_run(host, "later", prompt).num_external_tokens == num_chunks * CHUNK
+        host.close()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
+    reader, make_host, directory, store_prompt, caplog, recomputes
+):
+    """What follows the first chunk fits what is computed, as if it were computed on it."""
+    store_prompt(SECOND[: CHUNK + 1], wrong=True)
+    settled_run(make_host(store=open_store(directory)), "the rest", SECOND, num_local_tokens=CHUNK)
+    host = reader(recomputes=recomputes)
+    assert unchecked_run(host, "not seen at the end", SECOND) == SHORT
+    assert counts(host) == (1, 0, 0)
+    host = reader(recomputes=recomputes, draw=lambda: 0.0)
+    assert settled_run(host, "first", SECOND).num_external_tokens == 0
+    assert counts(host) == (0, 1, 0)
+    bad, *others = keys_of(host, SECOND)
+    store = host.scheduler._context.store
+    assert store.contains(bad)  # it may be the model
+    assert settled_run(host, "decides").num_external_tokens == 0
+    wait_for(lambda: not store.contains(bad))
+    assert all(store.contains(key) for key in others)
+    assert host.observer["audit_bad_records"] == 1
+    assert f"record {bad.hex()} of {store.url} is wrong" in caplog.text
+    assert settled_run(host, "again", SECOND).num_external_tokens == 0
+
+
+class HangsOnDiscard(FaultyStore):
+    """Records are taken out once the gate opens."""
+
+    def __init__(self, inner, gate):
+        super().__init__(inner, operations=("discard",))
+        self._gate = gate
+
+    def fault(self, _operation):
+        self._gate.pass_through()
+        return True
+
+
+def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor_the_end(
+    make_host, directory, store_prompt, caplog
+):
+    store_prompt(SECOND[: CHUNK + 1], wrong=True)
+    gate = Gate()
+    store = HangsOnDiscard(open_store(directory), gate)
+    host = make_host(store=store, audit="first", recomputes=True)
+    settled_run(host, "wrong", SECOND[: CHUNK + 1])
+    (bad,) = keys_of(host, SECOND[: CHUNK + 1])
+    started = time.monotonic()
+    settled_run(host, "decides")
+    assert settled_run(host, "later").num_external_tokens == SHORT
+    assert host.observer["audit_bad_records"] == 1
+    assert store.contains(bad)
+    host.scheduler.close()
+    assert time.monotonic() - started < 10
+    assert "not taken out" in caplog.text
+    gate.release()
+    wait_for(lambda: not store.contains(bad))
+
+
+def test_a_chunk_on_kv_that_the_host_loaded_of_a_suspect_says_nothing(
+    reader, store_prompt, make_host, directory
+):
+    """A host that cannot take a hit back has it in its own prefix cache, and computes on it."""
+    store_prompt(SECOND)
+    host = reader(recomputes=False)
+    values = [rank._values for rank in host.ranks]
+    be_another_model(host)  # as if computed on a wrong beginning
+    assert unchecked_run(host, "wrong", SECOND) == SHORT
+    for rank, right in zip(host.ranks, values, strict=True):
+        rank._values = right
+    assert settled_run(host, "decides").num_external_tokens == 0
+    be_another_model(host)
+    unchecked_run(host, "on its own cache", SECOND, num_local_tokens=SHORT)
+    assert host.observer["audit_mismatch"] == 2
+    assert not any(host.scheduler._audits.suspects.values())
+    for rank, right in zip(host.ranks, values, strict=True):
+        rank._values = right
+    loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS)]
+    assert loaded == [number * CHUNK for number in range(NUM_CHUNKS)]
+    assert host.observer["audit_bad_records"] == 0
+
+
+def test_the_records_stay_for_others(reader):
+    settled_run(reader(other=True, recomputes=True), "other")
+    host = reader()
+    assert settled_run(host, "first").num_external_tokens == SHORT
+    assert counts(host) == (1, 0, 0)
+
+
+def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader):
+    host = reader(other=True, recomputes=True)
+    requests = [host.add(name, PROMPT) for name in "abc"]
+    asked = [host.scheduler.lookup(each, 0).num_tokens for each in requests]
+    assert asked == [None] * 3
+    host.run("first", PROMPT)
+    host.settle()
+    for each in requests:
+        assert host.admit(each) == 0
+        host.prefill(each)
+        host.finish(each)
+    host.settle()
+    assert_settles(host)
+    assert host.observer["audits"] == host.observer["audit_failed"] == 0
+    assert (
+        not host.scheduler._audits.has_failed
+    )  # one prompt says no more, however often it differs
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_rank_is_enough(two_ranks, wrong):
+    host = two_ranks(recomputes=True)
+    be_another_model(host, [host.ranks[wrong]])
+    settled_run(host, "first")
+    assert host.invalid_block_ids
+    assert counts(host) == (0, 1, 0)
+    assert settled_run(host, "later").num_external_tokens == 0
+
+
+def test_another_epoch_reads_and_writes_again(reader):
+    host = reader(other=True, recomputes=True)
+    settled_run(host, "first")
+    assert host.scheduler.reset()
+    assert settled_run(host, "own").num_external_tokens == 0
+    assert settled_run(host, "own again").num_external_tokens == WHOLE
+    assert counts(host) == (0, 1, 0)
+
+
+def test_an_audit_that_ends_after_its_epoch_says_nothing(reader):
+    host = reader(other=True)
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    host.scheduler.reset()  # before the plan that has the audit
+    host.step([request], tokens=len(PROMPT) - SHORT)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (0, 0, 0)
+    settled_run(host, "own")
+    assert settled_run(host, "own again").num_external_tokens == WHOLE
+
+
+# ---- faults
+
+
+def test_a_request_that_ends_before_its_audit_gives_its_slots_back(reader):
+    host = reader()
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (0, 0, 0)
+    assert settled_run(host, "next").num_external_tokens == SHORT
+
+
+def test_a_preempted_request_is_audited_when_it_comes_again(reader):
+    host = reader()
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=2)
+    host.preempt(request)
+    assert host.admit(request) == SHORT
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (1, 0, 0)
+
+
+def test_a_load_that_failed_is_not_audited(reader):
+    host = reader(recomputes=True)
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    lose_chunk(host, next(iter(host.pool._by_key)))
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert host.observer["audits"] == host.observer["audit_mismatch"] == 0
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_comparison_that_fails_is_no_verdict(reader, monkeypatch, recomputes):
+    host = reader(recomputes=recomputes)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "kvferry.cache.moving.comparisons.largest_difference",
+            lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")),
+        )
+        settled_run(host, "first")
+    assert counts(host) == (0, 0, 1)
+    # A host that can compute the hit again does not use it unchecked.
+    assert bool(host.invalid_block_ids) == recomputes
+    assert settled_run(host, "second").num_external_tokens == SHORT
+    assert counts(host) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkeypatch, recomputes):
+    name = "kvferry.cache.moving.comparisons"
+    monkeypatch.setattr(f"{name}.AUDIT_SECONDS", 0.2)
+    gate = threading.Event()
+    compare = __import__(name, fromlist=["x"]).largest_difference
+
+    def slow(*args):
+        gate.wait(20)
+        return compare(*args)
+
+    monkeypatch.setattr(f"{name}.largest_difference", slow)
+    host = reader(recomputes=recomputes)
+    request = host.run("first", PROMPT)
+    assert request.num_external_tokens == SHORT
+    assert bool(host.invalid_block_ids) == recomputes
+    assert counts(host) == (0, 0, 0)
+    gate.set()
+    wait_for(lambda: host.step([]) and host.observer["audits"] == 1)
+    host.settle()
+    assert_settles(host)
+    assert settled_run(host, "later").num_external_tokens == WHOLE
+
+
+def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
+    host = reader()
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    compute = host.ranks[0].compute
+    host.ranks[0].compute = lambda *_: (_ for _ in ()).throw(MemoryError("forward"))
+    with pytest.raises(MemoryError):
+        host.step([request], tokens=len(PROMPT) - SHORT)
+    host.ranks[0].compute = compute
+    request.num_computed_tokens = 0
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert host.observer["audit_mismatch"] == 0
+
+
+def test_what_was_fetched_before_any_request_is_audited(reader):
+    host = reader(fills=True)
+    wait_for(lambda: host.step([]) and len(host.pool._by_key) == NUM_CHUNKS)
+    assert settled_run(host, "first").num_external_tokens == SHORT
+    assert counts(host) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, recomputes):
+    """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the
+    others is wrong, too."""
+    host = two_ranks(recomputes=recomputes)
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    lose_chunk(host, next(iter(host.pool._by_key)), rank=0)
+    good = host.ranks[1]._values
+    be_another_model(host, host.ranks[1:])  # in this step only
+    host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
+    host.ranks[1]._values = good
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert host.observer["audit_mismatch"] == 0
+
+
+def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, caplog):
+    groups = (group(2, None), group(3, 6))
+    writer = make_host(groups=groups, store=open_store(tmp_path / "store"), chunk_tokens=16)
+    settled_run(writer, "writer")
+    options = {"chunk_tokens": 16, "audit": "first"}
+    host = make_host(groups=groups, store=open_store(tmp_path / "store"), **options)
+    assert "hits are not audited: an attention window" in caplog.text
+    for number in range(3):
+        request = settled_run(host, f"{number}", budget=4)
+        assert request.num_external_tokens == 32
+    assert counts(host) == (0, 0, 0)
+
+
+def test_a_comparison_does_not_wait_for_writes(reader):
+    host = reader(recomputes=True)
+    gate = threading.Event()
+    pool = host.ranks[0].worker._io._write_pool
+    for _ in range(2 * pool.num_threads):
+        pool.submit(lambda _job: gate.wait(20))
+    started = time.monotonic()
+    host.run("first", PROMPT)
+    assert time.monotonic() - started < 5
+    assert not host.invalid_block_ids
+    assert counts(host) == (1, 0, 0)
+    gate.set()

@@ -1,0 +1,593 @@
+"""The table of slots: which chunk each holds, which may be taken, which goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.messages import Fetch, SlotChunk
+from kvferry.testing.stores import make_key
+from kvferry.types import ChunkKey
+from tests.cache.pools import check_pool, slot_at
+
+GROUPS = frozenset([0, 1])
+A, B, C, D = (make_key(number) for number in range(4))
+
+
+def make_pool(num_slots: int = 3, num_ranks: int = 1) -> HostPool:
+    return HostPool(num_slots, num_ranks, GROUPS)
+
+
+def hold(pool: HostPool, key: ChunkKey, groups: frozenset[int] = GROUPS) -> Slot:
+    """Fetch a chunk on all ranks; it is idle afterwards."""
+    slot = pool.fetch(key, 0, groups)
+    assert slot is not None
+    pool.pin(slot)
+    pool.take_orders()
+    while slot.num_filling:
+        pool.filled(slot.index)
+    pool.unpin(slot)
+    check_pool(pool)
+    return slot
+
+
+# -- fetches ------------------------------------------------------------------------------------
+
+
+def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
+    pool = make_pool(num_ranks=2)
+    slot = pool.fetch(A, 8, GROUPS)
+    assert pool.fetch(A, 8, GROUPS) is slot
+    pool.pin(slot)
+    assert pool.has_orders
+    assert pool.take_orders() == ((Fetch(SlotChunk(slot.index, A, 8), (0, 1)),), ())
+    assert pool.take_orders() == ((), ())
+    assert not pool.has_orders
+    assert pool.filled(slot.index, 0.25) is slot
+    assert slot.filling
+    assert not pool.holds(A, GROUPS)
+    assert pool.is_filling
+    assert pool.filled(slot.index, 0.125) is slot
+    assert not slot.filling
+    assert pool.holds(A, GROUPS)
+    assert not pool.is_filling
+    assert slot.seconds == 0.25
+    assert pool.num_taken == 1
+    pool.unpin(slot)
+    assert pool.num_taken == 0
+    assert pool.fetch(A, 8, GROUPS) is slot
+    assert not pool.has_orders, "what is held is not read again"
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_chunk_that_one_rank_missed_is_not_held_and_its_slot_is_free_when_all_ended(missing: int):
+    pool = make_pool(num_slots=1, num_ranks=2)
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pin(slot)
+    pool.take_orders()
+    for rank in range(2):
+        assert pool.find(A) is slot
+        pool.filled(slot.index, missed=rank == missing)
+    assert slot.failed
+    assert pool.find(A) is None
+    pool.unpin(slot)
+    assert pool.num_taken == 0
+    assert pool.fetch(B, 0, GROUPS).index == slot.index
+    check_pool(pool)
+
+
+def test_groups_that_are_held_are_not_fetched_again():
+    pool = make_pool()
+    slot = hold(pool, A, frozenset([0]))
+    assert pool.holds(A, frozenset([0]))
+    assert not pool.holds(A, GROUPS)
+    assert pool.fetch(A, 0, GROUPS) is slot
+    pool.pin(slot)
+    ((fetch,), _cancels) = pool.take_orders()
+    assert fetch.groups == (1,)
+    assert pool.holds(A, frozenset([0])), "what is held stays held while more is read"
+    pool.filled(slot.index, missed=True)
+    assert pool.holds(A, frozenset([0]))
+    assert not pool.holds(A, GROUPS)
+    check_pool(pool)
+
+
+def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_until_its_end():
+    pool = make_pool(num_slots=1)
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pin(slot)
+    pool.take_orders()
+    pool.unpin(slot)
+    assert pool.find(A) is None
+    assert pool.take_orders() == ((), (slot.index,))
+    assert pool.fetch(B, 0, GROUPS) is None
+    assert pool.save(B, 0) is None
+    assert pool.num_taken == 1
+    pool.filled(slot.index)  # it came all the same
+    assert not pool.holds(A, GROUPS), "nobody is told of it"
+    assert pool.fetch(B, 0, GROUPS) is not None
+    check_pool(pool)
+
+
+def test_a_fetch_that_no_plan_carried_is_taken_back():
+    pool = make_pool(num_slots=1)
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pin(slot)
+    pool.unpin(slot)
+    assert not pool.has_orders
+    assert not pool.is_filling
+    assert pool.num_taken == 0
+    assert pool.filled(slot.index) is None, "of a report that nobody expects"
+    assert pool.fetch(B, 0, GROUPS).index == slot.index
+    check_pool(pool)
+
+
+def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
+    pool = make_pool(num_slots=1)
+    hold(pool, A, frozenset([0]))
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pin(slot)
+    pool.take_orders()
+    pool.unpin(slot)
+    assert not pool.has_orders
+    assert pool.holds(A, frozenset([0]))
+    assert pool.fetch(B, 0, GROUPS) is None, "the read goes on"
+    pool.filled(slot.index)
+    assert pool.holds(A, GROUPS)
+    check_pool(pool)
+
+
+def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
+    pool = make_pool()
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pin(slot)
+    pool.pin(slot)
+    pool.take_orders()
+    pool.unpin(slot)
+    assert not pool.has_orders
+    pool.unpin(slot)
+    assert pool.take_orders() == ((), (slot.index,))
+    check_pool(pool)
+
+
+def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
+    pool = make_pool()
+    slot = hold(pool, A)
+    for index in (-1, pool.num_slots, 10**9, pool.num_slots - 1, slot.index):
+        assert pool.filled(index) is None
+        assert pool.filled(index, missed=True) is None
+        assert pool.written(index) is None
+    assert pool.holds(A, GROUPS)
+    check_pool(pool)
+
+
+# -- saves --------------------------------------------------------------------------------------
+
+
+def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_written():
+    pool = make_pool(num_slots=1, num_ranks=2)
+    slot = pool.save(A, 0)
+    assert not pool.has_orders
+    for _ in range(2):
+        pool.filled(slot.index)
+    assert pool.holds(A, GROUPS)
+    assert pool.num_taken == 1
+    assert pool.is_writing
+    assert pool.written(slot.index) is slot
+    assert pool.fetch(B, 0, GROUPS) is None
+    assert pool.written(slot.index) is slot
+    assert not pool.is_writing
+    assert pool.num_taken == 0
+    assert pool.fetch(B, 0, GROUPS) is not None
+    assert pool.find(A) is None
+    check_pool(pool)
+
+
+def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
+    pool = make_pool(num_ranks=2)
+    slot = pool.save(A, 0)
+    pool.filled(slot.index, missed=True)
+    pool.filled(slot.index)
+    assert pool.find(A) is None
+    assert not pool.is_writing
+    assert pool.num_taken == 0
+    check_pool(pool)
+
+
+def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
+    pool = make_pool(num_ranks=2)
+    slot = pool.save(A, 0)
+    for _ in range(2):
+        pool.filled(slot.index)
+    pool.end_writes(slot)
+    assert pool.holds(A, GROUPS)
+    assert pool.num_taken == 0
+    check_pool(pool)
+
+
+def test_half_of_the_slots_are_written_at_once():
+    pool = make_pool(num_slots=4)
+    first, second = pool.save(A, 0), pool.save(B, 0)
+    assert pool.save(C, 0) is None
+    for slot in (first, second):
+        pool.filled(slot.index)
+    assert pool.save(C, 0) is None, "copied is not written"
+    pool.written(first.index)
+    assert pool.save(C, 0) is not None
+    check_pool(pool)
+
+
+def test_a_save_takes_the_place_of_what_was_held_in_part():
+    pool = make_pool()
+    hold(pool, A, frozenset([0]))
+    slot = pool.save(A, 0)
+    pool.filled(slot.index)
+    pool.written(slot.index)
+    assert pool.holds(A, GROUPS)
+    check_pool(pool)
+
+
+def test_what_is_held_in_part_and_pinned_is_not_saved_over():
+    pool = make_pool()
+    slot = hold(pool, A, frozenset([0]))
+    pool.pin(slot)
+    assert pool.save(A, 0) is None
+    assert pool.find(A) is slot
+    pool.unpin(slot)
+    assert pool.save(A, 0) is not None
+    check_pool(pool)
+
+
+# -- eviction -----------------------------------------------------------------------------------
+
+
+def test_the_slot_that_was_idle_longest_goes_first():
+    pool = make_pool(num_slots=3)
+    for key in (A, B, C):
+        hold(pool, key)
+    used = pool.find(A)
+    pool.pin(used)
+    pool.unpin(used)
+    hold(pool, D)
+    assert [pool.find(key) is None for key in (A, B, C, D)] == [False, True, False, False]
+
+
+def test_a_pinned_slot_is_never_taken():
+    pool = make_pool(num_slots=2)
+    pinned = hold(pool, A)
+    pool.pin(pinned)
+    hold(pool, B)
+    hold(pool, C)
+    assert pool.find(A) is pinned
+    assert pool.find(B) is None
+    pool.pin(pool.find(C))
+    assert pool.fetch(D, 0, GROUPS) is None
+    assert pool.save(D, 0) is None
+    check_pool(pool)
+
+
+def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
+    pool = make_pool(num_slots=4)
+    hold(pool, A)
+    reading = pool.fetch(B, 0, GROUPS)
+    pool.take_orders()
+    unsent = pool.fetch(C, 0, GROUPS)
+    saving = pool.save(D, 0)
+    pool.clear()
+    check_pool(pool)
+    assert [pool.find(key) for key in (A, B, C, D)] == [None] * 4
+    assert pool.num_taken == 2
+    assert not pool.take_orders()[0]
+    pool.filled(reading.index)
+    pool.filled(saving.index)
+    pool.written(saving.index)
+    assert pool.num_taken == 0
+    assert not pool.holds(B, GROUPS)
+    assert not pool.holds(D, GROUPS)
+    assert pool.filled(unsent.index) is None
+    check_pool(pool)
+
+
+def test_what_is_dropped_is_held_no_more_unless_another_counts_on_it():
+    pool = make_pool()
+    pinned, idle = hold(pool, A), hold(pool, B)
+    pool.pin(pinned)
+    writing = pool.save(C, 0)
+    for key in (A, B, C, D):
+        pool.drop(key)
+    assert [pool.find(key) for key in (A, B, C)] == [pinned, None, writing]
+    assert idle is not None
+    check_pool(pool)
+
+
+def test_its_repr_counts_slots_by_state():
+    pool = make_pool(num_slots=5)
+    hold(pool, A)
+    pool.pin(hold(pool, B))
+    pool.fetch(C, 0, GROUPS)
+    assert repr(pool) == ("<HostPool 5 slots: 2 free, 1 idle, 1 pinned, 1 filling, 0 writing>")
+
+
+def test_integrity_is_checked():
+    pool = make_pool()
+    slot = hold(pool, A)
+    slot.pins = 1
+    with pytest.raises(AssertionError, match="should be idle"):
+        check_pool(pool)
+
+
+# -- random use, beside a simple model ----------------------------------------------------------
+
+
+@dataclass
+class Chunk:
+    """What the model knows of one assigned slot: ranks still to report, pins, and its chunk."""
+
+    key: ChunkKey
+    is_save: bool
+    pins: int = 0
+    held: frozenset[int] = frozenset()
+    filling: frozenset[int] = frozenset()
+    ordered: bool = False
+    filling_ranks: set[int] = field(default_factory=set)
+    writing_ranks: set[int] = field(default_factory=set)
+    failed: bool = False
+    is_known: bool = True
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.filling_ranks or self.writing_ranks)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Few slots, few chunks; each slot compared with the model after every rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: dict[int, Chunk] = {}  # by slot
+        self.idle: OrderedDict[int, None] = OrderedDict()  # slots, longest idle first
+        self.num_cancels = 0
+        self.num_reports = 0
+
+    @initialize(num_slots=st.integers(1, 4), num_ranks=st.integers(1, 2))
+    def open(self, num_slots: int, num_ranks: int) -> None:
+        self.num_slots, self.num_ranks = num_slots, num_ranks
+        self.pool = HostPool(num_slots, num_ranks, GROUPS)
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def known(self, key: ChunkKey) -> int | None:
+        return next((i for i, c in self.chunks.items() if c.key == key and c.is_known), None)
+
+    def settle(self, index: int) -> None:
+        """After a change: a slot that nobody uses is idle if it is known, else free."""
+        chunk = self.chunks[index]
+        if chunk.pins or chunk.is_busy:
+            self.idle.pop(index, None)
+        elif chunk.is_known:
+            self.idle[index] = None
+            self.idle.move_to_end(index)
+        else:
+            self.idle.pop(index, None)
+            del self.chunks[index]
+
+    def assign(self, slot: Slot | None, key: ChunkKey, *, is_save: bool) -> Chunk | None:
+        """The pool may have taken a free slot, else the one that was idle longest, else none."""
+        has_free = len(self.chunks) < self.num_slots
+        if not has_free and not self.idle:
+            assert slot is None
+            return None
+        assert slot is not None
+        if has_free:
+            assert slot.index not in self.chunks, "a slot that is in use was assigned again"
+        else:
+            longest, _ = self.idle.popitem(last=False)
+            assert slot.index == longest, "not the one that was idle longest"
+            del self.chunks[longest]
+        chunk = self.chunks[slot.index] = Chunk(key, is_save)
+        return chunk
+
+    # -- rules ----------------------------------------------------------------------------------
+
+    @rule(key=st.sampled_from([A, B, C, D]), groups=st.sampled_from([{0}, {1}, {0, 1}]))
+    def fetch(self, key: ChunkKey, groups: set[int]) -> None:
+        wanted = frozenset(groups)
+        index = self.known(key)
+        slot = self.pool.fetch(key, 0, wanted)
+        if index is None:
+            chunk = self.assign(slot, key, is_save=False)
+            if chunk is None:
+                return
+        else:
+            assert slot is not None
+            assert slot.index == index
+            chunk = self.chunks[index]
+        assert slot is not None
+        if not chunk.filling and not wanted <= chunk.held:
+            chunk.filling = wanted - chunk.held
+            chunk.filling_ranks = set(range(self.num_ranks))
+            chunk.ordered, chunk.failed = True, False
+        # A fetch is pinned by who asked for it.
+        self.pool.pin(slot)
+        chunk.pins += 1
+        self.settle(slot.index)
+
+    @rule(key=st.sampled_from([A, B, C, D]))
+    def save(self, key: ChunkKey) -> None:
+        index = self.known(key)
+        if index is not None and self.chunks[index].held >= GROUPS:
+            return  # nobody saves what is held
+        slot = self.pool.save(key, 0)
+        num_writing = sum(bool(chunk.writing_ranks) for chunk in self.chunks.values())
+        if num_writing >= max(1, self.num_slots // 2):
+            assert slot is None
+            return
+        if index is not None:
+            if self.chunks[index].pins or self.chunks[index].is_busy:
+                assert slot is None
+                return
+            self.chunks[index].is_known = False
+            self.settle(index)
+        chunk = self.assign(slot, key, is_save=True)
+        if chunk is not None:
+            chunk.filling = GROUPS
+            chunk.filling_ranks = set(range(self.num_ranks))
+            chunk.writing_ranks = set(range(self.num_ranks))
+
+    @precondition(lambda self: any(chunk.held for chunk in self.chunks.values()))
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        held = sorted(i for i, c in self.chunks.items() if c.is_known and c.held)
+        if held:
+            index = data.draw(st.sampled_from(held))
+            self.pool.pin(slot_at(self.pool, index))
+            self.chunks[index].pins += 1
+            self.settle(index)
+
+    @precondition(lambda self: any(chunk.pins for chunk in self.chunks.values()))
+    @rule(data=st.data(), all_of_them=st.booleans())
+    def unpin(self, data: st.DataObject, all_of_them: bool) -> None:
+        pinned = sorted(i for i, c in self.chunks.items() for _ in range(c.pins))
+        for index in pinned if all_of_them else [data.draw(st.sampled_from(pinned))]:
+            self.end_pin(index)
+
+    def end_pin(self, index: int) -> None:
+        chunk = self.chunks[index]
+        self.pool.unpin(slot_at(self.pool, index))
+        chunk.pins -= 1
+        if not chunk.pins and chunk.filling and not chunk.held and not chunk.is_save:
+            chunk.is_known = False
+            if chunk.ordered:
+                chunk.filling, chunk.filling_ranks = frozenset(), set()
+            else:
+                self.num_cancels += 1
+        self.settle(index)
+
+    @rule()
+    def plan(self) -> None:
+        fetches, cancels = self.pool.take_orders()
+        ordered = {i: c for i, c in self.chunks.items() if c.ordered}
+        assert {fetch.chunk.slot: fetch.groups for fetch in fetches} == {
+            index: tuple(sorted(chunk.filling)) for index, chunk in ordered.items()
+        }
+        assert all(ordered[fetch.chunk.slot].key == fetch.chunk.key for fetch in fetches)
+        assert len(cancels) == self.num_cancels
+        self.num_cancels = 0
+        for chunk in ordered.values():
+            chunk.ordered = False
+
+    def reporting(self) -> list[tuple[int, int]]:
+        """Slots and ranks with a fetch or copy that a plan has carried."""
+        return sorted(
+            (index, rank)
+            for index, chunk in self.chunks.items()
+            if not chunk.ordered
+            for rank in chunk.filling_ranks
+        )
+
+    @precondition(lambda self: self.reporting())
+    @rule(data=st.data(), missed=st.booleans())
+    def report_filled(self, data: st.DataObject, missed: bool) -> None:
+        self.end_filling(*data.draw(st.sampled_from(self.reporting())), missed=missed)
+
+    @precondition(lambda self: any(chunk.filling_ranks for chunk in self.chunks.values()))
+    @rule(missed=st.sampled_from([False, False, False, True]))
+    def report_all_filled(self, missed: bool) -> None:
+        self.plan()
+        for index, rank in self.reporting():
+            self.end_filling(index, rank, missed=missed)
+
+    def end_filling(self, index: int, rank: int, *, missed: bool) -> None:
+        chunk = self.chunks[index]
+        self.num_reports += 1
+        slot = self.pool.filled(index, missed=missed)
+        chunk.filling_ranks.discard(rank)
+        chunk.failed |= missed
+        assert bool(slot.filling) == bool(chunk.filling_ranks)
+        if chunk.filling_ranks:
+            return
+        if not chunk.failed:
+            chunk.held |= chunk.filling
+        elif not chunk.held:
+            chunk.is_known = False
+        chunk.filling = frozenset()
+        if chunk.failed:
+            chunk.writing_ranks.clear()
+        self.settle(index)
+
+    def writing(self) -> list[tuple[int, int]]:
+        return sorted(
+            (index, rank)
+            for index, chunk in self.chunks.items()
+            if not chunk.filling_ranks
+            for rank in chunk.writing_ranks
+        )
+
+    @precondition(lambda self: self.writing())
+    @rule(data=st.data())
+    def report_written(self, data: st.DataObject) -> None:
+        index, rank = data.draw(st.sampled_from(self.writing()))
+        assert self.pool.written(index) is not None
+        self.chunks[index].writing_ranks.discard(rank)
+        if not self.chunks[index].writing_ranks:
+            self.settle(index)
+
+    @precondition(lambda self: self.num_reports > 5)  # else little else would happen
+    @rule()
+    def clear(self) -> None:
+        self.num_reports = 0
+        for index, chunk in list(self.chunks.items()):
+            while chunk.pins:  # as a reset does first
+                self.pool.unpin(slot_at(self.pool, index))
+                chunk.pins -= 1
+            if chunk.filling and not chunk.held and not chunk.is_save and chunk.is_known:
+                chunk.is_known = False
+                if not chunk.ordered:
+                    self.num_cancels += 1
+        self.pool.clear()
+        for index, chunk in list(self.chunks.items()):
+            chunk.is_known = False
+            if chunk.ordered:
+                chunk.filling, chunk.filling_ranks, chunk.ordered = frozenset(), set(), False
+            self.settle(index)
+
+    # -- what holds at all times ----------------------------------------------------------------
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        check_pool(self.pool)
+        for index in range(self.num_slots):
+            slot, chunk = slot_at(self.pool, index), self.chunks.get(index)
+            assert (slot is None) == (chunk is None), index
+            if slot is None or chunk is None:
+                continue
+            assert (slot.key, slot.pins, slot.held) == (chunk.key, chunk.pins, chunk.held)
+            assert slot.filling == chunk.filling
+            assert slot.num_filling == len(chunk.filling_ranks)
+            assert slot.num_writing == len(chunk.writing_ranks)
+            assert (self.pool.find(slot.key) is slot) == chunk.is_known
+        taken = sum(bool(c.pins or c.is_busy) for c in self.chunks.values())
+        assert self.pool.num_taken == taken
+        assert self.pool.is_filling == any(c.filling_ranks for c in self.chunks.values())
+        assert self.pool.is_writing == any(c.writing_ranks for c in self.chunks.values())
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, derandomize=True
+)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,111 @@
+"""Loading or computing: what measured rates decide, and what they must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.cache.deciding.policy import (
+    MIN_WAIT_SECONDS,
+    PROBE_SECONDS,
+    LoadPolicy,
+)
+from kvferry.testing.clock import FakeClock
+
+
+def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPolicy:
+    policy = LoadPolicy(load_timeout_seconds=5.0, **options)
+    policy.saw_compute(1000, 1000 / tokens_per_second)
+    return policy
+
+
+def part_worth(policy: LoadPolicy, *parts: tuple[str | None, int], chunk: int = 100) -> int:
+    """Tokens worth loading of a hit whose parts lie in these tiers."""
+    chunks = [(tier, chunk) for tier, tokens in parts for _ in range(tokens // chunk)]
+    return policy.worth_loading(chunks).num_parts * chunk
+
+
+def test_a_small_hit_that_met_a_busy_moment_does_not_speak_against_large_ones():
+    policy = make_policy()
+    policy.saw_load("file", 8, 0.1)  # 80 tokens a second
+    assert not policy.is_any_slow
+    assert part_worth(policy, ("file", 4000)) == 4000
+
+
+def test_one_load_that_lost_is_an_outlier_and_two_are_not():
+    policy = make_policy()
+    policy.saw_load("file", 128, 3.0)
+    assert part_worth(policy, ("file", 1000)) == 1000
+    policy.saw_load("file", 128, 3.0)
+    assert policy.is_any_slow
+    assert part_worth(policy, ("file", 1000)) == 0
+
+
+def test_a_tier_that_loses_every_second_time_is_slow():
+    clock = FakeClock()
+    policy = make_policy(clock=clock)
+    num_loaded = 0
+    for number in range(100):
+        clock.advance(0.25)
+        if part_worth(policy, ("s3", 1000)):
+            num_loaded += 1
+            policy.saw_load("s3", 1000, (3.0, 0.9)[number % 2])
+    assert num_loaded < 20
+
+
+def test_a_load_that_was_given_up_counts_at_once():
+    policy = make_policy()
+    policy.saw_slow_load("file", 400, 5.0)
+    assert part_worth(policy, ("file", 400)) == 0
+
+
+def test_a_store_that_recovered_is_found_by_a_probe_and_then_used():
+    clock = FakeClock()
+    policy = make_policy(clock=clock)
+    policy.saw_slow_load("file", 128, 3.0)
+    answers = []
+    for _ in range(8):
+        clock.advance(PROBE_SECONDS / 4)
+        answers.append(part_worth(policy, ("file", 1000)))
+        assert part_worth(policy) == 0  # a prompt of which nothing is stored puts nothing off
+    assert answers == [0, 0, 0, 1000] * 2
+    policy.saw_load("file", 1000, 0.01)
+    assert part_worth(policy, ("file", 1000)) == 1000
+
+
+def test_a_hit_is_loaded_as_far_as_it_gains():
+    policy = make_policy()
+    policy.saw_load("file", 1000, 0.01)
+    policy.saw_slow_load("s3", 1000, 5.0)
+    assert part_worth(policy, ("file", 500), ("s3", 1000)) == 500
+    assert part_worth(policy, (None, 300), ("s3", 1000)) == 300
+    assert part_worth(policy, ("s3", 1000), ("file", 500)) == 0
+    # A little of the slow tier costs less than what lies behind it gains.
+    assert part_worth(policy, ("s3", 100), ("file", 5000)) == 5100
+    assert part_worth(policy, ("file", 500), (None, 100)) == 600
+
+
+def test_a_tier_that_is_slow_does_not_speak_against_another():
+    policy = make_policy()
+    policy.saw_slow_load("s3", 1000, 5.0)
+    assert part_worth(policy, ("valkey", 1000)) == 1000
+    policy.saw_load("valkey", 1000, 0.1)
+    assert part_worth(policy, ("valkey", 1000)) == 1000
+
+
+def test_the_numbers_of_a_decision_are_given():
+    policy = make_policy()
+    policy.saw_slow_load("s3", 1000, 5.0)  # at most 100 tokens a second
+    worth = policy.worth_loading([("s3", 100)] * 10)
+    assert worth.num_parts == 0
+    assert worth.load_seconds == pytest.approx(10.0)
+    assert worth.compute_seconds == pytest.approx(1.0)
+
+
+def test_a_wait_lasts_as_long_as_computing_within_bounds():
+    policy = make_policy()
+    assert policy.wait_seconds(10) == MIN_WAIT_SECONDS
+    assert policy.wait_seconds(2000) == 2.0
+    assert policy.wait_seconds(1_000_000) == 5.0
+    assert LoadPolicy(5.0).wait_seconds(10) == 5.0

@@ -1,0 +1,83 @@
+"""A simulated host with the shared-storage connector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from kvferry.cache.build import PrefixCache
+from kvferry.contract.spec import EngineSpec
+from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.observe import Counters, Observer
+from kvferry.store.base import Store
+from kvferry.testing.host import SimulatedHost
+from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
+from kvferry.types import KVGroup
+from tests.cache.pools import check_pool
+
+
+def make_groups(
+    *, num_layers: int = 2, num_kv_heads: int = 2, head_dim: int = 4, block_size: int = 4
+) -> tuple[KVGroup, ...]:
+    """One full-attention group, small."""
+    return (
+        KVGroup(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            content_size=2 * head_dim,
+            dtype="float32",
+            block_size=block_size,
+        ),
+    )
+
+
+def make_shared_storage_host(
+    options: Mapping[str, Any],
+    *,
+    groups: tuple[KVGroup, ...] | None = None,
+    world_size: int = 1,
+    tables: Sequence[HostTable] | None = None,
+    num_blocks: int = 64,
+    weights: bytes = b"w" * 32,
+    observer: Observer | None = None,
+    carries_worker_meta: bool = True,
+    recomputes: bool = False,
+    stores: Sequence[Store] = (),
+    fills: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    draw: Callable[[], float] = lambda: 0.5,
+) -> tuple[SimulatedHost, Any]:
+    """A host with the shared-storage connector, and what its roles share (close it last). Nothing
+    is audited unless the options say so; `draw` then says which chunk, mostly the last."""
+    groups = groups or make_groups()
+    specs = [
+        EngineSpec(
+            identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
+            groups=groups,
+            shard=tensor_parallel_shard(groups, rank, world_size),
+            carries_worker_meta=carries_worker_meta,
+            recomputes=recomputes,
+            tables=parts_of_tables(tables or table_per_group(groups)),
+        )
+        for rank in range(world_size)
+    ]
+    observer = observer or Counters()
+    parts = [
+        PrefixCache(spec, {"audit": "off", **options}, observer, store=store)
+        for spec, store in zip_longest(specs, stores)
+    ]
+    for part in parts:
+        part._context = replace(part._context, clock=clock, draw=draw)
+    scheduler = parts[0].scheduler(fills=fills)
+    host = SimulatedHost(
+        scheduler,
+        [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
+        num_blocks=num_blocks,
+        tables=tables,
+        check=lambda: check_pool(scheduler.pool),
+    )
+    return host, parts

@@ -1,0 +1,169 @@
+"""One worker over KV tensors of a device, plan by plan; two groups with tables of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.tables import BlockSlice
+from kvferry.cache.build import PrefixCache
+from kvferry.cache.messages import (
+    Fetch,
+    Load,
+    Save,
+    SharedStoragePlan,
+    SlotChunk,
+)
+from kvferry.contract.spec import EngineSpec
+from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.observe import Counters
+from kvferry.store.base import Store
+from tests.cache.conftest import record_bytes
+from tests.layout.paging import Cache, expected_rows
+
+BLOCK, CHUNK = 16, 32
+NUM_CHUNKS = 3
+SAVE_SLOTS = (2, 0, 5)
+FETCH_SLOTS = (1, 4, 3)
+SAVED = ([2, 5, 1, 8, 9, 4], [7, 1, 3, 2, 6, 5])
+"""Blocks of the chunks, by table."""
+LOADED = ([6, 3, 4, 1, 2, 7], [3, 4, 8, 9, 1, 2])
+
+
+def slices(
+    tables: Sequence[Sequence[int]], first: int = 0, stop: int = 6
+) -> tuple[BlockSlice, ...]:
+    return tuple(BlockSlice(first, tuple(table[first:stop])) for table in tables)
+
+
+def chunks(slots: Sequence[int]) -> tuple[SlotChunk, ...]:
+    return tuple(
+        SlotChunk(slot, bytes([index + 1]) * 32, index * CHUNK) for index, slot in enumerate(slots)
+    )
+
+
+def saves(
+    tables: Sequence[Sequence[int]] = SAVED, slots: Sequence[int] = SAVE_SLOTS
+) -> tuple[Save, ...]:
+    per_chunk = CHUNK // BLOCK
+    return tuple(
+        Save(chunk, slices(tables, index * per_chunk, (index + 1) * per_chunk))
+        for index, chunk in enumerate(chunks(slots))
+    )
+
+
+class DeviceHost:
+    """A worker, its tensors, and one step after another."""
+
+    def __init__(
+        self,
+        layout: str,
+        store: Store,
+        *,
+        device: str = "cpu",
+        setup: DeviceSetup | None = None,
+    ) -> None:
+        sizes = {"block_size": BLOCK, "num_blocks": 10, "device": device}
+        self.caches = [
+            Cache(layout, num_layers=2, num_heads=3, head_dim=8, **sizes),
+            Cache(layout, num_layers=1, num_heads=1, head_dim=16, dtype="bfloat16", **sizes),
+        ]
+        groups = tuple(cache.group for cache in self.caches)
+        names = tuple(
+            tuple(f"{index}.{layer}" for layer in range(len(cache.tensors)))
+            for index, cache in enumerate(self.caches)
+        )
+        spec = EngineSpec(
+            identity=ModelIdentity(weights=b"w" * 32, config={"model_type": "device"}),
+            groups=groups,
+            shard=tensor_parallel_shard(groups, 0, 1),
+            kv_layout=layout,
+        )
+        parts = [replace(part, layer_names=names[part.group]) for part in spec.table_parts]
+        spec = replace(spec, tables=tuple(parts))
+        self.observer = Counters()
+        memory_bytes = 8 * record_bytes(groups, CHUNK)
+        options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
+        self.cache = PrefixCache(spec, options, self.observer, store=store)
+        self.worker = self.cache.worker(setup)
+        self.worker.register_kv_caches(
+            {
+                name: tensor
+                for cache, several in zip(self.caches, names, strict=True)
+                for name, tensor in zip(several, cache.tensors, strict=True)
+            }
+        )
+        self.held, self.missed, self.saved, self.invalid = [], [], [], set()
+
+    def begin(self, **plan: object) -> None:
+        """Up to the forward."""
+        self.worker.begin_step(SharedStoragePlan(**plan))
+        self.worker.start_load()
+
+    def end(self) -> None:
+        """From the forward on."""
+        self.worker.save()
+        self._collect()
+        self.worker.end_step()
+
+    def _collect(self) -> None:
+        output = self.worker.collect(())
+        self.invalid |= output.invalid_block_ids
+        if output.meta is not None:
+            (report,) = output.meta.reports
+            self.held += [one for one in report.filled if one.missed is None]
+            self.missed += [one for one in report.filled if one.missed is not None]
+            self.saved += report.saved
+
+    def settle(self, *, saved: int = 0, held: int = 0) -> None:
+        """Empty steps until so many ended."""
+        deadline = time.monotonic() + 20
+        while len(self.saved) < saved or len(self.held) < held:
+            assert time.monotonic() < deadline, "saves or fetches do not end"
+            time.sleep(0.001)
+            self.begin()
+            self.end()
+
+    def fetch(self, slots: Sequence[int] = FETCH_SLOTS) -> None:
+        """Bring all chunks into slots."""
+        num_held = len(self.held)
+        self.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(slots)))
+        self.end()
+        self.settle(held=num_held + NUM_CHUNKS)
+
+    def load(
+        self, tables: Sequence[Sequence[int]] = LOADED, slots: Sequence[int] = FETCH_SLOTS
+    ) -> Load:
+        return Load("r", chunks(slots), 0, NUM_CHUNKS * CHUNK, slices(tables))
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [cache.whole.clone() for cache in self.caches]
+
+    def restore(self, snapshot: Sequence[torch.Tensor]) -> None:
+        for cache, whole in zip(self.caches, snapshot, strict=True):
+            cache.whole.copy_(whole)
+
+    def rows(self, tables: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """What the tokens of all chunks hold, by group."""
+        return [
+            expected_rows(cache, table, 0, NUM_CHUNKS * CHUNK)
+            for cache, table in zip(self.caches, tables, strict=True)
+        ]
+
+    def fill(self, start: int = 1) -> None:
+        for cache in self.caches:
+            cache.fill(start)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def assert_rows(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tobytes() == theirs.tobytes()

@@ -1,0 +1,449 @@
+"""Copies beside the engine's work: right in every order that a device may choose, and on one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.paged import PagedTables
+from kvferry.cache.messages import PUT_OFF, REFUSED, Fetch, Filled, SlotChunk
+from kvferry.cache.moving import slot_io as slot_io_module
+from kvferry.cache.moving import worker as worker_module
+from kvferry.cache.moving.slot_io import SlotIO
+from kvferry.errors import TransferError
+from kvferry.store.base import PutResult
+from kvferry.store.io_pool import IOPool
+from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
+from tests.cache.moving.device_host import (
+    CHUNK,
+    FETCH_SLOTS,
+    LOADED,
+    SAVE_SLOTS,
+    SAVED,
+    DeviceHost,
+    assert_rows,
+    chunks,
+    saves,
+)
+from tests.cache.moving.simulated_device import SimulatedDevice, job_without_a_thread
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+ORDERS = pytest.mark.parametrize("first", ["engine", "side"])
+WAVES = pytest.mark.parametrize("num_bytes", [1, 256 << 20], ids=["waves of one", "one wave"])
+
+
+class NotesReads(WrapperStore):
+    """Remembers which records were opened."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.opened = []
+
+    def read(self, key, *args):
+        self.opened.append(key)
+        return super().read(key, *args)
+
+
+def is_stored(host) -> bool:
+    return {saved.result for saved in host.saved} == {PutResult.STORED}
+
+
+@pytest.fixture
+def make():
+    hosts = []
+
+    def make_host(layout="NHD", store=None, **options):
+        hosts.append(DeviceHost(layout, store or MemoryStore("device"), **options))
+        return hosts[-1]
+
+    yield make_host
+    for host in hosts:
+        host.close()
+
+
+def stored(make):
+    """A store that holds all chunks, and what their rows are."""
+    store = MemoryStore("device")
+    writer = make(store=store)
+    writer.fill()
+    expected = writer.rows(SAVED)
+    writer.begin(saves=saves())
+    writer.end()
+    writer.settle(saved=3)
+    assert store.stat().num_records == 3
+    return store, expected
+
+
+def long_work(device: str) -> None:
+    """Work of the engine that a copy would overtake if nothing held it back."""
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("layout", "other"), [("NHD", "HND"), ("2BNHD", "NHD")])
+def test_what_one_layout_saved_another_loads(make, device, layout, other):
+    store = MemoryStore("device")
+    writer = make(layout, store, device=device)
+    long_work(device)
+    writer.fill()
+    writer.begin(saves=saves())
+    writer.end()
+    expected = writer.rows(SAVED)
+    for cache in writer.caches:  # the next step, right behind
+        cache.whole.zero_()
+    writer.settle(saved=3)
+    assert is_stored(writer)
+    reader = make(other, store, device=device)
+    reader.fetch()
+    long_work(device)
+    for cache in reader.caches:  # the step before reads and writes the blocks
+        cache.whole.fill_(3)
+    reader.begin(loads=(reader.load(),))
+    forward = reader.snapshot()
+    reader.end()
+    assert not reader.invalid
+    reader.restore(forward)
+    assert_rows(reader.rows(LOADED), expected)
+
+
+@ORDERS
+@WAVES
+def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(
+    make, first, num_bytes
+):
+    device, store = SimulatedDevice(), MemoryStore("device")
+    host = make(store=store, setup=device.setup(num_bytes=num_bytes))
+    host.begin(saves=saves())
+    expected = []
+    device.compute(lambda: (host.fill(), expected.extend(host.rows(SAVED))))
+    host.end()
+    device.compute(lambda: host.fill(start=10**6))
+    time.sleep(0.01)
+    assert store.stat().num_records == 0, "written before the device was there"
+    device.drain(first)
+    host.settle(saved=3)
+    assert is_stored(host)
+    reader = make("HND", store)
+    reader.fetch()
+    reader.begin(loads=(reader.load(),))
+    assert_rows(reader.rows(LOADED), expected)
+
+
+@ORDERS
+def test_a_load_waits_for_the_step_before_and_the_forward_for_the_load(make, first):
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make("HND", store, setup=device.setup())
+    host.fetch()
+    device.compute(lambda: host.fill(start=77))  # still uses the blocks
+    host.begin(loads=(host.load(),))
+    seen = []
+    device.compute(lambda: seen.extend(host.rows(LOADED)))
+    host.end()
+    assert not host.invalid
+    device.drain(first)
+    assert_rows(seen, expected)
+
+
+def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
+    store, expected = stored(make)
+    notes = NotesReads(store)
+    device = SimulatedDevice()
+    host = make(store=notes, setup=device.setup())
+    host.fetch()
+    host.begin(loads=(host.load(),))
+    host.end()
+    # The pool may assign these slots again at once: their pins ended with the plan of the load.
+    notes.opened.clear()
+    first, second, third = chunks(FETCH_SLOTS)
+    others = (
+        SlotChunk(first.slot, second.key, second.first_token),
+        SlotChunk(6, third.key, third.first_token),
+    )
+    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
+    host.end()
+    host.settle(held=4)  # the three before, and the one in a slot that no device reads
+    time.sleep(0.01)
+    assert notes.opened == [third.key]
+    assert host.held[-1].slot == 6
+    device.drain()
+    host.settle(held=5)
+    assert notes.opened == [third.key, second.key]
+    assert_rows(host.rows(LOADED), expected)
+
+
+def test_a_copy_is_reported_when_the_device_has_made_it(make):
+    """Not before: from then on the slot may be another chunk's."""
+    device = SimulatedDevice()
+    host = make(setup=device.setup())
+    host.begin(saves=saves())
+    host.end()
+    for _step in range(3):
+        host.begin()
+        host.end()
+    assert host.held == []
+    device.drain()
+    host.settle(held=3)
+    assert sorted(held.slot for held in host.held) == sorted(SAVE_SLOTS)
+
+
+def test_what_was_saved_is_loaded_from_its_slot(make):
+    device, store = SimulatedDevice(), NotesReads(MemoryStore("device"))
+    host = make(store=store, setup=device.setup())
+    host.fill()
+    expected = host.rows(SAVED)
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3, held=3)
+    host.fill(start=10**6)
+    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
+    host.end()
+    device.drain()
+    assert not host.invalid
+    assert_rows(host.rows(LOADED), expected)
+    assert store.opened == []
+
+
+@pytest.mark.parametrize("device", ["simulated", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("bad", [-1, 10, 10**9])
+def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
+    store, _expected = stored(make)
+    simulated = SimulatedDevice()
+    options = {"setup": simulated.setup()} if device == "simulated" else {"device": device}
+    host = make(store=store, **options)
+    host.fetch()
+    before = host.snapshot()
+    tables = (LOADED[0], [*LOADED[1][:4], bad, 5])
+    save = saves(tables)[2]
+    never_fetched = host.load(tables, slots=(5, 6, 7))
+    host.begin(saves=(save,), loads=(host.load(tables), never_fetched))
+    host.end()
+    simulated.drain()
+    # What a step computed on failed loads is not saved, whatever its blocks.
+    assert host.missed == [Filled(save.chunk.slot, PUT_OFF)]
+    assert bad in host.invalid
+    # The last chunk of the first load, and all of the second, whose slots hold nothing.
+    assert host.observer["load_failed_chunks"] == 4
+    host.begin(saves=(save,), failures_known=(1,))
+    host.end()
+    simulated.drain()
+    assert host.missed[1:] == [Filled(save.chunk.slot, REFUSED)]
+    found = host.rows(LOADED)
+    host.restore(before)
+    for ours, old in zip(found, host.rows(LOADED), strict=True):
+        assert ours[:, :, 2 * CHUNK :].tobytes() == old[:, :, 2 * CHUNK :].tobytes()
+
+
+def test_saves_without_device_memory_are_put_off(make):
+    device = SimulatedDevice()
+    host = make(setup=device.setup(num_bytes=1))
+    host.begin(saves=saves())
+    device.compute(host.fill)
+    device.memory_left = 3  # gather and copy of one chunk, gather of the next
+    host.end()
+    assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS[1:]]
+    assert host.observer["save_no_device_memory"] == 1
+    device.drain()
+    host.settle(saved=1)
+    assert is_stored(host)
+    assert [saved.slot for saved in host.saved] == [SAVE_SLOTS[0]]
+
+
+def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_write_it(make):
+    store, expected = stored(make)
+    notes = NotesReads(store)
+    device = SimulatedDevice()
+    host = make(store=notes, setup=device.setup(num_bytes=1))
+    host.begin(saves=saves())
+    device.compute(host.fill)
+    device.memory_left = 1  # gather of one chunk, and not its copy
+    host.end()
+    assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS]
+    device.memory_left = 10**9
+    (chunk, *_others) = chunks(SAVE_SLOTS)
+    host.begin(fetches=(Fetch(chunk, (0, 1)),))
+    host.end()
+    time.sleep(0.01)
+    assert notes.opened == []
+    device.drain()
+    host.settle(held=1)
+    assert notes.opened == [chunk.key]
+    assert expected
+
+
+@pytest.mark.parametrize("which", ["NHD", "simulated"])
+def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which):
+    device = SimulatedDevice()
+    host = make(setup=device.setup()) if which == "simulated" else make()
+    submit, refused = IOPool.submit, [True, False, True]
+
+    def sometimes(pool, run):
+        if refused and refused.pop(0):
+            return job_without_a_thread()
+        return submit(pool, run)
+
+    monkeypatch.setattr(IOPool, "submit", sometimes)
+    host.begin(saves=saves())
+    host.fill()
+    host.end()
+    device.drain()
+    host.settle(saved=3, held=3)
+    failed, stored = PutResult.FAILED, PutResult.STORED
+    assert {saved.slot: saved.result for saved in host.saved} == dict(
+        zip(SAVE_SLOTS, (failed, stored, failed), strict=True)
+    )
+    assert host.observer["save_failed"] == 2
+    expected = host.rows(SAVED)
+    host.fill(start=10**6)
+    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
+    host.end()
+    device.drain()
+    assert_rows(host.rows(LOADED), expected)
+
+
+def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
+    store, _expected = stored(make)
+    host = make(store=store)
+
+    def refuse(_pool, _run):
+        return job_without_a_thread()
+
+    monkeypatch.setattr(IOPool, "submit", refuse)
+    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
+    host.end()
+    assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
+    assert not host.worker._io._reads
+
+
+def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):
+    """Hashing and writing take memory bandwidth from the copies, which the engine waits for."""
+    host = make()
+    done = []
+
+    def noting(kind, name, word):
+        original = getattr(kind, name)
+
+        def call(*args, **options):
+            done.append(word)
+            return original(*args, **options)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noting(PagedTables, "gather", "copy")
+    noting(SlotIO, "write", "write")
+    host.begin(saves=saves())
+    host.fill()
+    host.end()
+    assert done == ["copy"] * 6 + ["write"] * 3  # two groups of three chunks
+    host.settle(saved=3)
+
+
+def test_loads_without_device_memory_fail_and_name_their_blocks(make):
+    store, _expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup())
+    host.fetch()
+    device.memory_left = 0
+    host.begin(loads=(host.load(),))
+    host.end()
+    assert host.observer["load_failed_chunks"] == 3
+    assert host.invalid == {block for table in LOADED for block in table}
+    device.drain()
+
+
+def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead(make):
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup())
+    host.fetch()
+    device.memory_left = 1
+    host.begin(loads=(host.load(),))
+    device.compute(lambda: host.fill(start=50))
+    host.end()
+    device.drain("engine")
+    wanted = make()
+    wanted.fill(start=50)
+    assert_rows(host.rows(LOADED), wanted.rows(LOADED))
+    assert expected
+
+
+def test_slots_are_pinned_from_registration_to_close(make):
+    device = SimulatedDevice()
+    host = make(setup=device.setup())
+    assert device.pinned == 1
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3)
+    host.close()
+    assert device.pinned == 0
+
+
+def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make, monkeypatch):
+    monkeypatch.setattr(slot_io_module, "WRITES_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "DEVICE_CLOSE_SECONDS", 0.05)
+    device = SimulatedDevice()
+    host = make(setup=device.setup())
+    host.begin(saves=saves())
+    host.end()
+    started = time.monotonic()
+    host.close()
+    assert time.monotonic() - started < 5
+    assert device.pinned == 1
+    device.drain()
+    host.settle(saved=3)
+
+
+def test_slots_that_cannot_be_pinned_is_a_warning(make, caplog):
+    device = SimulatedDevice()
+
+    def refuse(_memory, _device):
+        raise TransferError("not so many pages")
+
+    setup = DeviceSetup(stream=lambda _device: device, pin=refuse)
+    host = make(setup=setup)
+    assert "not so many pages" in caplog.text
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3)
+    assert is_stored(host)
+
+
+def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(make, monkeypatch):
+    store, expected = stored(make)
+    notes = NotesReads(store)
+    device = SimulatedDevice()
+    host = make(store=notes, setup=device.setup())
+    host.fetch()
+    host.begin(loads=(host.load(),))
+    host.end()
+    first, second, _third = chunks(FETCH_SLOTS)
+    fetch = Fetch(SlotChunk(first.slot, second.key, second.first_token), (0, 1))
+
+    def refuse(_pool, _run):
+        return job_without_a_thread()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IOPool, "submit", refuse)
+        host.begin(fetches=(fetch,))
+        host.end()
+    assert [missed.slot for missed in host.missed] == [first.slot]
+    notes.opened.clear()
+    host.begin(fetches=(fetch,))
+    host.end()
+    time.sleep(0.01)
+    assert notes.opened == []
+    device.drain()
+    host.settle(held=4)
+    assert_rows(host.rows(LOADED), expected)

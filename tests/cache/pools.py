@@ -1,0 +1,32 @@
+"""The slots of a host pool, and a check of all of them."""
+
+from __future__ import annotations
+
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+
+
+def slot_at(pool: HostPool, index: int) -> Slot | None:
+    """The slot at a place, also one that was given up."""
+    return pool._slots.get(index)
+
+
+def check_pool(pool: HostPool) -> None:
+    """Check that no slot is lost, in two places, or in a wrong state."""
+    assigned = pool._slots
+    slots = list(assigned.values())
+    places = [*pool._free, *assigned]
+    assert sorted(places) == list(range(len(places))), "slots in two places"
+    assert len(places) <= pool.num_slots
+    for index, slot in assigned.items():
+        assert slot.pins >= 0
+        assert slot.index == index
+        assert bool(slot.filling) == (slot.num_filling > 0), slot
+        is_idle = not (slot.pins or slot.is_busy)
+        found = slot.key in pool._idle and pool._by_key.get(slot.key) is slot
+        assert found == is_idle, f"{slot} should be idle: {is_idle}"
+        if pool._by_key.get(slot.key) is slot:
+            assert slot.held or slot.filling, slot
+    found = [slot for slot in pool._by_key.values() if assigned.get(slot.index) is not slot]
+    assert not found, "keys of slots that have another chunk"
+    assert pool._num_filling == sum(slot.num_filling > 0 for slot in slots)
+    assert pool._num_writing == sum(slot.num_writing > 0 for slot in slots)

@@ -1,0 +1,565 @@
+"""Wrong bytes, slow and failing stores: a miss, counted, never wrong KV, never a hang.
+
+The simulated host checks every byte of every request's KV, so a test that only runs requests proves
+that nothing wrong was served.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.blocks.copies import BlockCopies
+from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
+from kvferry.cache.deciding.save_plan import SAVES_SECONDS
+from kvferry.contract.faults import RepairedPlan
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.errors import TransferError
+from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import (
+    CorruptingStore,
+    FailingStore,
+    Gate,
+    StallingStore,
+    flip_bit,
+    truncate,
+    zero,
+)
+from kvferry.testing.host import HostStep, prefix_seeds
+from kvferry.testing.stores import read_value
+from kvferry.types import ExtraKeys
+
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
+
+
+def store_prompt(make_host, prompt=PROMPT):
+    """A store that holds a prompt of five chunks, and its keys in order."""
+    store = MemoryStore("faults")
+    host = make_host(store=store)
+    request = host.add("writer", prompt)
+    keys = keys_of(host, prompt)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.observer["put_stored"] == len(keys) == len(prompt) // 8
+    return store, keys
+
+
+DAMAGES = {
+    "flipped bit in the payload": flip_bit(8 * 4200),
+    "flipped bit in the header": flip_bit(8 * 40),
+    "flipped bit in the leaf table": flip_bit(8 * 4090),
+    "zeroed rows": zero(4096, 4200),
+    "truncated": truncate(-1),
+    "truncated to the head": truncate(4096),
+    "truncated in the head": truncate(100),
+    "empty": truncate(0),
+    "trailing bytes": lambda content: content + b"x",
+    "zeroed whole": zero(0, 1 << 20),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_chunk_is_a_miss_and_is_taken_out(make_host, damage: Callable):
+    store, keys = store_prompt(make_host)
+    damaged = CorruptingStore(store, damage=damage, keys={keys[2]})
+    host = make_host(store=damaged)
+    request = host.run("reader", PROMPT)
+    assert request.num_external_tokens == 16
+    assert host.observer["records_corrupt"] == 1
+    assert host.observer["store_quarantined"] + store.stat().num_records >= 4
+    # What was computed again was stored again, so the next one hits all of it.
+    host.settle()
+    assert store.contains(keys[2])
+
+
+def test_records_under_each_others_names_are_misses(make_host):
+    store, keys = store_prompt(make_host)
+    contents = []
+    for key in keys[:2]:
+        contents.append(read_value(store, key))
+    for key, content in zip(keys[:2], reversed(contents), strict=True):
+        store.delete(key)
+        store.put(key, [content])
+    host = make_host(store=store)
+    host.run("reader", PROMPT)
+    assert host.observer["miss_wrong_key"] >= 1
+    assert host.observer["records_corrupt"] >= 1
+
+
+def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(make_host):
+    store, _keys = store_prompt(make_host)
+    clock = FakeClock()
+    failing = FailingStore(store, operations={"read"})
+    host = make_host(store=failing, clock=clock)
+    assert host.run("first", PROMPT).num_external_tokens == 0
+    host.settle()
+    assert host.observer["miss_io_error"] == failing.num_failed == 5
+    # What was computed is held, whatever the store says of it.
+    assert host.run("second", PROMPT).num_external_tokens == 40
+    host.forget_memory()
+    assert host.run("third", PROMPT).num_external_tokens == 0
+    host.settle()
+    assert failing.num_failed == 5
+    host.forget_memory()
+    clock.advance(RETRY_SECONDS)
+    host.run("soon", PROMPT)
+    assert failing.num_failed == 10
+
+
+def test_a_wrong_record_is_not_offered_for_long(make_host):
+    store, keys = store_prompt(make_host)
+    clock = FakeClock()
+    corrupting = CorruptingStore(store, damage=flip_bit(-1))
+    host = make_host(store=FailingStore(corrupting, operations={"put"}), clock=clock)
+    assert host.run("first", PROMPT).num_external_tokens == 0
+    host.settle()
+    unreadable = host.scheduler._requests.unreadable
+    clock.advance(RETRY_SECONDS)
+    assert keys[0] in unreadable
+    clock.advance(UNREADABLE_SECONDS)
+    assert keys[0] not in unreadable
+
+
+class Gone(WrapperStore):
+    """Seems to have records that are not there."""
+
+    def read(self, key, *args):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("hide", "counter"),
+    [
+        pytest.param(Gone, "miss_absent", id="not there"),
+        pytest.param(
+            lambda store: FailingStore(store, operations={"read"}),
+            "miss_io_error",
+            id="cannot be opened",
+        ),
+    ],
+)
+def test_a_record_deleted_behind_the_index_is_a_miss(make_host, hide: Callable, counter: str):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=hide(store))
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert host.observer[counter] == 5
+    assert_settles(host)
+    host.forget_memory()
+    assert host.scheduler.lookup(host.add("again", PROMPT), 0) == (0, False, "unreadable")
+
+
+def test_a_store_that_cannot_write_stops_nothing(make_host):
+    host = make_host(store=FailingStore(MemoryStore("x"), operations={"put"}))
+    host.run("a", PROMPT)
+    host.settle()
+    host.forget_memory()
+    assert host.run("b", PROMPT).num_external_tokens == 0
+    host.settle()
+    assert host.observer["put_failed"] == host.observer["save_failed"] == 10
+    assert host.observer["saved_bytes"] == 0
+
+
+def test_a_stalled_read_is_given_up_at_the_deadline_and_lands_only_in_its_slot(make_host):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    stalled = StallingStore(store, gate=gate, operations={"read"})
+    host = make_host(store=stalled, load_timeout_seconds=0.2)
+    started = time.monotonic()
+    request = host.add("reader", PROMPT)
+    host.admit(request)
+    host.prefill(request)
+    assert time.monotonic() - started < 5
+    # The reads come back now, long after their deadline; `finish` poisons the blocks and a new
+    # request gets them: a late write into either would be seen.
+    host.finish(request)
+    second = host.add("second", list(range(500, 541)))
+    host.admit(second)
+    host.prefill(second)
+    gate.release()
+    host.settle()
+    host.prefill(second)
+    for rank in host.ranks:
+        assert rank.wrong_tokens(second, prefix_seeds(second), 41) == 0
+    assert_settles(host)
+
+
+def test_a_worker_waits_for_its_reads_and_not_for_ever(make_host):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
+    worker = host.ranks[0].worker
+    host.scheduler.lookup(host.add("reader", PROMPT), 0)
+    host.step([])  # starts the reads
+    started = time.monotonic()
+    worker.wait(0.05)
+    assert 0.05 <= time.monotonic() - started < 2
+    assert host.step([])  # no news
+    gate.release()
+    worker.wait(10)
+    assert time.monotonic() - started < 5
+    assert not host.step([])
+    started = time.monotonic()
+    worker.wait(10)  # nothing is read any more
+    assert time.monotonic() - started < 5
+
+
+def test_close_does_not_wait_for_a_stalled_read(make_host):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(
+        store=StallingStore(store, gate=gate, operations={"read"}), load_timeout_seconds=0.05
+    )
+    host.run("reader", PROMPT)
+    started = time.monotonic()
+    host.close()
+    assert time.monotonic() - started < 3
+    gate.release()
+
+
+@pytest.mark.parametrize("when", ["before the plan", "after the plan"])
+def test_an_abort_while_a_hit_is_fetched_gives_its_slots_back(make_host, when: str):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
+    request = host.add("aborted", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    if when == "after the plan":
+        host.step([])
+        assert gate.wait_for_arrival()
+    host.finish(request)
+    host.step([])
+    gate.release()
+    assert_settles(host)
+    assert host.observer["loaded_tokens"] == 0
+
+
+def test_an_abort_between_allocation_and_plan_gives_its_slots_back(make_host):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("aborted", PROMPT)
+    host.admit(request)
+    host.finish(request)
+    assert host.pool.num_taken == 0
+    assert_settles(host)
+    assert host.run("next", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("cacheable", [True, False])
+def test_tokens_that_were_not_promised_are_reported_as_failed(make_host, cacheable: bool):
+    """A host that counts on them would compute on blocks that nobody fills."""
+    host = make_host()
+    request = host.add("reader", PROMPT)
+    if not cacheable:
+        request.extra_keys = ExtraKeys(cacheable=False)
+    guarded = GuardedScheduler(host.scheduler, block_size=4)
+    guarded.update_after_alloc(request, ((5, 6, 7),), 8)
+    plan = guarded.build_plan(HostStep())
+    assert isinstance(plan, RepairedPlan)
+    assert plan.lost_block_ids == {5, 6}
+
+
+def test_nothing_computed_on_a_failed_load_is_saved(make_host):
+    """The step that finds the load broken also completes a later chunk."""
+    prompt = list(range(60))
+    store, keys = store_prompt(make_host, prompt=prompt[:41])
+    host = make_host(store=store)
+    request = host.add("reader", prompt)
+    hit = host.admit(request)
+    assert hit == 40
+    lose_chunk(host, keys[1])
+    host.step([request], tokens=20)
+    assert host.invalid_block_ids
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    assert request.num_computed_tokens == 8
+    host.prefill(request)
+    host.settle()
+    host.finish(request)
+    assert make_host(store=store).run("later", prompt).num_external_tokens == 56
+
+
+def test_a_chunk_that_a_load_did_not_find_is_held_again_once_computed(make_host):
+    store, keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    lose_chunk(host, keys[1])
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.observer["load_failed_chunks"] == 1
+    assert host.run("again", PROMPT).num_external_tokens == 40
+    assert host.observer["load_failed_chunks"] == 1
+    assert_settles(host)
+
+
+@pytest.mark.parametrize("bad", [[9999] * 11, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9999]])
+def test_blocks_outside_the_cache_never_reach_a_copy(make_host, bad: list[int]):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("bad blocks", PROMPT)
+    while (answer := host.scheduler.lookup(request, 0)).num_tokens is None:
+        host.step([])
+    host.scheduler.update_after_alloc(request, (bad,), answer.num_tokens)
+    host.step([])
+    assert 9999 in host.invalid_block_ids
+    assert host.invalid_block_ids <= set(bad)
+    assert host.observer["load_failed_chunks"] >= 1
+    host.finish(request)
+    assert_settles(host)
+
+
+def test_no_thread_survives_close(make_host):
+    store, _keys = store_prompt(make_host)
+    before = set(threading.enumerate())
+    host = make_host(store=store)
+    host.run("reader", PROMPT)
+    assert set(threading.enumerate()) > before
+    host.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_slow_store_is_cut_short_and_then_left_alone(make_host):
+    """Promise 4: a store slower than computing costs one deadline, not one per prompt."""
+    prompt = list(range(400))
+    store, _keys = store_prompt(make_host, prompt=prompt)
+    gate = Gate()
+    host = make_host(
+        store=StallingStore(store, gate=gate, operations={"read"}), load_timeout_seconds=0.3
+    )
+    host.run("teaches the speed of prefill", list(range(5000, 5400)), budget=200)
+    host.run("stalls", prompt)
+    assert host.observer["miss_tokens_deadline"] == 396
+    started = time.monotonic()
+    host.run("does not wait again", prompt)
+    assert host.observer["miss_tokens_slower"] == 396
+    assert time.monotonic() - started < 2
+    gate.release()
+
+
+def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
+    """The step that carries a fetch may compute for seconds: the store did not take them."""
+    store, _keys = store_prompt(make_host)
+    clock = FakeClock()
+    host = make_host(store=store, clock=clock)
+    request = host.add("reader", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.step([])
+    host.ranks[0].worker.wait(10)
+    clock.advance(100.0)
+    host.step([])
+    assert host.scheduler.lookup(request, 0).num_tokens == 40
+    assert host.scheduler._policy._tiers["memory"].rate > 40 / 50
+
+
+def test_a_request_preempted_and_admitted_in_one_step_gets_its_load(make_host):
+    """A host that preempts everything (a cache reset) admits again before it builds the plan."""
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    host.prefill(request)
+    assert host.observer["loaded_tokens"] == 40
+    host._release(request)
+    request.num_computed_tokens = 0
+    assert host.admit(request) == 40
+    host.step([request], tokens=1, preempted={"reader"})
+    host.prefill(request)
+    assert host.observer["loaded_tokens"] == 80
+
+
+def test_a_load_of_a_request_that_lost_its_blocks_is_dropped(make_host):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    host.preempt(request)
+    host.settle()
+    assert host.observer["loaded_tokens"] == 0
+    assert host.pool.num_taken == 0
+    assert host.admit(request) == 40
+    host.prefill(request)
+
+
+def test_chunks_of_a_step_whose_forward_failed_are_stored_by_the_next_request(make_host):
+    host = make_host()
+    request = host.add("fails", PROMPT)
+    host.admit(request)
+    request.num_scheduled_tokens = len(PROMPT)
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    assert len(plan.saves) == 5
+    with (
+        pytest.raises(RuntimeError, match="no memory"),
+        host.ranks[0].lifecycle.step(plan, set()),
+    ):
+        raise RuntimeError("no memory")
+    host.finish(request)
+    host.step([])
+    host.run("succeeds", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == 5
+
+
+def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever(make_host):
+    gate = Gate()
+    store = StallingStore(MemoryStore("x"), gate=gate, operations={"put"})
+    clock = FakeClock()
+    host = make_host(store=store, clock=clock)
+    host.run("writer", PROMPT)
+    assert host.scheduler.has_pending_work()
+    clock.advance(SAVES_SECONDS)
+    assert not host.scheduler.has_pending_work()
+    host.run("another writer", list(range(700, 741)))
+    assert host.scheduler.has_pending_work()
+    gate.release()
+    host.settle()
+    assert not host.scheduler.has_pending_work()
+
+
+def test_a_copy_that_breaks_gives_its_slots_back(make_host, monkeypatch):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    host.admit(request)
+
+    def broken(*args, **kwargs):
+        raise ValueError("a tensor that nobody expected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockCopies, "scatter", broken)
+        host.step([request], tokens=1)
+    assert host.invalid_block_ids
+    assert host.pool.num_taken == 0
+    host.prefill(request)
+    host.finish(request)
+    assert host.run("next", PROMPT).num_external_tokens == 40
+
+
+def store_prompts(make_host, number: int) -> tuple[MemoryStore, list[list[int]]]:
+    """A store that holds prompts of five chunks each."""
+    prompts = [list(range(100 * i, 100 * i + 41)) for i in range(number)]
+    store = MemoryStore("faults")
+    writer = make_host(store=store)
+    for i, prompt in enumerate(prompts):
+        writer.run(f"w{i}", prompt)
+    writer.settle()
+    return store, prompts
+
+
+def test_a_copy_for_which_there_is_no_memory_fails_its_chunk_alone(make_host, monkeypatch):
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    scatter = BlockCopies.scatter
+
+    def broken(copies, chunk, *, after):
+        if chunk.first_token == 8:
+            raise TransferError("no memory left on the device")
+        scatter(copies, chunk, after=after)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockCopies, "scatter", broken)
+        host.step([request], tokens=1)
+    assert host.invalid_block_ids == set(request.block_ids[0][2:4])
+    assert request.num_computed_tokens == 8
+    host.prefill(request)
+    host.finish(request)
+    assert_settles(host)
+    assert host.run("next", PROMPT).num_external_tokens == 40
+
+
+def test_a_hit_waits_for_slots_that_others_are_about_to_leave(make_host):
+    store, prompts = store_prompts(make_host, 3)
+    host = make_host(store=store, num_slots=8)  # one prompt's five chunks at a time
+    requests = [host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [host.scheduler.lookup(request, 0).num_tokens for request in requests] == [None] * 3
+    for request in requests:
+        assert host.admit(request) == 40
+        host.prefill(request)
+        host.finish(request)
+    assert host.observer["miss_tokens_no_memory"] == 0
+
+
+def test_hits_admitted_in_a_row_are_whole_though_only_one_fits_into_the_pool(make_host):
+    store, prompts = store_prompts(make_host, 4)
+    host = make_host(store=store, num_slots=7)
+    requests = [host.add(f"r{index}", prompt) for index, prompt in enumerate(prompts)]
+    for request, following in zip(requests, [*requests[1:], None], strict=True):
+        assert host.admit(request) == 40
+        if following is not None:
+            host.scheduler.lookup(following, 0)  # in the step that loads
+        host.step([request], tokens=1)
+        assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
+
+
+def test_a_hit_does_not_wait_for_slots_for_ever(make_host):
+    store, prompts = store_prompts(make_host, 2)
+    clock = FakeClock()
+    host = make_host(store=store, num_slots=8, clock=clock)
+    holder, waiting = (host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts))
+    assert host.scheduler.lookup(holder, 0).num_tokens is None  # and is never admitted
+    assert host.scheduler.lookup(waiting, 0).num_tokens is None
+    host.settle()
+    assert host.scheduler.lookup(waiting, 0).num_tokens is None
+    clock.advance(6.0)
+    assert host.scheduler.lookup(waiting, 0) == (24, False, "no_memory")
+
+
+def test_a_stalled_store_holds_up_no_step(make_host):
+    store, _keys = store_prompt(make_host)
+    gate = Gate()
+    host = make_host(store=StallingStore(store, gate=gate, operations={"read"}))
+    waits = host.add("waits", PROMPT)
+    assert host.scheduler.lookup(waits, 0).num_tokens is None
+    started = time.monotonic()
+    for number in range(5):
+        prompt = list(range(700 + 50 * number, 741 + 50 * number))
+        assert host.run(f"does not {number}", prompt).num_external_tokens == 0
+        assert host.scheduler.lookup(waits, 0).num_tokens is None
+    assert time.monotonic() - started < 4
+    gate.release()
+    assert host.admit(waits) == 40
+    host.prefill(waits)
+
+
+def test_a_bystander_of_a_failed_load_saves_nothing_more(make_host):
+    """It may share the failed blocks by the host's own prefix cache, and not be computed again."""
+    store, keys = store_prompt(make_host)
+    host = make_host(store=store)
+    bystander = host.add("bystander", list(range(300, 341)))
+    host.admit(bystander)
+    host.step([bystander], tokens=4)
+    failing = host.add("failing", PROMPT)
+    host.admit(failing)
+    lose_chunk(host, keys[1])
+    host.step([failing, bystander], tokens=1)
+    host.prefill(bystander)
+    host.prefill(failing)
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    assert host.observer["put_exists"] == 1, "the failed chunk, by the request that computed it"
+    host.finish(bystander)
+    host.run("afterwards", list(range(300, 341)))
+    host.settle()
+    assert host.observer["put_stored"] == 5
+
+
+def test_a_host_that_carries_no_reports_loads_and_saves_nothing(make_host):
+    """Nothing would say what the slots hold."""
+    store, _keys = store_prompt(make_host)
+    host = make_host(store=store, carries_worker_meta=False)
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert host.run("writer", list(range(300, 341))).num_external_tokens == 0
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    assert host.observer["miss_tokens_not_loading"] == 2 * 40
+    assert store.stat().num_records == 5
+    assert host.pool.num_taken == 0

@@ -1,0 +1,249 @@
+"""How much of a prompt is hit, for every length and every ratio of chunk to block."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cache.deciding import save_plan
+from kvferry.keys import ChunkKeys
+from tests.cache.hosts import make_groups, make_shared_storage_host
+
+SIZES = [
+    pytest.param(8, 4, id="block divides chunk"),
+    pytest.param(4, 8, id="chunk divides block"),
+    pytest.param(6, 4, id="neither"),
+    pytest.param(4, 6, id="neither, block larger"),
+    pytest.param(5, 5, id="equal"),
+    pytest.param(1, 3, id="chunk of one token"),
+    pytest.param(3, 1, id="block of one token"),
+]
+
+
+@pytest.mark.parametrize(("chunk", "block"), SIZES)
+def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int):
+    groups = make_groups(block_size=block, num_layers=1, num_kv_heads=1)
+    for num_tokens in range(1, 3 * max(chunk, block) + 2):
+        # A fresh store per length, so that no shorter prompt helps.
+        host, parts = make_shared_storage_host(
+            {
+                "store": "memory://hits",
+                "chunk_tokens": chunk,
+                "memory_bytes": 1 << 20,
+            },
+            groups=groups,
+            num_blocks=256,
+        )
+        prompt = list(range(1000, 1000 + num_tokens))
+        first = host.run("cold", prompt)
+        host.settle()
+        again = host.run("warm", prompt)
+        expected = min(num_tokens // chunk * chunk, num_tokens - 1) // block * block
+        assert (first.num_external_tokens, again.num_external_tokens) == (0, expected)
+        host.close()
+        parts[0].store.close()
+
+
+def test_a_shared_prefix_hits_by_whole_chunks(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    assert host.run("shares 19", [*prompt[:19], 7, 7, 7, 7, 7]).num_external_tokens == 16
+    assert host.run("extends", [*prompt, 1, 2, 3]).num_external_tokens == 40
+    assert host.run("shares 7", [*prompt[:7], 9, 9, 9, 9]).num_external_tokens == 0
+
+
+def test_only_what_the_engine_lacks_is_loaded(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    loaded = host.observer["loaded_tokens"]
+    request = host.run("has 20 locally", prompt, num_local_tokens=20)
+    assert request.num_external_tokens == 16
+    assert host.observer["loaded_tokens"] - loaded == 16
+
+
+@pytest.mark.parametrize("kept", [0, 8, 12])
+def test_a_host_that_evicts_while_a_hit_is_fetched_gets_all_of_it(make_host, kept: int):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    host.forget_memory()
+    request = host.add("waits", prompt)
+    assert host.scheduler.lookup(request, 20).num_tokens is None
+    host.settle()
+    assert host.admit(request, num_local_tokens=kept) == 36 - kept
+    host.prefill(request)
+    assert not host.invalid_block_ids
+
+
+def test_tokens_evicted_while_a_hit_is_fetched_and_not_stored_are_no_hit(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(40))
+    host.run("first", prompt)
+    host.settle()
+    host.forget_memory()
+    request = host.add("waits", prompt)
+    assert host.scheduler.lookup(request, 20).num_tokens is None
+    host.settle()
+    keys = ChunkKeys(host.parts[0].schema.namespace, 8)
+    keys.extend(prompt)
+    host.parts[0].store.delete(keys.keys[1])
+    assert host.admit(request, num_local_tokens=4) == 4
+    host.prefill(request)
+    assert not host.invalid_block_ids
+
+
+def test_a_local_hit_longer_than_the_store_is_no_negative_hit(make_host):
+    host = make_host(chunk_tokens=16)
+    prompt = list(range(33))
+    host.run("stored", prompt[:17])
+    host.settle()
+    assert host.run("local is longer", prompt, num_local_tokens=32).num_external_tokens == 0
+
+
+def test_chunked_prefill_saves_every_chunk_once(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(100, 143))
+    host.run("in pieces of 5", prompt, budget=5)
+    host.settle()
+    assert host.observer["put_stored"] == 5
+    assert host.run("again", prompt).num_external_tokens == 40
+
+
+def test_generated_tokens_are_saved_only_if_asked(make_host):
+    prompt, answer = list(range(13)), list(range(500, 515))
+    for save_generated, expected in ((False, 8), (True, 24)):
+        host = make_host(chunk_tokens=8, save_generated=save_generated)
+        host.run("chat", prompt, generate=answer)
+        host.settle()
+        follow_up = host.run("next turn", [*prompt, *answer, 1, 2, 3])
+        assert follow_up.num_external_tokens == expected
+
+
+def test_what_one_request_used_is_not_stored_if_only_repeated_chunks_are(make_host):
+    host = make_host(chunk_tokens=8, save_repeated=True)
+    host.run("first", list(range(24)))
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    assert host.observer["save_used_once"] == 3
+    # Another request with the same beginning, of which the host has a part itself.
+    second = [*range(16), *range(500, 508)]
+    assert host.run("second", second, num_local_tokens=8).num_external_tokens == 0
+    host.settle()
+    assert host.observer["put_stored"] == 2
+    assert host.run("third", list(range(25))).num_external_tokens == 16
+
+
+def test_a_request_that_computes_its_chunks_again_is_no_second_one(make_host):
+    host = make_host(chunk_tokens=8, save_repeated=True)
+    request = host.add("victim", list(range(30)))
+    for _ in range(2):
+        host.admit(request)
+        host.prefill(request, budget=11)
+        host.preempt(request)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    host.run("second", list(range(30)))
+    host.settle()
+    assert host.observer["put_stored"] == 3
+
+
+@pytest.mark.parametrize(("num_remembered", "num_stored"), [(4, 2), (3, 0)])
+def test_chunks_that_were_used_once_are_remembered_within_bounds(
+    make_host, monkeypatch, num_remembered, num_stored
+):
+    monkeypatch.setattr(save_plan, "MAX_USED_ONCE", num_remembered)
+    host = make_host(chunk_tokens=8, save_repeated=True)
+    host.run("first", list(range(16)))
+    host.run("others", list(range(100, 116)))
+    host.run("first again", list(range(16)))
+    host.settle()
+    assert host.observer["put_stored"] == num_stored
+
+
+def test_a_preempted_request_resumes_from_the_store(make_host):
+    host = make_host(chunk_tokens=8)
+    request = host.add("victim", list(range(30)))
+    host.admit(request)
+    host.prefill(request, budget=11)
+    host.settle()
+    host.preempt(request)
+    assert host.admit(request) == 24
+    host.prefill(request)
+    host.finish(request)
+
+
+def test_two_requests_with_one_prefix_store_it_once(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(24))
+    first, second = host.add("a", prompt), host.add("b", prompt)
+    host.admit(first)
+    host.admit(second)
+    host.step([first, second], tokens=24)
+    host.settle()
+    assert host.observer["put_stored"] == 3
+    assert host.observer["put_exists"] == 0
+
+
+def test_saves_that_found_no_slot_are_offered_again(make_host):
+    # Of four slots, one at a time is written to the store.
+    host = make_host(chunk_tokens=8, num_slots=4)
+    request = host.add("long", list(range(41)))
+    host.admit(request)
+    host.prefill(request, budget=40)
+    for token in range(60):
+        request.all_token_ids.append(token)
+        host.prefill(request, budget=1)
+        host.settle(timeout=1.0)
+        if host.observer["put_stored"] == 5:
+            break
+    assert host.observer["put_stored"] == 5
+    assert host.observer["save_no_slot"] > 0
+    host.finish(request)
+
+
+def test_a_hit_longer_than_the_pool_is_cut_to_what_fits(make_host):
+    host = make_host(chunk_tokens=8, num_slots=4)
+    prompt = list(range(65))
+    request = host.add("writer", prompt)
+    host.admit(request)
+    for _ in range(8):
+        host.step([request], tokens=8)
+        host.settle(timeout=1.0)
+    host.finish(request)
+    assert host.observer["put_stored"] == 8
+    # Held are the last four chunks of the prompt; a hit needs the first ones.
+    assert host.run("reader", prompt).num_external_tokens == 32
+    assert host.run("and again", prompt).num_external_tokens == 32
+
+
+def test_uncacheable_requests_are_neither_read_nor_written(make_host):
+    from kvferry.types import ExtraKeys
+
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(20))
+    host.run("hidden", prompt, extra_keys=ExtraKeys(cacheable=False))
+    host.settle()
+    assert host.observer["put_stored"] == 0
+    host.run("open", prompt)
+    host.settle()
+    again = host.run("hidden again", prompt, extra_keys=ExtraKeys(cacheable=False))
+    assert again.num_external_tokens == 0
+
+
+def test_reset_reads_nothing_from_before_and_deletes_nothing(make_host):
+    host = make_host(chunk_tokens=8)
+    prompt = list(range(20))
+    host.run("before", prompt)
+    host.settle()
+    assert host.scheduler.reset()
+    assert host.run("after", prompt).num_external_tokens == 0
+    host.settle()
+    assert host.run("after again", prompt).num_external_tokens == 16
+    assert host.parts[0].store.stat().num_records == 4

@@ -1,0 +1,569 @@
+"""Reads that never end, pools without a slot to spare, steps that fail: no hang, no slot lost.
+
+The pool's accounts are checked after every step of the simulated host, and every byte of every
+request's KV after it is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cache.moving.slot_io import SlotIO
+from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import Gate, StallingStore
+from kvferry.testing.host import HostStep
+from kvferry.types import ChunkKey
+from tests.cache.pools import check_pool, slot_at
+
+from .keeping import (
+    NUM_CHUNKS,
+    PROMPT,
+    CountingStore,
+    assert_settles,
+    keys_of,
+    lose_chunk,
+    open_store,
+    wait_for,
+)
+
+OTHER = list(range(700, 741))
+RANKS = pytest.mark.parametrize("world_size", [1, 2])
+
+
+class StallsFor(WrapperStore):
+    """Reads of some records wait at a gate."""
+
+    def __init__(self, inner: Any, gate: Gate, keys: Collection[ChunkKey]) -> None:
+        super().__init__(inner)
+        self._gate = gate
+        self._keys = frozenset(keys)
+
+    def read(self, key: ChunkKey, *args: Any) -> Any:
+        if key in self._keys:
+            self._gate.pass_through()
+        return self.inner.read(key, *args)
+
+
+@pytest.fixture
+def two_prompts(directory: Path, make_host) -> Path:
+    """A store with both prompts."""
+    host = make_host(store=open_store(directory))
+    host.run("writer of another", OTHER)
+    host.settle()
+    assert host.observer["put_stored"] == NUM_CHUNKS
+    return directory
+
+
+class Stalled:
+    """A host whose reads of the first prompt never end, on its last rank, until released."""
+
+    def __init__(self, make_host, directory: Path, world_size: int = 1, **options: Any) -> None:
+        self.gate, self.clock = Gate(), FakeClock()
+        keys = keys_of(make_host())
+        stores: list[Any] = [open_store(directory) for _ in range(world_size)]
+        stores[-1] = StallsFor(stores[-1], self.gate, keys)
+        self.host = make_host(
+            store=stores[0].url,
+            rank_stores=stores,
+            world_size=world_size,
+            clock=self.clock,
+            io_threads=8,  # some for the reads that do end
+            **options,
+        )
+
+    def give_up(self, name: str = "stalls") -> Any:
+        """A request whose hit did not come in time; admitted without it."""
+        request = self.host.add(name, PROMPT)
+        assert self.host.scheduler.lookup(request, 0).num_tokens is None
+        self.host.step([])
+        for _ in range(NUM_CHUNKS):
+            assert self.gate.wait_for_arrival()
+        for rank in self.host.ranks[:-1]:
+            rank.worker.wait(10)
+        self.host.step([])
+        assert self.host.scheduler.lookup(request, 0).num_tokens is None
+        self.clock.advance(5.0)
+        assert self.host.scheduler.lookup(request, 0) == (0, False, "deadline")
+        assert self.host.admit(request) == 0
+        return request
+
+
+# -- reads that never end -----------------------------------------------------------------------
+
+
+@RANKS
+def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_its_end(
+    make_host, two_prompts: Path, world_size: int
+):
+    stalled = Stalled(make_host, two_prompts, world_size, num_slots=NUM_CHUNKS + 3)
+    host = stalled.host
+    request = stalled.give_up()
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
+    assert len(stuck) == NUM_CHUNKS
+    host.prefill(request)
+    host.finish(request)
+    # Three slots are left to the others.
+    other = host.add("other", OTHER)
+    assert host.scheduler.lookup(other, 0).num_tokens is None
+    first_three = keys_of(host, OTHER)[:3]
+
+    def are_held() -> bool:
+        host.step([])
+        assert all(slot_at(host.pool, index).is_busy for index in stuck)
+        return all(host.pool.holds(key, frozenset([0])) for key in first_three)
+
+    wait_for(are_held)
+    assert host.scheduler.lookup(other, 0).num_tokens is None
+    stalled.clock.advance(5.0)
+    assert host.admit(other) == 24
+    slots = {slot.index for key in keys_of(host, OTHER) if (slot := host.pool.find(key))}
+    assert not slots & stuck
+    host.prefill(other)
+    host.finish(other)
+    host.step([])
+    assert all(slot_at(host.pool, index).is_busy for index in stuck)
+    stalled.gate.release()
+    assert_settles(host)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+@RANKS
+def test_late_bytes_are_not_held_and_meet_no_other_chunk(
+    make_host, two_prompts: Path, world_size: int
+):
+    stalled = Stalled(make_host, two_prompts, world_size)
+    host = stalled.host
+    request = stalled.give_up()
+    host.step([])  # carries the cancels
+    stalled.gate.release()
+    assert_settles(host)
+    assert not any(host.pool.find(key) for key in keys_of(host))
+    assert host.run("other", OTHER).num_external_tokens == 40
+    host.prefill(request)
+    host.finish(request)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request(
+    make_host, two_prompts: Path
+):
+    stalled = Stalled(make_host, two_prompts)
+    host = stalled.host
+    host.finish(stalled.give_up())
+    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
+    request = host.add("next", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    slots = {host.pool.find(key).index for key in keys_of(host)}
+    assert not slots & stuck
+    stalled.gate.release()
+    assert host.admit(request) == 40
+    host.prefill(request)
+    host.finish(request)
+    assert_settles(host)
+
+
+def test_a_pool_full_of_unfinished_reads_hangs_no_request_and_recovers(
+    make_host, two_prompts: Path
+):
+    stalled = Stalled(make_host, two_prompts, num_slots=NUM_CHUNKS)
+    host = stalled.host
+    request = stalled.give_up()
+    assert host.pool.num_taken == host.pool.num_slots
+    host.prefill(request)
+    other = host.add("other", OTHER)
+    assert host.scheduler.lookup(other, 0).num_tokens is None
+    host.step([])
+    stalled.clock.advance(5.0)
+    assert host.scheduler.lookup(other, 0) == (0, False, "no_memory")
+    host.admit(other)
+    host.prefill(other)
+    new = host.add("new", list(range(900, 941)))
+    assert host.admit(new) == 0
+    host.prefill(new, budget=8)
+    assert host.observer["save_no_slot"] > 0
+    stalled.gate.release()
+    for token in range(40):  # what found no slot is saved with the next tokens
+        host.settle(timeout=1.0)
+        if host.observer["put_stored"] == NUM_CHUNKS:
+            break
+        new.all_token_ids.append(token)
+        host.prefill(new)
+    assert host.observer["put_stored"] == NUM_CHUNKS
+    for each in (request, other, new):
+        host.finish(each)
+    assert_settles(host)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+    assert host.run("other again", OTHER).num_external_tokens == 40
+
+
+def test_close_does_not_wait_for_a_pool_full_of_unfinished_reads(make_host, two_prompts: Path):
+    stalled = Stalled(make_host, two_prompts, num_slots=NUM_CHUNKS)
+    stalled.give_up()
+    started = time.monotonic()
+    stalled.host.close()
+    assert time.monotonic() - started < 3
+    stalled.gate.release()
+
+
+# -- one slot -----------------------------------------------------------------------------------
+
+
+@RANKS
+def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_size: int):
+    url = f"file://{tmp_path}"
+    writer = make_host(store=url, world_size=world_size, num_slots=1)
+    request = writer.add("writer", PROMPT)
+    writer.admit(request)
+    writer.prefill(request)
+    for token in range(60):
+        writer.settle(timeout=1.0)
+        if writer.observer["put_stored"] == NUM_CHUNKS:
+            break
+        request.all_token_ids.append(token)
+        writer.prefill(request)
+    assert writer.observer["put_stored"] == NUM_CHUNKS
+    writer.finish(request)
+    assert_settles(writer)
+    host = make_host(store=url, world_size=world_size, num_slots=1)
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    for number in range(2):
+        assert host.run(f"reads {number}", PROMPT).num_external_tokens == 8
+    first, second = host.add("first", PROMPT), host.add("second", PROMPT)
+    assert [host.admit(first), host.admit(second)] == [8, 8]
+    host.step([first, second], tokens=1)
+    for each in (first, second):
+        host.prefill(each)
+        host.finish(each)
+    assert host.observer["miss_tokens_no_memory"] == 4 * 32
+    assert_settles(host)
+
+
+def test_two_prompts_take_turns_in_a_pool_of_one_slot(make_host, two_prompts: Path):
+    host = make_host(store=open_store(two_prompts), num_slots=1)
+    first, second = host.add("first", PROMPT), host.add("second", OTHER)
+    assert host.scheduler.lookup(first, 0).num_tokens is None
+    assert host.scheduler.lookup(second, 0).num_tokens is None
+    for request in (first, second):
+        assert host.admit(request) == 8
+        host.prefill(request)
+        host.finish(request)
+    assert_settles(host)
+
+
+# -- cancelled fetches --------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_asked_for_again_while_its_cancelled_reads_end(make_host, directory: Path):
+    gate = Gate()
+    counting = open_store(directory)
+    stalling = StallingStore(counting, gate=gate, operations={"read"})
+    host = make_host(store=stalling, num_slots=2 * NUM_CHUNKS)
+    first = host.add("first", PROMPT)
+    assert host.scheduler.lookup(first, 0).num_tokens is None
+    host.step([])
+    assert gate.wait_for_arrival()
+    host.finish(first)
+    second = host.add("second", PROMPT)
+    assert host.scheduler.lookup(second, 0).num_tokens is None
+    assert host.pool.num_taken == 2 * NUM_CHUNKS
+    host.step([])
+    gate.release()
+    assert host.admit(second) == 40
+    host.prefill(second)
+    host.finish(second)
+    assert_settles(host)
+    assert len(host.pool._idle) == NUM_CHUNKS
+
+
+def test_a_fetch_that_is_taken_back_before_its_plan_is_never_begun(make_host, directory: Path):
+    store = open_store(directory)
+    host = make_host(store=store)
+    request = host.add("aborted", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.finish(request)
+    assert host.pool.num_taken == 0
+    assert not host.scheduler.has_pending_work()
+    assert_settles(host)
+    assert store.num_opened == 0
+
+
+# -- reset --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: bool):
+    gate = Gate()
+    stalling = StallingStore(open_store(directory), gate=gate, operations={"read"})
+    host = make_host(store=stalling, num_slots=NUM_CHUNKS + 1)
+    request = host.add("waits", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    if planned:
+        host.step([])
+        assert gate.wait_for_arrival()
+    old_keys = keys_of(host)
+    assert host.scheduler.reset()
+    check_pool(host.pool)
+    assert host.pool.num_taken == (NUM_CHUNKS if planned else 0)
+    assert host.scheduler.lookup(request, 0).num_tokens == 0
+    host.step([])
+    gate.release()
+    assert_settles(host)
+    assert not any(host.pool.find(key) for key in old_keys)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.run("of this epoch", PROMPT).num_external_tokens > 0
+
+
+@RANKS
+def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: int):
+    gate = Gate()
+    stores = [
+        StallingStore(open_store(tmp_path), gate=gate, operations={"put", "write_at"})
+        for _ in range(world_size)
+    ]
+    host = make_host(store=stores[0].url, rank_stores=stores, world_size=world_size)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=len(PROMPT))
+    old_keys = keys_of(host)
+    wait_for(lambda: (host.step([]), gate.wait_for_arrival(0.01))[1])
+    assert host.pool.is_writing
+    assert host.scheduler.reset()
+    check_pool(host.pool)
+    host.finish(request)
+    again = host.add("of this epoch", PROMPT)
+    assert host.admit(again) == 0
+    host.prefill(again)
+    host.finish(again)
+    gate.release()
+    assert_settles(host)
+    assert not any(host.pool.find(key) for key in old_keys)
+    # What was written after all carries the old namespace, and is right under it.
+    other = make_host(store=f"file://{tmp_path}", world_size=world_size)
+    for part in other.parts:
+        assert part.store.wait_indexed(10)
+    hit = other.run("of the old epoch", PROMPT).num_external_tokens
+    assert hit == 40 if world_size == 1 else hit in range(0, 41, 8)
+    assert other.observer["records_corrupt"] == 0
+
+
+def test_reset_between_a_promise_and_its_plan(make_host, directory: Path):
+    host = make_host(store=open_store(directory))
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    assert host.scheduler.reset()
+    assert host.pool.num_taken == 0
+    # Its load is gone: a host that resets takes the blocks of all requests away.
+    host.preempt(request)
+    assert host.admit(request) == 0
+    host.prefill(request)
+    host.finish(request)
+    assert_settles(host)
+
+
+# -- steps that fail ----------------------------------------------------------------------------
+
+
+class ForwardFailed(Exception):
+    """The engine's own trouble."""
+
+
+def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) -> None:
+    """A step whose forward fails on some ranks. The host computes its tokens again later."""
+    request.num_scheduled_tokens = tokens
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    outputs = []
+    for number, rank in enumerate(host.ranks):
+        lifecycle = rank.lifecycle
+        try:
+            with lifecycle.step(plan, set()) as step:
+                if number in failing:
+                    raise ForwardFailed
+        except ForwardFailed:
+            pass
+        outputs.append(step.output)
+    host.scheduler.update_output(host._fold.fold(outputs))
+    check_pool(host.pool)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "failing"), [(1, {0}), (2, {0}), (2, {1}), (2, {0, 1})], ids=str
+)
+def test_chunks_of_a_forward_that_failed_are_put_off_and_saved_by_the_next_step(
+    make_host, tmp_path: Path, world_size: int, failing: set[int]
+):
+    host = make_host(store=f"file://{tmp_path}", world_size=world_size)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    fail_step(host, request, len(PROMPT), failing)
+    assert host.pool.num_taken == NUM_CHUNKS
+    host.step([])
+    assert not any(host.pool.holds(key, frozenset([0])) for key in keys_of(host))
+    host.prefill(request)
+    wait_for(lambda: (host.settle(0.5), host.observer["put_stored"] == NUM_CHUNKS)[1])
+    host.finish(request)
+    assert_settles(host)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+    host.forget_memory()
+    assert host.run("from the store", PROMPT).num_external_tokens == 40
+
+
+def test_loads_of_a_forward_that_failed_are_not_lost(make_host, directory: Path):
+    host = make_host(store=open_store(directory))
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    fail_step(host, request, 1, {0})
+    assert host.pool.num_taken == 0
+    host.prefill(request)
+    host.finish(request)
+
+
+@RANKS
+def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
+    make_host, directory: Path, world_size: int, monkeypatch
+):
+    host = make_host(store=f"file://{directory}", world_size=world_size)
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    request = host.add("reader", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    fetch, begun = SlotIO.fetch, []
+
+    def broken(io: SlotIO, one: Any) -> None:
+        if len(begun) == 2:
+            raise ValueError("a fault of ours")
+        begun.append(one)
+        fetch(io, one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotIO, "fetch", broken)
+        plan = host.scheduler.build_plan(HostStep())
+        for rank in host.ranks:
+            with pytest.raises(ValueError, match="of ours"):
+                rank.worker.begin_step(plan)
+            rank.worker.end_step()
+    assert host.pool.num_taken == NUM_CHUNKS
+    # The first of two ranks began two reads, the second one none.
+    assert host.admit(request) == (16 if world_size == 1 else 0)
+    host.prefill(request)
+    host.finish(request)
+    assert_settles(host)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+def test_writes_of_a_step_that_fails_at_its_beginning_are_failed_saves(
+    make_host, tmp_path: Path, monkeypatch
+):
+    host = make_host(store=f"file://{tmp_path}", world_size=2)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=len(PROMPT))
+    shared = host.scheduler._saves._shared_writes
+
+    def broken(_io: SlotIO, _slot: int, _session: str | None) -> None:
+        raise ValueError("a fault of ours")
+
+    wait_for(lambda: all(record.begun.poll() for record in shared._records.values()))
+    plan = host.scheduler.build_plan(HostStep())
+    assert plan.writes
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotIO, "write", broken)
+        for rank in host.ranks:
+            with pytest.raises(ValueError, match="of ours"):
+                rank.worker.begin_step(plan)
+            rank.worker.end_step()
+    host.finish(request)
+    assert_settles(host)
+    wait_for(lambda: host.observer["save_failed"] == len(plan.writes))
+    assert host.run("of memory", PROMPT).num_external_tokens == 40
+
+
+# -- faults below -------------------------------------------------------------------------------
+
+
+class Broken(WrapperStore):
+    """Raises what no store may."""
+
+    def read(self, key: ChunkKey, *args: Any) -> Any:
+        raise ValueError(f"{key.hex()} is too much")
+
+    def put(self, key: ChunkKey, buffers: Any) -> Any:
+        raise ValueError(f"{key.hex()} is too much")
+
+
+def test_a_store_that_raises_what_it_must_not_is_a_miss(make_host, directory: Path):
+    host = make_host(store=Broken(open_store(directory)))
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    assert host.observer["miss_tokens_unreadable"] == 40
+    host.run("writer", OTHER)
+    assert_settles(host)
+    assert host.observer["save_failed"] >= NUM_CHUNKS
+
+
+def test_a_process_that_may_have_no_more_threads_serves_all_the_same(
+    make_host, directory: Path, monkeypatch
+):
+    host = make_host(store=open_store(directory))
+
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert host.run("reader", PROMPT).num_external_tokens == 0
+        assert host.run("writer", OTHER).num_external_tokens == 0
+        assert_settles(host)
+    assert host.observer["save_failed"] >= NUM_CHUNKS
+    assert host.run("of memory", OTHER).num_external_tokens == 40
+
+
+def test_a_rank_that_does_not_hold_what_was_promised_says_so_and_nothing_wrong_is_served(
+    make_host, directory: Path
+):
+    host = make_host(store=f"file://{directory}", world_size=2)
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    request = host.add("reader", PROMPT)
+    assert host.admit(request) == 40
+    lose_chunk(host, keys_of(host)[2], rank=1)
+    host.prefill(request)
+    assert host.observer["load_failed_chunks"] == 1
+    assert set(request.block_ids[0][4:6]) <= host.invalid_block_ids
+    host.finish(request)
+    assert_settles(host)
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host):
+    store = CountingStore(MemoryStore("x"))
+    host = make_host(store=store)
+    host.run("writer", PROMPT)
+    host.settle()
+    io = host.ranks[0].worker._io
+    key = keys_of(host)[-1]
+    index = host.pool.find(key).index
+    assert io._contents[index][0] == key
+    # The scheduler role gave the slot up, and fetches the same chunk into it, in vain.
+    host.forget_memory()
+    store.delete(key)
+    slot = host.pool.fetch(key, 0, frozenset([0]))
+    assert slot.index == index
+    host.pool.pin(slot)
+    host.step([])
+    host.ranks[0].worker.wait(10)
+    host.step([])
+    assert host.pool.find(key) is None
+    assert not io._contents[index][1]
+    host.pool.unpin(slot)
+    assert_settles(host)

@@ -1,0 +1,276 @@
+"""Several ranks write one record together and read only their part of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from msgspec import structs
+
+from kvferry.blocks.tables import BlockSlice
+from kvferry.cache.messages import (
+    PUT_OFF,
+    Filled,
+    RankReport,
+    Save,
+    SharedStorageMeta,
+    SlotChunk,
+)
+from kvferry.contract.messages import WorkerOutput
+from kvferry.errors import ConfigError
+from kvferry.store.base import PutResult
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.host import HostStep
+from tests.cache.hosts import make_groups
+from tests.cache.pools import check_pool
+
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
+
+
+def groups(num_kv_heads: int = 4):
+    return make_groups(num_layers=3, num_kv_heads=num_kv_heads)
+
+
+def store_prompt(
+    make_host, url: str, *, world_size: int, num_kv_heads: int = 4, model=None, **options
+):
+    model = model or groups(num_kv_heads)
+    host = make_host(store=url, groups=model, world_size=world_size, **options)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.prefill(request, budget=8)
+    for _ in range(100):
+        request.all_token_ids.append(1)
+        host.prefill(request, budget=1)
+        host.settle(timeout=0.5)
+        if host.observer["put_stored"] == 5:
+            break
+    host.finish(request)
+    return host
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1, 2])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (2, 4)])
+def test_stored_at_one_tensor_parallel_size_read_at_another(
+    make_host, url: str, writers: int, readers: int, num_kv_heads: int
+):
+    host = store_prompt(make_host, url, world_size=writers, num_kv_heads=num_kv_heads)
+    assert host.observer["put_stored"] == 5
+    assert host.parts[0].store.stat().num_records == 5
+    reader = make_host(store=url, groups=groups(num_kv_heads), world_size=readers)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    # The host checks every byte of every rank.
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tmp_path):
+    store_prompt(make_host, url, world_size=1)
+    reader = make_host(store=url, groups=groups(), world_size=2)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    # Damage a row of the last head, which only rank 1 reads.
+    record = sorted((tmp_path / "store").rglob("*.safetensors"))[0]
+    content = bytearray(record.read_bytes())
+    content[-1] ^= 1
+    record.write_bytes(content)
+    hit = reader.run("reader", PROMPT).num_external_tokens
+    assert hit in (0, 8, 16, 24, 32)
+    assert reader.observer["miss_bad_leaf"] == 1
+
+
+def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, url: str):
+    hosts = [make_host(store=url, groups=groups(), world_size=world_size) for world_size in (1, 2)]
+    requests = []
+    for host in hosts:
+        request = host.add("w", PROMPT)
+        host.admit(request)
+        requests.append(request)
+    for _ in range(30):
+        for host, request in zip(hosts, requests, strict=True):
+            request.all_token_ids.append(3)
+            host.prefill(request, budget=16)
+            host.settle(timeout=0.3)
+        if sum(host.observer["put_stored"] for host in hosts) == 5:
+            break
+    assert sum(host.observer["put_stored"] for host in hosts) == 5
+    reader = make_host(store=url, groups=groups(), world_size=4)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+    assert reader.observer["records_corrupt"] == 0
+
+
+def test_memory_store_is_refused_where_ranks_live_apart(make_host):
+    with pytest.raises(ConfigError, match="memory"):
+        make_host(store="memory://x", groups=groups(), world_size=2)
+
+
+def test_groups_that_replicate_differently_are_stored_whole(make_host, url: str):
+    both = (
+        *make_groups(num_layers=2, num_kv_heads=2, block_size=4),
+        *make_groups(num_layers=1, num_kv_heads=4, head_dim=8, block_size=8),
+    )
+    host = store_prompt(make_host, url, world_size=4, model=both)
+    assert host.observer["put_stored"] == 5
+    reader = make_host(store=url, groups=both, world_size=2)
+    for part in reader.parts:
+        assert part.store.wait_indexed(10)
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_several_groups_with_their_own_block_sizes(make_host, url: str):
+    both = (
+        *make_groups(num_layers=2, num_kv_heads=2, block_size=4),
+        *make_groups(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8),
+    )
+    host = make_host(store=url, groups=both)
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.observer["put_stored"] == 5
+    again = make_host(store=url, groups=both)
+    assert again.parts[0].store.wait_indexed(10)
+    assert again.run("reader", PROMPT).num_external_tokens == 40
+    shorter = again.run("not a multiple of 8", PROMPT[:29])
+    assert shorter.num_external_tokens == 24
+
+
+def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str):
+    """What a step computed on a failed load must not be saved, whichever rank failed before."""
+    host = promised(make_host, url)
+    request = host.request
+    request.num_scheduled_tokens = 1
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    chunk = SlotChunk(host.pool.num_slots - 1, bytes(32), 0)
+    save = Save(chunk, tuple(BlockSlice(0, tuple(t[:2])) for t in request.block_ids))
+    plan = structs.replace(plan, failures_known=(1, 0), saves=(save,))
+    worker = host.ranks[1].worker
+    for key in keys_of(host):
+        lose_chunk(host, key, rank=1)
+    with host.ranks[1].lifecycle.step(plan, set()) as step:
+        pass
+    (report,) = step.output.meta.reports
+    assert set(report.failed_keys) == set(keys_of(host))
+    assert report.failed_requests == {"reader"}
+    assert report.failures == 1
+    assert report.filled == (Filled(chunk.slot, PUT_OFF),)
+    assert not report.saved
+    assert worker.planned_blocks(plan) == step.output.invalid_block_ids
+
+
+def promised(make_host, url: str):
+    """A host of two ranks that was promised all of the prompt; no plan has carried the load."""
+    store_prompt(make_host, url, world_size=2)
+    host = make_host(store=url, groups=groups(), world_size=2)
+    for part in host.parts:
+        assert part.store.wait_indexed(10)
+    host.request = host.add("reader", PROMPT)
+    assert host.admit(host.request) == 40
+    return host
+
+
+def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
+    host = promised(make_host, url)
+    for rank in range(2):
+        for key in keys_of(host):
+            lose_chunk(host, key, rank=rank)
+    host.prefill(host.request)
+    assert host.scheduler._saves.failures_known == (1, 1)
+    meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
+    host.scheduler.update_output(WorkerOutput(meta=meta))
+    assert host.scheduler._saves.failures_known == (1, 7)
+
+
+def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
+    """Its chunks are taken out in the only step it has, before their records have names."""
+    host = make_host(store=url, groups=groups(), world_size=2)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
+        host.settle()
+    assert host.observer["put_stored"] == 5
+    assert host.observer["saved_bytes"] > 0
+    assert_settles(host)
+
+
+def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
+    """Even before the plan that asks the ranks for its chunk is made."""
+    host = make_host(store=url, groups=groups(), world_size=2)
+    shared = host.scheduler._saves._shared_writes
+    shared._thread = Prompt(shared._thread)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
+        host.settle(timeout=0.5)
+    assert host.observer["put_stored"] == 5
+
+
+class Prompt:
+    """A pool whose jobs are done when `submit` returns."""
+
+    def __init__(self, pool) -> None:
+        self._pool = pool
+
+    def submit(self, run):
+        job = self._pool.submit(run)
+        assert job.wait(10)
+        return job
+
+    def close(self, timeout: float) -> bool:
+        return self._pool.close(timeout)
+
+
+def test_what_was_copied_for_a_refused_record_is_held_and_not_written(make_host, url: str):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    host.scheduler._saves._shared_writes._store = Refusing(host.parts[0].store)
+    host.run("writer", PROMPT)
+    deadline = time.monotonic() + 10
+    while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:
+        host.settle()
+    assert_settles(host)
+    assert host.observer["put_no_space"] == 5
+    assert host.observer["save_failed"] == 5
+    assert host.observer["saved_bytes"] == 0
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+class Refusing(WrapperStore):
+    """Has no room for any record."""
+
+    def begin(self, key: bytes, num_bytes: int) -> PutResult:
+        return PutResult.NO_SPACE
+
+
+def test_what_was_copied_before_a_reset_is_let_go(make_host, url: str):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=len(PROMPT))
+    assert host.scheduler.reset()
+    assert_settles(host)
+    host.finish(request)
+    assert host.run("another epoch", PROMPT).num_external_tokens == 0
+
+
+@pytest.mark.parametrize("putting_off", [0, 1])
+def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
+    make_host, url: str, putting_off: int
+):
+    host = make_host(store=url, groups=groups(), world_size=2)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    request.num_scheduled_tokens = len(PROMPT)
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
+    for rank in range(2):
+        ended = Filled(slot, PUT_OFF if rank == putting_off else None)
+        report = RankReport(rank=rank, pool=host.pool.pool_id, filled=(ended,))
+        host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+        check_pool(host.pool)
+    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    assert [save.chunk.key for save in plan.saves] == [key]

@@ -1,0 +1,105 @@
+"""Hosts with several block tables and windows, over stores that outlive them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.host import SimulatedHost
+from kvferry.testing.host_tables import HostTable
+from kvferry.types import KVGroup
+from tests.cache.hosts import make_shared_storage_host
+
+
+def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_size: int = 4):
+    return KVGroup(
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        content_size=4,
+        dtype="float32",
+        block_size=block_size,
+        window=window,
+    )
+
+
+MIXED = (group(2, None), group(3, 12))
+"""Full attention, and a window that begins within a chunk and a block."""
+
+
+@contextlib.contextmanager
+def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[SimulatedHost]:
+    """A host over a store that outlives it."""
+    shape = {name: options.pop(name) for name in ("tables", "world_size") if name in options}
+    stores = () if isinstance(store, str) else (store,)
+    url = store if isinstance(store, str) else store.url
+    host, parts = make_shared_storage_host(
+        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8} | options,
+        groups=tuple(groups),
+        num_blocks=1500,
+        stores=stores,
+        **shape,
+    )
+    try:
+        host.parts = parts
+        host.observer = parts[0].observer
+        host.pool = host.scheduler.pool
+        yield host
+    finally:
+        host.close()
+        if not stores:
+            for part in parts:
+                part.store.close()
+
+
+def split(
+    groups: Sequence[KVGroup], ways: int, block_sizes: Sequence[int], *, keeps_all: bool = False
+) -> tuple[HostTable, ...]:
+    """Every group in so many tables, its layers dealt out in turn."""
+    tables = []
+    for index, each in enumerate(groups):
+        for way in range(min(ways, each.num_layers)):
+            tables.append(
+                HostTable(
+                    block_size=block_sizes[len(tables) % len(block_sizes)],
+                    window=None if keeps_all else each.window,
+                    layers=((index, tuple(range(way, each.num_layers, ways))),),
+                )
+            )
+    return tuple(tables)
+
+
+def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStore, list[bytes]]:
+    """A store that holds every chunk of 8 tokens of a prompt, and their keys."""
+    store = MemoryStore("windows")
+    with opened(groups, store) as host:
+        request = host.add("writer", prompt)
+        keys = list(host.scheduler._requests.track(request).keys.keys)
+        host.admit(request)
+        host.prefill(request)
+        host.finish(request)
+        host.settle()
+    assert all(store.contains(key) for key in keys)
+    return store, keys
+
+
+class Vanishing(WrapperStore):
+    """Seems to have a record that is not there."""
+
+    def __init__(self, store: MemoryStore, key: bytes) -> None:
+        super().__init__(store)
+        self._key = key
+
+    def read(self, key: Any, *args: Any) -> Any:
+        return None if key == self._key else super().read(key, *args)
+
+
+def wait_stored(host: SimulatedHost, num_records: int) -> None:
+    """Step until several ranks have committed so many records."""
+    deadline = time.monotonic() + 20
+    while host.observer["put_stored"] < num_records and time.monotonic() < deadline:
+        host.settle()
+    assert host.observer["put_stored"] == num_records
