@@ -218,10 +218,22 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     other.put(make_key(1), [b"theirs"])
     other.describe(b"o" * 32, "theirs")
     client.values["a note"] = b"of somebody"
-    assert read_value(store, make_key(1)) is None
     assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
-    assert read_value(store, make_key(1)) == b"theirs"
+    entry, _ = sorted(store.scan(), key=lambda entry: entry.key == make_key())
+    assert entry.key == make_key(1)
+    assert read_value(store, entry.key) is None  # a listing changes no read
+    assert read_value(store.of(entry.namespace), entry.key) == b"theirs"
     assert store.describe(b"o" * 32) == "theirs"
+    assert store.of(entry.namespace).delete(entry.key)
+    assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (0, 0)}
+
+
+def test_a_listing_remembers_a_bounded_number_of_names():
+    last = remote.MAX_REMEMBERED
+    names = record_names([*range(last + 1), last, 0])
+    store = RemoteStore("dict://test", ListingClient(names), namespace=SPACE)
+    numbers = [int.from_bytes(entry.key) for entry in store.scan()]
+    assert numbers == [*range(last + 1), 0]  # only what came long ago is listed again
 
 
 class ListingClient(DictClient):
