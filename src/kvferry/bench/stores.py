@@ -226,7 +226,7 @@ def _redis() -> ModuleType:
 
 def _login(url: StoreUrl) -> object:
     options = url.options
-    login: Any = importlib.import_module("kvferry.store.valkey").Login
+    login: Any = importlib.import_module("kvferry.store.servers.valkey").Login
     return login(
         options.get("username") or url.username, url.password, options.get("password_file")
     )
@@ -239,7 +239,7 @@ def _mooncake(url: StoreUrl) -> Plain:
     client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     options = dict(url.options)
     code = client.setup(
-        importlib.import_module("kvferry.store.mooncake").own_address(host),
+        importlib.import_module("kvferry.store.servers.mooncake").own_address(host),
         options.get("metadata", "P2PHANDSHAKE"),
         0,
         MOONCAKE_BYTES,

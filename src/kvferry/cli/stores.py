@@ -20,7 +20,7 @@ from kvferry.store.url import FileOptions, open_one, read_options
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
-    from kvferry.store.remote import RemoteStore
+    from kvferry.store.servers.remote import RemoteStore
 
     AnyStore = FileStore | RemoteStore
 

@@ -25,8 +25,8 @@ from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsShardedWrite
-from kvferry.store.late import LateStore
 from kvferry.store.recordio import value_check
+from kvferry.store.tiers.late import LateStore
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store import late as late_module
 from kvferry.store.base import PutResult
-from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers import late as late_module
+from kvferry.store.tiers.late import LateStore
 from kvferry.types import ChunkKey
 
 KEY = ChunkKey(b"k" * 32)

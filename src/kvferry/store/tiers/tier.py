@@ -10,9 +10,9 @@ from typing import TypeVar
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import PutResult, ReadRange, Store
-from kvferry.store.breaker import MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.io_pool import IOPool
-from kvferry.store.late import LateStore
+from kvferry.store.tiers.breaker import MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.tiers.late import LateStore
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Stores on other machines: what all of them share, and what one kind of server has to bring.
 
 A value's name is `<prefix><namespace>/<key>`, both in hexadecimal, so that one server or bucket
-holds the records of many models. What is known of a server: `kvferry.store.server_keys`.
+holds the records of many models. What is known of a server: `kvferry.store.servers.server_keys`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
-from kvferry.store.part_files import PartFiles
-from kvferry.store.server_keys import ServerKeys
+from kvferry.store.servers.part_files import PartFiles
+from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0

@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store import remote, server_keys
 from kvferry.store.base import PutResult
-from kvferry.store.remote import MAX_TEXT_BYTES, RemoteStore
-from kvferry.store.server_keys import FRESH_SECONDS, MAX_PROBES
+from kvferry.store.servers import remote, server_keys
+from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
+from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
     ProbeTests,
@@ -27,7 +27,7 @@ from kvferry.testing.stores import (
     read_value,
 )
 from kvferry.testing.stores.hooks import wait_until
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
 

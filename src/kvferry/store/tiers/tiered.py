@@ -29,7 +29,7 @@ from kvferry.store.base import (
     SupportsShardedWrite,
     ValueCheck,
 )
-from kvferry.store.tier import Tier
+from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
