@@ -36,7 +36,7 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.store.base import Store, SupportsProbe
+from kvferry.store.base import Store
 from kvferry.store.file.directory import record_path
 from kvferry.store.known_keys import KnownKeys
 from kvferry.store.url import open_store
@@ -119,7 +119,7 @@ def rebuild(url: str, directory: Path) -> float:
         file.unlink()
     started = time.perf_counter()
     with open_store(url) as store:
-        if not isinstance(store, SupportsProbe) or not store.wait_indexed(600):
+        if not store.wait_indexed(600):
             raise AssertionError("the index is not rebuilt")
         return time.perf_counter() - started
 
@@ -133,7 +133,7 @@ def while_filling(
     worst = 0.0
     begun = time.perf_counter()
     number = 0
-    while isinstance(store, SupportsProbe) and not store.wait_indexed(0.002):
+    while not store.wait_indexed(0.002):
         prompt = HostRequest(f"early {number}", token_ids[: EARLY_TOKENS + 1], EARLY_TOKENS + 1)
         started = time.perf_counter()
         scheduler.on_new_request(prompt)

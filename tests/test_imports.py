@@ -157,8 +157,8 @@ THIRD_PARTIES = {
     "rich": ["cli", "bench", "demo"],
     "matplotlib": ["demo", "simulate"],
     "gguf": ["demo"],
-    "obstore": ["store/objects.py", "store/objects_child.py"],
-    "mooncake": ["store/mooncake_child.py"],
+    "obstore": ["store/servers/objects.py", "store/servers/objects_child.py"],
+    "mooncake": ["store/servers/mooncake_child.py"],
 }
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
@@ -166,14 +166,14 @@ LAZY = {
     "layout/ops.py": {"kvferry.layout.kernels"},
     "store/url.py": {
         "kvferry.store.file",
-        "kvferry.store.mooncake",
-        "kvferry.store.objects",
-        "kvferry.store.remote",
-        "kvferry.store.tiered",
-        "kvferry.store.valkey",
+        "kvferry.store.servers.mooncake",
+        "kvferry.store.servers.objects",
+        "kvferry.store.servers.remote",
+        "kvferry.store.tiers.tiered",
+        "kvferry.store.servers.valkey",
     },
     # After the check that its master is there, which takes less time.
-    "store/mooncake_child.py": {"mooncake"},
+    "store/servers/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},

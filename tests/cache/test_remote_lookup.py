@@ -7,10 +7,10 @@ import time
 import pytest
 
 from kvferry.store.base import ASK_SECONDS
-from kvferry.store.remote import RemoteStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 PROMPT = list(range(41))
 

@@ -17,9 +17,9 @@ from kvferry.keys import ModelIdentity, Namespace
 from kvferry.keys.encoding import canonical
 from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import RecordSchema
-from kvferry.store import remote
 from kvferry.store import url as store_url
-from kvferry.store.remote import RemoteStore
+from kvferry.store.servers import remote
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records

@@ -6,7 +6,7 @@ import json
 import sys
 
 from kvferry.engine import LLM, SamplingParams
-from kvferry.store import tier, tiered
+from kvferry.store.tiers import tier, tiered
 
 
 def main(given: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvferry.cli.stores import inspect
 from kvferry.record.check import RecordInfo
-from kvferry.store.base import SupportsScan
 from kvferry.store.url import open_store
 
 Damage = Callable[[list[Path]], None]
@@ -18,10 +17,9 @@ Damage = Callable[[list[Path]], None]
 def by_position(store: Path) -> dict[Path, int]:
     """The position in its prompt of each stored chunk's first token, by file."""
     with open_store(f"file://{store}?read_only=true") as opened:
-        assert isinstance(opened, SupportsScan)
         found = {}
         for entry in opened.scan():
-            info = inspect(opened, entry.key)
+            info = inspect(opened, entry)
             assert isinstance(info, RecordInfo), f"{entry.key.hex()} is not sound: {info}"
             [path] = (store / "records").glob(f"*/{entry.key.hex()}.safetensors")
             found[path] = info.first_token

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.store.base import SupportsProbe
 from kvferry.store.url import open_store
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import TOLERANCE, Process, expected_hit, kvferry, wait_for_records
@@ -48,7 +47,6 @@ def test_plain_transformers_and_vllm_read_each_other(
     store = open_store(tmp_path.as_uri())
     with StoredKV(model, store) as kv:
         # By itself it waits for its store's index so long only that it still starts quickly.
-        assert isinstance(store, SupportsProbe)
         assert store.wait_indexed(30)
         num_loaded, tokens = run(kv, by_vllm)
     assert num_loaded == 256

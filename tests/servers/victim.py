@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.valkey import ValkeyClient
+from kvferry.store.servers.valkey import ValkeyClient
 from tests.servers.process import LOCALHOST
 
 CALL_SECONDS = 0.3

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvferry.store import remote, url
+from kvferry.store import url
+from kvferry.store.servers import remote
 from tests.servers.mooncake import mooncake
 from tests.servers.seaweed import seaweed
 

@@ -26,7 +26,7 @@ from kvferry.config import (
 from kvferry.errors import KVError, StoreError
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
-from kvferry.store.late import LateStore
+from kvferry.store.tiers.late import LateStore
 from kvferry.store.url import OPTIONS, open_one, open_store, read_options, refuse_small_quota
 from kvferry.testing.stores import make_key
 

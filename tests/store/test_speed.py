@@ -8,10 +8,10 @@ import pytest
 
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.remote import RemoteStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.speed import StoreSpeed, measure
 from kvferry.types import ChunkKey
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 
 def test_a_directory_is_written_and_read_and_as_it_was(tmp_path: Path):

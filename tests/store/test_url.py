@@ -12,10 +12,10 @@ import kvferry.store.url
 from kvferry.config import parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
-from kvferry.store import late
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers import late
 from kvferry.store.url import open_store, open_tiers, read_options
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until

@@ -25,7 +25,7 @@ from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import PutResult, Store, SupportsProbe
+from kvferry.store.base import PutResult, Store
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.store.url import open_store
 from kvferry.types import ChunkKey, KVGroup
@@ -166,11 +166,8 @@ def _ratio(ours: float | None, plain: float | None) -> float | None:
 def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
     """Microseconds per key from the probe of a prompt until the answer; None where the store knows
     by itself."""
-    asking: object = store
     strange = [ChunkKey(os.urandom(32)) for _ in keys]
-    if not isinstance(asking, SupportsProbe):
-        return None
-    asking.probe(strange)
+    store.probe(strange)
     if store.contains(strange[-1]) is not None:
         return None
     started = time.perf_counter()
@@ -229,7 +226,7 @@ def _redis() -> ModuleType:
 
 def _login(url: StoreUrl) -> object:
     options = url.options
-    login: Any = importlib.import_module("kvferry.store.valkey").Login
+    login: Any = importlib.import_module("kvferry.store.servers.valkey").Login
     return login(
         options.get("username") or url.username, url.password, options.get("password_file")
     )
@@ -242,7 +239,7 @@ def _mooncake(url: StoreUrl) -> Plain:
     client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     options = dict(url.options)
     code = client.setup(
-        importlib.import_module("kvferry.store.mooncake").own_address(host),
+        importlib.import_module("kvferry.store.servers.mooncake").own_address(host),
         options.get("metadata", "P2PHANDSHAKE"),
         0,
         MOONCAKE_BYTES,

@@ -24,9 +24,9 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
-from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe, SupportsShardedWrite
-from kvferry.store.late import LateStore
+from kvferry.store.base import Store, SupportsShardedWrite
 from kvferry.store.recordio import value_check
+from kvferry.store.tiers.late import LateStore
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger(__name__)
@@ -110,10 +110,9 @@ class PrefixCache:
                 namespace=self._first_namespace.digest,
                 value_bytes=self.schema.record_bytes,
             )
-            known: object = store
             # Once per engine is enough: the process with the scheduler role does it.
-            if index and spec.saves and isinstance(known, SupportsNamespaces):
-                known.describe(self._first_namespace.digest, self._first_namespace.as_text())
+            if index and spec.saves:
+                store.describe(self._first_namespace.digest, self._first_namespace.as_text())
             return store
 
         def open_late(url: str) -> Store:
@@ -130,7 +129,7 @@ class PrefixCache:
     def wait_ready(self, timeout: float) -> bool:
         """Block until look-ups can find everything stored, for at most `timeout` seconds; True if
         they can. For the start of an engine: earlier look-ups work, and may miss."""
-        return not isinstance(self.store, SupportsProbe) or self.store.wait_indexed(timeout)
+        return self.store.wait_indexed(timeout)
 
     def close(self) -> None:
         """Close the store, after the role. Idempotent."""

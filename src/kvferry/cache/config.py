@@ -13,8 +13,7 @@ from kvferry.config import check_audit
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
-from kvferry.store.base import Store, SupportsTiers
-from kvferry.types import ChunkKey
+from kvferry.store.base import Store
 
 DEFAULT_CHUNK_TOKENS = 128
 DEFAULT_MEMORY_BYTES = 1 << 30
@@ -92,12 +91,3 @@ class Context:
     tables: Tables
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
-
-    @property
-    def tier_of(self) -> Callable[[ChunkKey], str]:
-        """Names the tier that a key would be read from; of a single store, its scheme."""
-        store: object = self.store
-        if isinstance(store, SupportsTiers):
-            return store.tier_of
-        scheme = self.store.url.partition(":")[0]
-        return lambda _key: scheme

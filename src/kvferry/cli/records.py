@@ -99,7 +99,7 @@ def _list(store: AnyStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[
             yield entry
 
     if sort is Order.TOKEN:
-        heads = (_Shown(entry, inspect(store, entry.key)) for entry in every())
+        heads = (_Shown(entry, inspect(store, entry)) for entry in every())
         shown = heapq.nsmallest(limit, heads, key=_place)
     else:
         directory = as_directory(store)
@@ -110,7 +110,7 @@ def _list(store: AnyStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[
         else:
             chosen = directory.recent(limit)
             num_records = directory.stat().num_records
-        shown = [_Shown(entry, inspect(store, entry.key)) for entry in chosen]
+        shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
@@ -188,7 +188,7 @@ def show(
 
     def look_at(store: AnyStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
-        return entry, inspect(store, entry.key), check(store, entry.key)
+        return entry, inspect(store, entry), check(store, entry)
 
     entry, record, fault = look(url, look_at)
     facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}

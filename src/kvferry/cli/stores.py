@@ -17,11 +17,10 @@ from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
 from kvferry.store.checking import verify
 from kvferry.store.url import FileOptions, open_one, read_options
-from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
-    from kvferry.store.remote import RemoteStore
+    from kvferry.store.servers.remote import RemoteStore
 
     AnyStore = FileStore | RemoteStore
 
@@ -171,24 +170,24 @@ def model_names(store: AnyStore, digests: Iterable[bytes]) -> dict[bytes, str]:
     return names
 
 
-def inspect(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
+def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
         head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
-        size = store.read(key, [(0, head)])
+        size = store.of(entry.namespace).read(entry.key, [(0, head)])
         if size is None:
             return MissReason.ABSENT
         info = parse_head(head[:size], size)
     except StoreError:
         return MissReason.IO_ERROR
-    if isinstance(info, RecordInfo) and info.key != key:
+    if isinstance(info, RecordInfo) and info.key != entry.key:
         return MissReason.WRONG_KEY
     return info
 
 
-def check(store: Store, key: ChunkKey) -> MissReason | None:
+def check(store: Store, entry: Entry) -> MissReason | None:
     """Compare every checksum of a record, and leave it where it is; None if it is right."""
-    report = verify(store, [key], discards=False)
+    report = verify(store, [entry], discards=False)
     if report.bad:
         return report.bad[0][1]
     if report.num_unreadable:

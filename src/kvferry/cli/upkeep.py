@@ -21,7 +21,6 @@ from kvferry.store.base import Entry, GcReport
 
 if TYPE_CHECKING:
     from kvferry.cli.stores import AnyStore
-    from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,8 @@ def verify(
             store, lambda num_records, _: bar.update(task, completed=num_records), dry_run
         )
         bad: list[JsonRow] = [
-            {"key": key.hex(), "reason": str(why), "action": _action(store, key, dry_run)}
-            for key, why in report.bad
+            {"key": entry.key.hex(), "reason": str(why), "action": _action(store, entry, dry_run)}
+            for entry, why in report.bad
         ]
     value: JsonRow = {
         "dry_run": dry_run,
@@ -71,14 +70,13 @@ def _verify(store: AnyStore, progress: checking.Progress, dry_run: bool) -> chec
     directory = as_directory(store)
     if directory is not None:  # knows files that the index does not
         return directory.verify(progress)
-    keys = (entry.key for entry in entries(store))
-    return checking.verify(store, keys, progress, discards=not dry_run)
+    return checking.verify(store, entries(store), progress, discards=not dry_run)
 
 
-def _action(store: AnyStore, key: ChunkKey, dry_run: bool) -> str:
+def _action(store: AnyStore, entry: Entry, dry_run: bool) -> str:
     """What became of a bad record; it stays where the medium or the server refuses."""
     try:
-        is_left = dry_run or store.read(key, ()) is not None
+        is_left = dry_run or store.of(entry.namespace).read(entry.key, ()) is not None
     except StoreError:
         is_left = True
     if is_left:
@@ -151,10 +149,11 @@ def _shrink(store: AnyStore, max_bytes: int | None, age: float | None) -> GcRepo
     removed_records = removed_bytes = 0
     for entry in reversed(list(_surplus(found, max_bytes, age))):
         used_bytes -= entry.num_bytes
-        if store.delete(entry.key):
+        values = store.of(entry.namespace)
+        if values.delete(entry.key):
             removed_records += 1
             removed_bytes += entry.num_bytes
-        elif store.read(entry.key, ()) is not None:  # else it went by itself
+        elif values.read(entry.key, ()) is not None:  # else it went by itself
             raise StoreError(
                 f"{store.url} does not delete {entry.key.hex()}; check the right to delete "
                 f"({removed_records} records were deleted before)"

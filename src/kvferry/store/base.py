@@ -2,9 +2,9 @@
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
-`probe` and `note_stored` use memory only. All others may block on I/O, and run on I/O threads,
-never on a scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly
-after; without one, a medium that can hang sets its own.
+`probe`, `note_stored` and `tier_of` use memory only. All others may block on I/O, and run on I/O
+threads, never on a scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or
+shortly after; without one, a medium that can hang sets its own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
     last_used: float
     """Seconds since the epoch, to the accuracy of batched recency."""
     namespace: bytes = b""
-    """Whose value it is, as far as the store knows; see `SupportsNamespaces`."""
+    """Whose value it is, as far as the store knows; see `Store.namespaces`."""
 
 
 class Removal(NamedTuple):
@@ -102,10 +102,13 @@ class Store(ABC):
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
     call: `put` is FAILED, `read` None, `contains` and `delete` False, `discard` and `touch` do
-    nothing, `scan` is empty, `stat` works; the optional abilities find and do nothing.
+    nothing, `stat` works; the methods with a default find and do nothing.
 
-    Recency is what `put` and `touch` say; reading does not change it, so that a scan of everything
-    does not make everything recent. The least recent value is evicted first.
+    `put` and `touch` update recency. Reads do not, so a full scan leaves the order alone. The least
+    recent value is evicted first.
+
+    The methods that are not abstract have a default for a store that has nothing to do there, so
+    that no caller asks what a store is able to do.
     """
 
     url: str
@@ -181,81 +184,86 @@ class Store(ABC):
     def close(self) -> None:
         """Stop background work, return unused quota. Idempotent."""
 
-    def __enter__(self) -> Self:
-        return self
+    # -- an index that lags behind what other processes store -----------------------------------
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-@runtime_checkable
-class SupportsScan(Protocol):
-    """A store that can list what it holds (maintenance commands; may be slow)."""
-
-    def scan(self) -> Iterator[Entry]:
-        """Every stored value at some moment during the call."""
-
-
-@runtime_checkable
-class SupportsRecent(Protocol):
-    """A store that knows which of its values were used last without listing them all."""
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        """Up to `limit` values, the most recent first. Blocks on I/O.
-
-        Raises:
-            StoreError: the store cannot be asked.
-        """
-
-
-@runtime_checkable
-class SupportsTiers(Protocol):
-    """A store that is made of several."""
-
-    def tier_of(self, key: ChunkKey) -> str:
-        """Name of the tier that `key` would be read from. Memory only; a hint."""
-
-
-@runtime_checkable
-class SupportsAnswers(Protocol):
-    """A store that asks a medium of its own accord, after a `probe`."""
-
-    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
-        """Call `heard` on an I/O thread whenever the medium answered (None), or failed."""
-
-
-@runtime_checkable
-class SupportsNamespaces(Protocol):
-    """A store that knows to which namespaces its values belong, and what these are."""
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Values and their bytes by namespace; empty bytes stand for what is not known yet.
-
-        Raises:
-            StoreError: the store cannot be asked.
-        """
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if that is
-        not known. The text is untrusted, and empty where what stands there is too long for one. A
-        `description` replaces the earlier one. Blocks on I/O; never raises."""
-
-
-@runtime_checkable
-class SupportsProbe(Protocol):
-    """A store whose index can lag behind what other processes stored. If it was opened without an
-    index (`open_store`), `contains` is always False and these methods do nothing."""
-
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
+    def probe(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  # nothing to ask
         """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so
-        that a later `contains` knows. Memory only, drops requests when too many wait."""
+        that a later `contains` knows. Memory only, drops requests when too many wait. Does nothing
+        in a store that was opened without an index."""
 
-    def note_stored(self, key: ChunkKey) -> None:
+    def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
         """Learn that `key` was stored through another store object of the same URL: `contains` is
         True from now on. Memory only."""
 
     def wait_indexed(self, timeout: float) -> bool:
         """Block up to `timeout` seconds until the first fill of the index is complete."""
+        return True
+
+    def on_result(  # noqa: B027  # asks nothing of its own accord
+        self, heard: Callable[[StoreError | None], None]
+    ) -> None:
+        """Call `heard` on an I/O thread whenever the medium answered a `probe` (None), or failed to
+        (the error)."""
+
+    def tier_of(self, key: ChunkKey) -> str:
+        """Name of the tier that `key` would be read from: of a single store, its scheme. Memory
+        only; a hint."""
+        return self.url.partition(":")[0]
+
+    # -- what is there: for commands; may be slow -----------------------------------------------
+
+    def of(self, namespace: bytes) -> Store:
+        """Where the values of a namespace are read and removed: for entries that a `scan` found.
+        This store itself where keys alone name values; else one that shares its connections and
+        needs no close of its own."""
+        return self
+
+    def scan(self) -> Iterator[Entry]:
+        """Every stored value at some moment during the call; has no effect on later reads. Keeps a
+        bounded number of names in memory: one that a server lists twice, far apart, may come twice.
+
+        Raises:
+            StoreError: the store cannot list its values, or the medium failed.
+        """
+        raise StoreError(f"{self.url} cannot list its values")
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        """Up to `limit` values, the most recently used first, without listing them all. Blocks on
+        I/O.
+
+        Raises:
+            StoreError: the store does not know which these are, or the medium failed.
+        """
+        raise StoreError(f"{self.url} does not know which values were used last")
+
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        """Values and their bytes by namespace; empty bytes stand for what is not known yet. Raises
+        as `scan`."""
+        found: dict[bytes, tuple[int, int]] = {}
+        for entry in self.scan():
+            num_records, num_bytes = found.get(entry.namespace, (0, 0))
+            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
+        return found
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if that is
+        not known. The text is untrusted, and empty where what stands there is too long for one. A
+        `description` replaces the earlier one. Blocks on I/O; never raises."""
+        return None
+
+    def removals(self, limit: int) -> list[Removal] | None:
+        """The last `limit` removals, newest first; None where the store remembers none.
+
+        Raises:
+            StoreError: the medium failed.
+        """
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 @runtime_checkable

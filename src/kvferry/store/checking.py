@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, check_head, parse_head
 from kvferry.record.schema import DIGEST_BYTES, digest, leaf_spans
-from kvferry.store.base import Store
+from kvferry.store.base import Entry, Store
 from kvferry.types import ChunkKey
 
 Progress = Callable[[int, int], None]
@@ -25,7 +25,7 @@ class VerifyReport(NamedTuple):
 
     num_records: int
     num_bytes: int
-    bad: tuple[tuple[ChunkKey, MissReason], ...]
+    bad: tuple[tuple[Entry, MissReason], ...]
     """Every record that is not what it should be."""
     num_unreadable: int
     """Records that could not be read; neither counted as records nor as bad."""
@@ -33,7 +33,7 @@ class VerifyReport(NamedTuple):
 
 def verify(
     store: Store,
-    keys: Iterable[ChunkKey],
+    entries: Iterable[Entry],
     progress: Progress | None = None,
     *,
     discards: bool = True,
@@ -41,17 +41,18 @@ def verify(
     """Check every record completely, and discard what is wrong.
 
     Memory stays below 72 MiB, whatever the records claim. Safe while the store is in use. Raises
-    what `keys` raises.
+    what `entries` raises.
 
     Args:
         discards: False leaves what is wrong, as a read-only store does in any case.
     """
     window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
-    bad: list[tuple[ChunkKey, MissReason]] = []
+    bad: list[tuple[Entry, MissReason]] = []
     num_records = num_bytes = num_unreadable = 0
-    for key in keys:
+    for entry in entries:
+        values = store.of(entry.namespace)
         try:
-            checked = check_record(store, key, window)
+            checked = check_record(values, entry.key, window)
         except StoreError:
             num_unreadable += 1
             continue
@@ -61,9 +62,9 @@ def verify(
         num_records += 1
         num_bytes += size
         if reason is not None:
-            bad.append((key, reason))
+            bad.append((entry, reason))
             if discards:
-                store.discard(key, reason)
+                values.discard(entry.key, reason)
         if progress is not None:
             progress(num_records, num_bytes)
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)

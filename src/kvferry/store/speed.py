@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvferry.config import SERVER_SCHEMES
 from kvferry.errors import StoreError
-from kvferry.store.base import PutResult, Store, SupportsScan, SupportsShardedWrite
+from kvferry.store.base import PutResult, Store, SupportsShardedWrite
 from kvferry.types import ChunkKey
 
 SAMPLE_BYTES = 4 << 20
@@ -51,11 +51,8 @@ def _measure_write(store: object, num_bytes: int) -> float | None:
 
 
 def _measure_read(store: Store, num_bytes: int) -> float | None:
-    known: object = store
-    if not isinstance(known, SupportsScan):
-        return None
     try:
-        entry = next(iter(known.scan()), None)
+        entry = next(store.scan(), None)
         if entry is None:
             return None
         buffer = memoryview(bytearray(min(entry.num_bytes, num_bytes)))

@@ -25,14 +25,14 @@ from kvferry.config import (
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
-from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers.late import LateStore
 
 if TYPE_CHECKING:
-    from kvferry.store.mooncake import MooncakeClient
-    from kvferry.store.objects import ObjectClient
-    from kvferry.store.remote import RemoteClient
-    from kvferry.store.valkey import ValkeyClient
+    from kvferry.store.servers.mooncake import MooncakeClient
+    from kvferry.store.servers.objects import ObjectClient
+    from kvferry.store.servers.remote import RemoteClient
+    from kvferry.store.servers.valkey import ValkeyClient
 
 # Regions and devices: what no header and no file system takes otherwise.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)
@@ -238,7 +238,7 @@ def open_tiers(
     if len(stores) == 1 and parsed[0].scheme not in SERVER_SCHEMES:
         return stores[0]
     # Only here: a process with one directory needs no breaker.
-    from kvferry.store.tiered import TieredStore
+    from kvferry.store.tiers.tiered import TieredStore
 
     return TieredStore(stores, observer, check=check)
 
@@ -337,7 +337,7 @@ def open_one(
     if not isinstance(options, MemoryOptions):
         client = _client(parsed, options)
         # Only here: a process that keeps values in memory needs no threads.
-        from kvferry.store.remote import RemoteStore
+        from kvferry.store.servers.remote import RemoteStore
 
         return RemoteStore(
             str(parsed),
@@ -384,7 +384,7 @@ def _client(
 
 
 def _valkey_client(url: StoreUrl, options: ValkeyOptions) -> ValkeyClient:
-    from kvferry.store.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
+    from kvferry.store.servers.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
 
     is_tls = url.scheme in ("valkeys", "rediss")
     files = (options.ca_file, options.cert_file, options.key_file)
@@ -416,7 +416,7 @@ def _object_client(url: StoreUrl, options: ObjectOptions) -> ObjectClient:
     if url.path and not {"", ".", ".."}.isdisjoint(url.path.split("/")):
         raise ConfigError(f"{where}: a prefix is made of names with one / between them")
     # Each loads what only its own scheme needs.
-    from kvferry.store.objects import ObjectClient
+    from kvferry.store.servers.objects import ObjectClient
 
     client = ObjectClient(url.scheme, bucket, endpoint=options.endpoint, region=options.region)
     try:
@@ -435,7 +435,7 @@ def _mooncake_client(url: StoreUrl, options: MooncakeOptions) -> MooncakeClient:
         raise ConfigError(
             f"{_where(url)}: names no single master; write mooncake://host:50051/prefix"
         )
-    from kvferry.store.mooncake import MooncakeClient
+    from kvferry.store.servers.mooncake import MooncakeClient
 
     given = asdict(options)
     return MooncakeClient(f"{host}:{port}", segment_bytes=given.pop("segment"), **given)

@@ -2,75 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
+    Entry,
     PutResult,
     ReadRange,
+    Removal,
     Store,
     StoreStat,
-    SupportsNamespaces,
-    SupportsProbe,
-    SupportsRecent,
-    SupportsScan,
     SupportsShardedWrite,
 )
 from kvferry.types import ChunkKey
 
 
-def _delegate(protocol: type) -> type:
-    """A class whose methods are those of an optional Protocol, handed to `inner`."""
-
-    def forward(name: str) -> Callable[..., Any]:
-        return lambda self, *args: getattr(self.inner, name)(*args)
-
-    return type(
-        protocol.__name__,
-        (),
-        {name: forward(name) for name in vars(protocol) if not name.startswith("_")},
-    )
-
-
-_DELEGATES = {
-    protocol: _delegate(protocol)
-    for protocol in (
-        SupportsScan,
-        SupportsRecent,
-        SupportsNamespaces,
-        SupportsProbe,
-        SupportsShardedWrite,
-    )
-}
-
-
 class WrapperStore(Store):
     """Hands every call to `inner`. Subclasses override what they change.
 
-    `isinstance(wrapper, SupportsScan)` must answer for the inner store, and every caller asks just
-    once, at construction. So the object made is of a subclass that has the methods of each optional
-    Protocol which `inner` has. A subclass that changes an optional method names a class with all
-    methods of that Protocol in `abilities`; one that defined the method itself would claim the
-    ability for every inner store.
+    Values can be written in parts through the wrapper if they can through `inner`.
 
     Closing the wrapper closes the inner store.
     """
-
-    abilities: ClassVar[Mapping[type, type]] = {}
-
-    def __new__(cls, inner: Store, *args: object, **kwargs: object) -> Self:
-        delegates = _DELEGATES | dict(cls.abilities)
-        bases = [each for protocol, each in delegates.items() if isinstance(inner, protocol)]
-        made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
-        instance: Self = object.__new__(made)
-        return instance
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.url = inner.url
         self.multi_process = inner.multi_process
+        if isinstance(inner, SupportsShardedWrite):
+            self.write_parts_by(inner)
+
+    def write_parts_by(self, writer: SupportsShardedWrite) -> None:
+        """Have `writer` do what this class does not do itself of the writes in parts. Set on the
+        object: methods of the class would claim the ability for every inner store."""
+        for name in ("begin", "write_at", "commit", "abort"):
+            if not hasattr(type(self), name):
+                setattr(self, name, getattr(writer, name))
 
     @property
     def takes_values(self) -> bool:
@@ -107,6 +76,39 @@ class WrapperStore(Store):
 
     def close(self) -> None:
         self.inner.close()
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        self.inner.probe(keys)
+
+    def note_stored(self, key: ChunkKey) -> None:
+        self.inner.note_stored(key)
+
+    def wait_indexed(self, timeout: float) -> bool:
+        return self.inner.wait_indexed(timeout)
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        self.inner.on_result(heard)
+
+    def tier_of(self, key: ChunkKey) -> str:
+        return self.inner.tier_of(key)
+
+    def of(self, namespace: bytes) -> Store:
+        return self.inner.of(namespace)
+
+    def scan(self) -> Iterator[Entry]:
+        return self.inner.scan()
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        return self.inner.recent(limit)
+
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        return self.inner.namespaces()
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        return self.inner.describe(namespace, description)
+
+    def removals(self, limit: int) -> list[Removal] | None:
+        return self.inner.removals(limit)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"

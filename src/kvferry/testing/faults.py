@@ -4,14 +4,13 @@
     store = FailingStore(MemoryStore(), operations={"put"})     # the medium fails
     store = CorruptingStore(MemoryStore(), damage=flip_bit(7))  # the bytes are not what was stored
 
-They nest. Optional abilities of the inner store stay (`WrapperStore`).
+They nest, and can what the inner store can (`WrapperStore`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 from kvferry.errors import StoreError
@@ -82,8 +81,9 @@ class Gate:
 class _FaultyShardedWrite:
     """The sharded write of a `FaultyStore`: asks it before each step."""
 
-    inner: SupportsShardedWrite
-    enter: Callable[[str], bool]
+    def __init__(self, inner: SupportsShardedWrite, enter: Callable[[str], bool]) -> None:
+        self.inner = inner
+        self.enter = enter
 
     def begin(
         self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
@@ -118,11 +118,11 @@ class FaultyStore(WrapperStore):
     answer FAILED, `delete` and `discard` do nothing.
     """
 
-    abilities = MappingProxyType({SupportsShardedWrite: _FaultyShardedWrite})
-
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
         super().__init__(inner)
         self._operations: frozenset[str] = frozenset(operations)
+        if isinstance(inner, SupportsShardedWrite):
+            self.write_parts_by(_FaultyShardedWrite(inner, self.enter))
 
     def enter(self, operation: str) -> bool:
         """Whether `operation` may go on; may take its time."""

@@ -29,7 +29,7 @@ from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.store.base import PutResult, Store, SupportsProbe
+from kvferry.store.base import PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.types import ChunkKey
@@ -158,8 +158,7 @@ class RecordIO:
             self._observer.count("loads_skipped")
             return []
         images = [known[key] for key in takewhile(known.__contains__, keys)]
-        if isinstance(self._store, SupportsProbe):
-            self._store.probe(keys[len(images) :])
+        self._store.probe(keys[len(images) :])
         if now >= deadline:
             self._observer.count(f"miss_{MissReason.DEADLINE}")
             return images

@@ -35,7 +35,7 @@ from kvferry.keys import ChunkKeys, Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, SupportsNamespaces, SupportsProbe
+from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.types import ChunkKey
@@ -121,10 +121,8 @@ class StoredKV:
                 check=value_check(schema),
             )
         self._store = store
-        if isinstance(self._store, SupportsNamespaces):
-            self._store.describe(namespace.digest, namespace.as_text())
-        if isinstance(self._store, SupportsProbe):
-            self._store.wait_indexed(READY_SECONDS)
+        self._store.describe(namespace.digest, namespace.as_text())
+        self._store.wait_indexed(READY_SECONDS)
         self._records = RecordIO(self._store, self._rows, self._config, self._observer)
         self._warned_of_change = False
         self._auditor = Auditor(

@@ -26,7 +26,7 @@ class Accounts:
     def __init__(self, context: Context) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
-        self._tier_of = context.tier_of
+        self._tier_of = context.store.tier_of
 
     def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
         """A request was admitted.

@@ -26,7 +26,7 @@ from kvferry.cache.deciding.policy import LoadPolicy
 from kvferry.cache.deciding.requests import RequestState, UnreadableKeys
 from kvferry.cache.messages import SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
-from kvferry.store.base import ASK_SECONDS, SupportsProbe
+from kvferry.store.base import ASK_SECONDS
 from kvferry.types import ChunkKey
 
 REPROBE_SECONDS = 60.0
@@ -65,9 +65,7 @@ class Lookup:
     ) -> None:
         self._chunk = context.config.chunk_tokens
         self._store = context.store
-        store: object = context.store
-        self._probe = store.probe if isinstance(store, SupportsProbe) else None
-        self._tier_of = context.tier_of
+        self._tier_of = context.store.tier_of
         self._tables = context.tables
         self._clock = context.clock
         self._pool = pool
@@ -124,11 +122,10 @@ class Lookup:
 
     def probe(self, state: RequestState) -> None:
         """Have the store find out what it has of a prompt, unless it has just been asked to."""
-        if self._probe is not None:
-            now = self._clock()
-            if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
-                state.probed_at, state.asking_until = now, None
-                self._probe(state.keys.keys)
+        now = self._clock()
+        if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
+            state.probed_at, state.asking_until = now, None
+            self._store.probe(state.keys.keys)
 
     def limit(self, state: RequestState, num_tokens: int) -> int:
         """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""

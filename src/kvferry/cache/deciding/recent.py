@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Entry, Store, SupportsRecent
+from kvferry.store.base import Entry, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -92,8 +92,6 @@ class RecentRecords:
 
     def _entries(self) -> Iterator[Entry]:
         """Of the records used last, those that may be of this model."""
-        if not isinstance(self._store, SupportsRecent):
-            return
         with suppress(StoreError):
             # Some may be of other models, which share the store.
             for entry in self._store.recent(4 * self._count):

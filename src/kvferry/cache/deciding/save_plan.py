@@ -20,7 +20,7 @@ from kvferry.cache.messages import (
     Write,
 )
 from kvferry.errors import ContractError
-from kvferry.store.base import PutResult, SupportsProbe
+from kvferry.store.base import PutResult
 from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
@@ -194,8 +194,7 @@ class SavePlan:
             if self._shared_writes.report(rank, slot, saved):
                 self._requests.unreadable.discard(slot.key)
         elif is_stored:
-            if isinstance(self._context.store, SupportsProbe):
-                self._context.store.note_stored(slot.key)
+            self._context.store.note_stored(slot.key)
             if saved.result == PutResult.STORED:
                 self._requests.unreadable.discard(slot.key)
         return is_stored

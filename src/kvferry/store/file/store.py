@@ -68,7 +68,7 @@ class FileStore(Store):
     - No operation raises for a full, read-only, failing or vanished directory, except
       `read` of a record that is there and cannot be read.
 
-    Has the store contract and all optional abilities of `kvferry.store.base`.
+    Has the whole store contract, and `SupportsShardedWrite`.
     """
 
     multi_process = True
@@ -269,13 +269,6 @@ class FileStore(Store):
     def recent(self, limit: int) -> Iterator[Entry]:
         return self._listed(self._index.entries(limit))
 
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        found: dict[bytes, tuple[int, int]] = {}
-        for entry in self.scan():
-            num_records, num_bytes = found.get(entry.namespace, (0, 0))
-            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
-        return found
-
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"
         try:
@@ -287,9 +280,8 @@ class FileStore(Store):
             return None
         return description or said
 
-    def removals(self, count: int) -> list[Removal]:
-        """The last `count` removals, newest first. StoreError if the index cannot be read."""
-        return list(self._listed(self._index.removals(count)))
+    def removals(self, limit: int) -> list[Removal]:
+        return list(self._listed(self._index.removals(limit)))
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         if not self._closed and self._index.is_ours and self._known.learns:
@@ -359,7 +351,8 @@ class FileStore(Store):
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Check every file, without the index, and discard the bad ones; see `checking.verify`."""
         shards = map(self._directory.list_shard, range(NUM_SHARDS))
-        return verify(self, self._listed(chain.from_iterable(shards)), progress)
+        keys = self._listed(chain.from_iterable(shards))
+        return verify(self, (Entry(key, 0, 0.0) for key in keys), progress)
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         """Remove what was not used for long, then the least recently used until the rest fits.

@@ -12,8 +12,9 @@
 
     TestMyStoreMachine = store_machine(TestMyStore()).TestCase
 
-`ScanTests`, `ProbeTests` and `ShardedWriteTests` are for the optional abilities; a store that has
-an ability and does not run its tests fails `test_every_ability_is_tested`. `IndexTests` are for
+`ScanTests` are for stores that list their values, `ProbeTests` for those that several processes
+share, and `ShardedWriteTests` for values written in parts; a store that is able and does not run
+its tests fails `test_every_ability_is_tested`. `IndexTests` are for
 stores that know by themselves what there is, `ShardedQuotaTests` for those that bound what ranks
 write together; `RemoteStoreTests` replace `StoreTests` where a server has a quota of its own.
 

@@ -11,8 +11,6 @@ from kvferry.store.base import (
     Entry,
     PutResult,
     Store,
-    SupportsProbe,
-    SupportsScan,
     SupportsShardedWrite,
 )
 from kvferry.testing.stores.hooks import (
@@ -44,7 +42,6 @@ BAD_SESSIONS = (
 
 
 def _scan(store: Store) -> dict[bytes, Entry]:
-    assert isinstance(store, SupportsScan)
     entries = list(store.scan())
     by_key: dict[bytes, Entry] = {entry.key: entry for entry in entries}
     assert len(by_key) == len(entries), "a key was listed twice"
@@ -52,7 +49,7 @@ def _scan(store: Store) -> dict[bytes, Entry]:
 
 
 class ScanTests(StoreHooks):
-    """For stores with `SupportsScan`."""
+    """For stores that list their values."""
 
     def test_scan_lists_every_value_once(self, store: Store) -> None:
         sizes = (1, 4096, 9001)
@@ -76,7 +73,6 @@ class ScanTests(StoreHooks):
     def test_values_may_come_and_go_during_a_scan(self, store: Store) -> None:
         for number in range(40):
             store.put(make_key(number), [b"value"])
-        assert isinstance(store, SupportsScan)
         found = set()
         for position, entry in enumerate(store.scan()):
             found.add(entry.key)
@@ -88,17 +84,15 @@ class ScanTests(StoreHooks):
 
 
 class ProbeTests(StoreHooks):
-    """For stores with `SupportsProbe`, which are those that several processes share."""
+    """For stores that several processes share."""
 
     def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
-        assert isinstance(store, SupportsProbe)
         started = time.monotonic()
         store.wait_indexed(0.0)
         assert time.monotonic() - started < 5
 
     def test_a_probe_finds_what_another_instance_stored(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
-            assert isinstance(reader, SupportsProbe)
             assert reader.wait_indexed(self.patience_seconds)
             keys = [make_key(number) for number in range(5)]
             for key in keys[:3]:
@@ -113,7 +107,6 @@ class ProbeTests(StoreHooks):
             assert not reader.contains(keys[4])
 
     def test_a_flood_of_probes_blocks_no_caller(self, store: Store) -> None:
-        assert isinstance(store, SupportsProbe)
         started = time.monotonic()
         for number in range(500):
             store.probe([make_key(number), make_key(number + 1)])
@@ -123,14 +116,13 @@ class ProbeTests(StoreHooks):
 
 
 class IndexTests(StoreHooks):
-    """For stores with `SupportsProbe` that know by themselves what there is."""
+    """For stores that several processes share, and that know by themselves what there is."""
 
     def test_the_first_fill_completes(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
             for number in range(7):
                 store.put(make_key(number), [b"value"])
         with self.make_store(tmp_path) as again:
-            assert isinstance(again, SupportsProbe)
             assert again.wait_indexed(self.patience_seconds)
             assert again.stat().index_complete
             assert again.stat().num_records == 7

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 
+from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, Store
 from kvferry.types import ChunkKey
@@ -42,6 +43,15 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
             return bytes(buffer)
         assert found is None, f"a value of {size} bytes became one of {found}"
     return None
+
+
+def can_scan(store: Store) -> bool:
+    """Whether the store lists its values."""
+    try:
+        next(store.scan(), None)
+    except StoreError:
+        return False
+    return True
 
 
 def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:

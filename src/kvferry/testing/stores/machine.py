@@ -16,8 +16,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.store.base import PutResult, Store, SupportsScan
-from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value, same_bytes
+from kvferry.store.base import PutResult, Store
+from kvferry.testing.stores.hooks import (
+    StoreHooks,
+    can_scan,
+    make_key,
+    make_value,
+    read_value,
+    same_bytes,
+)
 from kvferry.types import ChunkKey
 
 QUOTA = 20_000
@@ -140,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def scan_lists_what_the_dict_holds(self) -> None:
-        if isinstance(self.store, SupportsScan):
+        if can_scan(self.store):
             listed = {entry.key: entry.num_bytes for entry in self.store.scan()}
             assert listed == {key: len(value) for key, value in self.model.items()}
 

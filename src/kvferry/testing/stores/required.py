@@ -18,14 +18,13 @@ from kvferry.store.base import (
     Buffer,
     PutResult,
     Store,
-    SupportsProbe,
-    SupportsScan,
     SupportsShardedWrite,
 )
 from kvferry.testing.stores.abilities import ProbeTests, ScanTests, ShardedWriteTests
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     awkward_sizes,
+    can_scan,
     make_key,
     make_value,
     read_value,
@@ -371,8 +370,8 @@ class LifecycleTests(StoreHooks):
     def test_every_ability_is_tested(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
             abilities = {
-                ScanTests: isinstance(store, SupportsScan),
-                ProbeTests: isinstance(store, SupportsProbe),
+                ScanTests: can_scan(store),
+                ProbeTests: store.multi_process,
                 ShardedWriteTests: isinstance(store, SupportsShardedWrite),
             }
         for tests, is_able in abilities.items():
@@ -420,11 +419,12 @@ class LifecycleTests(StoreHooks):
         store = self.make_store(tmp_path)
         store.put(make_key(), [make_value()])
         store.close()
-        if isinstance(store, SupportsScan):
+        if isinstance(self, ScanTests):
             assert list(store.scan()) == []
-        if isinstance(store, SupportsProbe):
-            store.probe([make_key()])
-            assert store.wait_indexed(0.0) in (True, False)
+        store.probe([make_key()])
+        store.note_stored(make_key(3))
+        assert store.contains(make_key(3)) is False
+        assert store.wait_indexed(0.0) in (True, False)
         if isinstance(store, SupportsShardedWrite):
             assert store.begin(make_key(2), 4096) is PutResult.FAILED
             assert store.write_at("gone", 0, [b"x"]) is False

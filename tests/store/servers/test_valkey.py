@@ -19,10 +19,10 @@ import pytest
 
 from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.resp import command
+from kvferry.store.servers.resp import command
+from kvferry.store.servers.valkey import Login, ValkeyClient
+from kvferry.store.servers.valkey_node import ValkeyNode
 from kvferry.store.url import open_one
-from kvferry.store.valkey import Login, ValkeyClient
-from kvferry.store.valkey_node import ValkeyNode
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,

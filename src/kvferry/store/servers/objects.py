@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvferry.config import check_endpoint
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
-from kvferry.store.child_client import LONGEST_SECONDS, Call, ChildClient
+from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
 
 try:
     from obstore.exceptions import BaseError
 
-    from kvferry.store import objects_child
-    from kvferry.store.objects_child import NO_BUCKET, WrongAnswer, make_store
+    from kvferry.store.servers import objects_child
+    from kvferry.store.servers.objects_child import NO_BUCKET, WrongAnswer, make_store
 except ModuleNotFoundError as error:
     raise ConfigError(
         "s3://, gs:// and az:// stores need obstore: run pip install 'kvferry[s3]'"

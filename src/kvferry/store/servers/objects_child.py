@@ -1,5 +1,5 @@
-"""The process that holds a connection to a bucket. Started by `kvferry.store.objects` as a script;
-imports nothing of kvferry.
+"""The process that holds a connection to a bucket; `kvferry.store.servers.objects` starts it as a
+script. Imports nothing of kvferry.
 
 obstore keeps in memory what a server sends as a list or as an error, without end if that has none,
 and panics on some of it. In a process of its own, which may have little memory, that costs one

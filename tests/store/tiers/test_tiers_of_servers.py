@@ -13,7 +13,7 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET
 from tests.servers.valkey import valkey_server
-from tests.store.test_tiered import OfNearest
+from tests.store.tiers.test_tiered import OfNearest
 
 __all__ = ["valkey_server"]
 

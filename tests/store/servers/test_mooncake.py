@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.mooncake import _LANE_BYTES, _NUM_LANES, MooncakeClient
-from kvferry.store.remote import RemoteStore
+from kvferry.store.servers.mooncake import _LANE_BYTES, _NUM_LANES, MooncakeClient
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,
@@ -54,7 +54,7 @@ def client(make_client):
 @pytest.fixture
 def waits_long(monkeypatch):
     """A close that waits for its child takes longer than a busy machine does."""
-    monkeypatch.setattr("kvferry.store.mooncake._CLOSE_SECONDS", 30.0)
+    monkeypatch.setattr("kvferry.store.servers.mooncake._CLOSE_SECONDS", 30.0)
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store import late as late_module
 from kvferry.store.base import PutResult
-from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers import late as late_module
+from kvferry.store.tiers.late import LateStore
 from kvferry.types import ChunkKey
 
 KEY = ChunkKey(b"k" * 32)
@@ -180,7 +180,7 @@ def test_a_close_ends_the_tries(monkeypatch):
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_a_server_answers_is_heard(is_late, monkeypatch):
     class Server(MemoryStore):
-        def on_answer(self, heard):
+        def on_result(self, heard):
             heard(None)
 
     monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
@@ -189,7 +189,7 @@ def test_what_a_server_answers_is_heard(is_late, monkeypatch):
     if not is_late:
         opening.error = None
     late = LateStore("memory://late", opening, 20.0)
-    late.on_answer(heard.append)
+    late.on_result(heard.append)
     assert bool(heard) is not is_late
     opening.error = None
     wait_until(lambda: heard)

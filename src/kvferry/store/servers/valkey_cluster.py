@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from kvferry.errors import StoreError
-from kvferry.store.resp import Command, ErrorReply, command
-from kvferry.store.valkey_node import ValkeyNode
+from kvferry.store.servers.resp import Command, ErrorReply, command
+from kvferry.store.servers.valkey_node import ValkeyNode
 
 _NUM_SLOTS = 16384
 _LEARN_SECONDS = 2.0

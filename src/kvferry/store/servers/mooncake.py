@@ -10,11 +10,11 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store import mooncake_child
 from kvferry.store.base import Buffer, PutResult
-from kvferry.store.child_client import LONGEST_SECONDS, Call, ChildClient
-from kvferry.store.mooncake_child import ABSENT, EXISTS, EXISTS_HERE, PENDING
-from kvferry.store.name_list import names_at
+from kvferry.store.servers import mooncake_child
+from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
+from kvferry.store.servers.mooncake_child import ABSENT, EXISTS, EXISTS_HERE, PENDING
+from kvferry.store.servers.name_list import names_at
 
 _NUM_LANES = 4
 _LANE_BYTES = 8 << 20

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import PutResult, ReadRange, Store, SupportsAnswers
-from kvferry.store.breaker import MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.base import PutResult, ReadRange, Store
 from kvferry.store.io_pool import IOPool
-from kvferry.store.late import LateStore
+from kvferry.store.tiers.breaker import MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.tiers.late import LateStore
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,7 @@ class Tier:
         self._write_at = 0.0
         self._refused_at: float | None = None
         self._closed = False
-        answering: object = store
-        if isinstance(answering, SupportsAnswers):
-            answering.on_answer(self._heard)
+        store.on_result(self._heard)
 
     @property
     def is_asked(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.resp import Command, Connection, ErrorReply, command, seconds_left
+from kvferry.store.servers.resp import Command, Connection, ErrorReply, command, seconds_left
 
 CONNECT_SECONDS = 2.0
 

@@ -1,6 +1,6 @@
 """Every call of a client against a hostile server, in a process whose memory is measured.
 
-    python -m tests.store.attacked s3 ENDPOINT BUCKET SECONDS
+    python -m tests.store.servers.attacked s3 ENDPOINT BUCKET SECONDS
 
 Prints, as JSON, what came of each call and how much memory all of them took. Several buckets, with
 commas between them, are asked one after the other.
@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from kvferry.errors import StoreError
-from kvferry.store.remote import RemoteClient
+from kvferry.store.servers.remote import RemoteClient
 
 MOST_NAMES = 100_000
 """A longer list is not taken further: its bound is a store's, not a client's."""
@@ -26,10 +26,10 @@ MOST_NAMES = 100_000
 
 def make_client(kind: str, place: str, way: str) -> RemoteClient:
     if kind == "s3":
-        from kvferry.store.objects import ObjectClient
+        from kvferry.store.servers.objects import ObjectClient
 
         return ObjectClient("s3", way, endpoint=place, region="us-east-1")
-    from kvferry.store.mooncake import MooncakeClient
+    from kvferry.store.servers.mooncake import MooncakeClient
 
     return MooncakeClient(place, admin=way)
 

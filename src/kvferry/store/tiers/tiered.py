@@ -26,13 +26,10 @@ from kvferry.store.base import (
     ReadRange,
     Store,
     StoreStat,
-    SupportsNamespaces,
-    SupportsProbe,
-    SupportsRecent,
     SupportsShardedWrite,
     ValueCheck,
 )
-from kvferry.store.tier import Tier
+from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -387,40 +384,36 @@ class TieredStore(Store):
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         for tier in self._tiers:
-            store: object = tier.store
-            if isinstance(store, SupportsProbe) and tier.is_asked:
-                store.probe(keys)
+            if tier.is_asked:
+                tier.store.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
         """In the nearest tier that several processes share: there it was written."""
         for tier in self._tiers:
-            store: object = tier.store
-            if isinstance(store, SupportsProbe) and tier.is_asked:
-                store.note_stored(key)
+            if tier.store.multi_process and tier.is_asked:
+                tier.store.note_stored(key)
                 return
 
     def wait_indexed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
         return all(
-            store.wait_indexed(max(0.0, deadline - time.monotonic()))
-            for store in stores
-            if isinstance(store, SupportsProbe)
+            tier.store.wait_indexed(max(0.0, deadline - time.monotonic()))
+            for tier in self._tiers
+            if tier.is_asked
         )
 
     def recent(self, limit: int) -> Iterator[Entry]:
         """Of the nearest tier that knows."""
-        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
-        able = [store for store in stores if isinstance(store, SupportsRecent)]
-        return able[0].recent(limit) if able else iter(())
+        for tier in self._tiers:
+            if tier.is_asked:
+                with suppress(StoreError):
+                    return tier.store.recent(limit)
+        return super().recent(limit)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """In every tier."""
-        stores: list[object] = [tier.store for tier in self._tiers if tier.is_asked]
         said = [
-            store.describe(namespace, description)
-            for store in stores
-            if isinstance(store, SupportsNamespaces)
+            tier.store.describe(namespace, description) for tier in self._tiers if tier.is_asked
         ]
         return next(filter(None, said), None)
 

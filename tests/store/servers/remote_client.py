@@ -8,7 +8,7 @@ import time
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.memory import copy_ranges
-from kvferry.store.remote import RemoteClient
+from kvferry.store.servers.remote import RemoteClient
 
 
 class DictClient(RemoteClient):

@@ -11,13 +11,13 @@ from contextlib import closing
 import pytest
 
 from kvferry.store.base import PutResult
-from kvferry.store.part_files import PartFiles
+from kvferry.store.servers.part_files import PartFiles
 from kvferry.testing.stores import make_key
 
 OF_ANOTHER = """
 import sys, time
 from pathlib import Path
-from kvferry.store.part_files import PartFiles
+from kvferry.store.servers.part_files import PartFiles
 parts = PartFiles(Path(sys.argv[1]))
 print(parts.begin(bytes(32), 1000), flush=True)
 time.sleep(60)

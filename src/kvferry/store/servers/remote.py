@@ -1,11 +1,12 @@
 """Stores on other machines: what all of them share, and what one kind of server has to bring.
 
 A value's name is `<prefix><namespace>/<key>`, both in hexadecimal, so that one server or bucket
-holds the records of many models. What is known of a server: `kvferry.store.server_keys`.
+holds the records of many models. What is known of a server: `kvferry.store.servers.server_keys`.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from abc import ABC, abstractmethod
@@ -23,8 +24,8 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
-from kvferry.store.part_files import PartFiles
-from kvferry.store.server_keys import ServerKeys
+from kvferry.store.servers.part_files import PartFiles
+from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0
@@ -39,6 +40,9 @@ MAX_TEXT_BYTES = 1 << 20
 
 MAX_LISTED = 1 << 22
 """A longer listing is taken for one that has no end."""
+
+MAX_REMEMBERED = 1 << 16
+"""Names that a listing remembers, to find those that come twice."""
 
 _MAX_REPEATS = 10_000
 """A server may list a name twice. When most of so many were listed before, its listing goes in a
@@ -97,8 +101,7 @@ class RemoteStore(Store):
         url: without credentials.
         client: closed with the store.
         prefix: of all names; ends in a separator, or is empty.
-        namespace: under which values are named. Without one, only values that a `scan` of this
-            store found can be read.
+        namespace: under which values are named; `of` reads those of others.
         index: False if `contains` is never asked.
         value_bytes: size of every value; `put` replaces one of another size. None: sizes differ.
         clock: monotonic seconds.
@@ -126,7 +129,6 @@ class RemoteStore(Store):
         self._size = value_bytes
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
-        self._listed: dict[ChunkKey, bytes] = {}
         self._parts = PartFiles()
         self._refusal = ""
 
@@ -218,7 +220,7 @@ class RemoteStore(Store):
     def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
         return self._client.exists([self._name(key) for key in keys], deadline)
 
-    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.heard = heard
 
     def note_stored(self, key: ChunkKey) -> None:
@@ -228,8 +230,16 @@ class RemoteStore(Store):
     def wait_indexed(self, timeout: float) -> bool:
         return not self._closed
 
+    def of(self, namespace: bytes) -> Store:
+        if namespace == self._namespace:
+            return self
+        other = copy.copy(self)
+        other._namespace = namespace
+        other._keys = ServerKeys(other._find, self._observer, learns=False, clock=time.monotonic)
+        return other
+
     def scan(self) -> Iterator[Entry]:
-        """Every value of every namespace; they can be read through this store from then on."""
+        """Every value of every namespace."""
         return (entry for entry in self._scan() if entry.key)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
@@ -243,14 +253,15 @@ class RemoteStore(Store):
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Every value once, and with an empty key every description.
+        """Every value, and with an empty key every description.
 
         Raises:
             StoreError: the server cannot be asked, or its listing does not end.
         """
         if self._closed:
             return
-        spaces: dict[bytes, set[ChunkKey]] = {}  # a server may list a name twice
+        # Those listed last, the oldest first: a server may list a name twice.
+        seen: dict[tuple[bytes, bytes], None] = {}
         num_repeats = 0
         for count, (name, num_bytes, last_used) in enumerate(
             self._client.scan(self._prefix, NO_DEADLINE)
@@ -264,13 +275,12 @@ class RemoteStore(Store):
             if found is None:
                 continue
             namespace, key = bytes.fromhex(found[1]), ChunkKey(bytes.fromhex(found[2] or ""))
-            keys = spaces.setdefault(namespace, set())
-            if key in keys:
+            if (namespace, key) in seen:
                 num_repeats += 1
                 continue
-            keys.add(key)
-            if key:
-                self._listed[key] = namespace
+            seen[namespace, key] = None
+            if len(seen) > MAX_REMEMBERED:
+                del seen[next(iter(seen))]
             yield Entry(key, num_bytes, last_used, namespace)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
@@ -332,8 +342,7 @@ class RemoteStore(Store):
     def _name(self, key: ChunkKey) -> str:
         if len(key) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(key)}")
-        namespace = self._listed.get(key, self._namespace)
-        return f"{self._prefix}{namespace.hex()}/{key.hex()}"
+        return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
 
     def _until(self, deadline: float) -> float:
         """The deadline by the clock of the clients."""

@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store import remote, server_keys
 from kvferry.store.base import PutResult
-from kvferry.store.remote import MAX_TEXT_BYTES, RemoteStore
-from kvferry.store.server_keys import FRESH_SECONDS, MAX_PROBES
+from kvferry.store.servers import remote, server_keys
+from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
+from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
     ProbeTests,
@@ -27,7 +27,7 @@ from kvferry.testing.stores import (
     read_value,
 )
 from kvferry.testing.stores.hooks import wait_until
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
 
@@ -218,10 +218,22 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     other.put(make_key(1), [b"theirs"])
     other.describe(b"o" * 32, "theirs")
     client.values["a note"] = b"of somebody"
-    assert read_value(store, make_key(1)) is None
     assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
-    assert read_value(store, make_key(1)) == b"theirs"
+    entry, _ = sorted(store.scan(), key=lambda entry: entry.key == make_key())
+    assert entry.key == make_key(1)
+    assert read_value(store, entry.key) is None  # a listing changes no read
+    assert read_value(store.of(entry.namespace), entry.key) == b"theirs"
     assert store.describe(b"o" * 32) == "theirs"
+    assert store.of(entry.namespace).delete(entry.key)
+    assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (0, 0)}
+
+
+def test_a_listing_remembers_a_bounded_number_of_names():
+    last = remote.MAX_REMEMBERED
+    names = record_names([*range(last + 1), last, 0])
+    store = RemoteStore("dict://test", ListingClient(names), namespace=SPACE)
+    numbers = [int.from_bytes(entry.key) for entry in store.scan()]
+    assert numbers == [*range(last + 1), 0]  # only what came long ago is listed again
 
 
 class ListingClient(DictClient):

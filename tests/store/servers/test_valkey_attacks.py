@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import StoreError
-from kvferry.store.resp import Connection, command
+from kvferry.store.servers.resp import Connection, command
+from kvferry.store.servers.valkey import ListLimit, Login, ValkeyClient
+from kvferry.store.servers.valkey_node import ValkeyNode
 from kvferry.store.url import open_one, open_store
-from kvferry.store.valkey import ListLimit, Login, ValkeyClient
-from kvferry.store.valkey_node import ValkeyNode
 from kvferry.testing.stores import make_key, read_value
 from tests.servers.hostile_valkey import (
     ATTACKS,
@@ -34,7 +34,7 @@ from tests.servers.hostile_valkey import (
 from tests.servers.process import LOCALHOST
 from tests.servers.victim import CALL_SECONDS, MAX_STALL_SECONDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A machine may stall for seconds; a call that ignores its deadline takes much longer, or much CPU.
 GRACE_SECONDS = 10.0
 MAX_CPU_SECONDS = CALL_SECONDS + 0.5

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
-from kvferry.store.remote import RemoteClient
-from kvferry.store.resp import Command, ErrorReply, command
-from kvferry.store.valkey_cluster import ValkeyCluster
-from kvferry.store.valkey_node import Login, ValkeyNode, make_tls
+from kvferry.store.servers.remote import RemoteClient
+from kvferry.store.servers.resp import Command, ErrorReply, command
+from kvferry.store.servers.valkey_cluster import ValkeyCluster
+from kvferry.store.servers.valkey_node import Login, ValkeyNode, make_tls
 
 __all__ = ["DEFAULT_PORT", "ListLimit", "Login", "ValkeyClient", "make_tls"]
 

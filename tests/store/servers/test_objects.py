@@ -16,8 +16,8 @@ from obstore.store import S3Store
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.objects import ObjectClient, spans_of
-from kvferry.store.remote import RemoteStore
+from kvferry.store.servers.objects import ObjectClient, spans_of
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,

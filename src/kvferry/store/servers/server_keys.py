@@ -121,7 +121,7 @@ class ServerKeys:
         return len(known), sum(each.num_bytes for each in known)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """See `SupportsProbe.probe`."""
+        """See `Store.probe`."""
         if not self._learns:
             return
         now = self._clock()

@@ -1,5 +1,5 @@
-"""The process that holds a connection to Mooncake. Started by `kvferry.store.mooncake` as a script;
-imports nothing of kvferry.
+"""The process that holds a connection to Mooncake; `kvferry.store.servers.mooncake` starts it as a
+script. Imports nothing of kvferry.
 
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
 its master is dead. In a process of its own, that stops no thread of ours; nor does its crash.

@@ -12,8 +12,8 @@ from kvferry.record.schema import leaf_digests
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import put_record, value_check
-from kvferry.store.remote import RemoteStore
-from kvferry.store.tiered import TieredStore
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until

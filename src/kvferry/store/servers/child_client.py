@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvferry.errors import StoreError
-from kvferry.store.remote import RemoteClient
+from kvferry.store.servers.remote import RemoteClient
 
 LONGEST_SECONDS = 60.0
 """A call without a deadline ends, too."""

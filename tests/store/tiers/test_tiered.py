@@ -11,17 +11,17 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store import late as late_module
-from kvferry.store import tier as tier_module
-from kvferry.store import tiered
 from kvferry.store.base import PutResult
-from kvferry.store.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
 from kvferry.store.file.store import FileStore
-from kvferry.store.late import LateStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.remote import RemoteStore
-from kvferry.store.tier import TAKES_AGAIN_SECONDS
-from kvferry.store.tiered import TieredStore
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers import late as late_module
+from kvferry.store.tiers import tier as tier_module
+from kvferry.store.tiers import tiered
+from kvferry.store.tiers.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
+from kvferry.store.tiers.late import LateStore
+from kvferry.store.tiers.tier import TAKES_AGAIN_SECONDS
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
 from kvferry.testing.stores import (
@@ -33,7 +33,7 @@ from kvferry.testing.stores import (
     read_value,
 )
 from kvferry.testing.stores.hooks import wait_until
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.store.breaker import MAX_FAILURES
-from kvferry.store.mooncake import MooncakeClient
-from kvferry.store.objects import ObjectClient
+from kvferry.store.servers.mooncake import MooncakeClient
+from kvferry.store.servers.objects import ObjectClient
+from kvferry.store.tiers.breaker import MAX_FAILURES
 from kvferry.store.url import open_store
 from kvferry.testing.stores import make_key
 from tests.servers.hostile_s3 import LISTS, WAYS, running_hostile_s3
@@ -56,8 +56,8 @@ def hostile():
 def attacked(kind, place, ways, seconds=LIMIT_SECONDS):
     """What came of all calls, in a process of its own that writes nothing to stderr."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.store.attacked", kind, place, ways, str(seconds)],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.store.servers.attacked", kind, place, ways, str(seconds)],
+        cwd=Path(__file__).parents[3],
         env=os.environ,
         capture_output=True,
         text=True,

@@ -22,9 +22,6 @@ from kvferry.store.base import (
     ReadRange,
     Store,
     StoreStat,
-    SupportsAnswers,
-    SupportsProbe,
-    SupportsRecent,
     SupportsShardedWrite,
 )
 from kvferry.types import ChunkKey
@@ -38,8 +35,8 @@ RETRY_SECONDS = 5.0
 class LateStore(Store):
     """Stands for the store that `open_store` returns; absent until then.
 
-    Has every optional ability that scheduler and worker roles ask for. While there is no store, or
-    where it lacks one, they answer as a closed store does.
+    Has what scheduler and worker roles ask of a store. While there is none, it answers as a closed
+    store does.
 
     Args:
         url: what is opened, for messages, which show it without credentials.
@@ -104,8 +101,8 @@ class LateStore(Store):
                 self._tried.set()
                 self._closed.wait(RETRY_SECONDS)
         if self.opened is not None:
-            if self._heard is not None and isinstance(self.opened, SupportsAnswers):
-                self.opened.on_answer(self._heard)
+            if self._heard is not None:
+                self.opened.on_result(self._heard)
             if self._is_late or is_away:
                 seconds = time.monotonic() - started
                 logger.warning("store %s: opened after %.1f s", self.url, seconds)
@@ -121,11 +118,10 @@ class LateStore(Store):
     def refusal(self) -> str:
         return "" if self.opened is None else self.opened.refusal
 
-    def on_answer(self, heard: Callable[[StoreError | None], None]) -> None:
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._heard = heard
-        store: object = self.opened
-        if isinstance(store, SupportsAnswers):  # opened meanwhile
-            store.on_answer(heard)
+        if self.opened is not None:  # meanwhile
+            self.opened.on_result(heard)
 
     def contains(self, key: ChunkKey) -> bool | None:
         return self.opened is not None and self.opened.contains(key)
@@ -166,22 +162,21 @@ class LateStore(Store):
             self.opened.close()
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        store: object = self.opened
-        if isinstance(store, SupportsProbe):
-            store.probe(keys)
+        if self.opened is not None:
+            self.opened.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
-        store: object = self.opened
-        if isinstance(store, SupportsProbe):
-            store.note_stored(key)
+        if self.opened is not None:
+            self.opened.note_stored(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        store: object = self.opened
-        return isinstance(store, SupportsProbe) and store.wait_indexed(timeout)
+        return self.opened is not None and self.opened.wait_indexed(timeout)
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        store: object = self.opened
-        return store.recent(limit) if isinstance(store, SupportsRecent) else iter(())
+        return iter(()) if self.opened is None else self.opened.recent(limit)
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        return None if self.opened is None else self.opened.describe(namespace, description)
 
     def begin(
         self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
