@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from kvferry.blocks.tolerance import TOLERANCE
+from kvferry.blocks.tolerance import OTHER_KV, TOLERANCE
 from kvferry.connectors.shared_storage.config import Context
 from kvferry.connectors.shared_storage.host_pool import HostPool
 from kvferry.connectors.shared_storage.messages import Audit, Audited, Load, SlotChunk
@@ -42,9 +42,6 @@ DOUBT = (
     "This and what was loaded with it is not used, and nothing is saved, before another hit shows "
     "whether the record or the model is another one"
 )
-
-OTHER_KV = "other_kv"
-"""Why a record is taken out of the store."""
 
 CLOSE_SECONDS = 0.5
 """How long `close` waits for wrong records to be taken out."""
@@ -72,8 +69,8 @@ class Audits:
     Attributes:
         has_failed: audits of this epoch found another model.
         is_undecided: records differ, and it is not known whether the model does.
-        suspects: records that differ, or that such a one may have been computed on. True: the
-            record itself differs from what the engine computes. False: not compared yet.
+        suspects: records of hits that differed. True: the record itself differs from what the
+            engine computes. False: it was not compared yet.
     """
 
     def __init__(self, context: Context, pool: HostPool) -> None:
