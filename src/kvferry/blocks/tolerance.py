@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+OTHER_KV = "other_kv"
+"""Why a record that differs from what the model computes is taken out of the store."""
+
 
 class Tolerance(NamedTuple):
     """The most that honest computation may differ by, in one layer and head. Rounding differs with

@@ -350,13 +350,17 @@ def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
     assert counts(host) == (0, 1, 0)
     bad, *others = keys_of(host, SECOND)
     store = host.scheduler._context.store
+    assert settled_run(host, "the same prompt decides nothing", SECOND).num_external_tokens == 0
     assert store.contains(bad)  # it may be the model
     assert settled_run(host, "decides").num_external_tokens == 0
+    assert store.contains(bad)  # compared once more
+    assert settled_run(host, "again", SECOND).num_external_tokens == 0
     wait_for(lambda: not store.contains(bad))
     assert all(store.contains(key) for key in others)
     assert host.observer["audit_bad_records"] == 1
     assert f"record {bad.hex()} of {store.url} is wrong" in caplog.text
-    assert settled_run(host, "again", SECOND).num_external_tokens == 0
+    assert counts(host) == (1, 3, 0)
+    assert settled_run(host, "not used again", SECOND).num_external_tokens == 0
 
 
 class HangsOnDiscard(FaultyStore):
@@ -380,8 +384,9 @@ def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor
     host = make_host(store=store, audit="first", recomputes=True)
     settled_run(host, "wrong", SECOND[: CHUNK + 1])
     (bad,) = keys_of(host, SECOND[: CHUNK + 1])
-    started = time.monotonic()
     settled_run(host, "decides")
+    started = time.monotonic()
+    settled_run(host, "taken out", SECOND[: CHUNK + 1])
     assert settled_run(host, "later").num_external_tokens == SHORT
     assert host.observer["audit_bad_records"] == 1
     assert store.contains(bad)
@@ -392,27 +397,53 @@ def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor
     wait_for(lambda: not store.contains(bad))
 
 
-def test_a_chunk_on_kv_that_the_host_loaded_of_a_suspect_says_nothing(
-    reader, store_prompt, make_host, directory
+@pytest.fixture
+def run_wrong():
+    """Runs a prompt on a host that computes other KV meanwhile, as on top of a wrong beginning."""
+
+    def run(host, request_id, prompt, **options):
+        right = [rank._values for rank in host.ranks]
+        be_another_model(host)
+        hit = unchecked_run(host, request_id, prompt, **options)
+        for rank, values in zip(host.ranks, right, strict=True):
+            rank._values = values
+        return hit
+
+    return run
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_chunk_on_kv_that_the_host_may_have_of_a_suspect_says_nothing(
+    reader, make_host, directory, store_prompt, run_wrong, recomputes
 ):
-    """A host that cannot take a hit back has it in its own prefix cache, and computes on it."""
     store_prompt(SECOND)
-    host = reader(recomputes=False)
-    values = [rank._values for rank in host.ranks]
-    be_another_model(host)  # as if computed on a wrong beginning
-    assert unchecked_run(host, "wrong", SECOND) == SHORT
-    for rank, right in zip(host.ranks, values, strict=True):
-        rank._values = right
-    assert settled_run(host, "decides").num_external_tokens == 0
-    be_another_model(host)
-    unchecked_run(host, "on its own cache", SECOND, num_local_tokens=SHORT)
+    other = [*SECOND[:SHORT], *range(400, 409)]
+    settled_run(make_host(store=open_store(directory)), "other", other, num_local_tokens=SHORT)
+    host = reader(recomputes=recomputes)
+    assert run_wrong(host, "wrong", SECOND) == SHORT
+    run_wrong(host, "another prompt, on what was loaded", other, num_local_tokens=SHORT)
     assert host.observer["audit_mismatch"] == 2
+    assert not host.scheduler._audits.has_failed
+    assert settled_run(host, "decides").num_external_tokens == 0
+    run_wrong(host, "on what was loaded", SECOND, num_local_tokens=SHORT)
+    assert host.observer["audit_mismatch"] == 3
     assert not any(host.scheduler._audits.suspects.values())
-    for rank, right in zip(host.ranks, values, strict=True):
-        rank._values = right
     loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS)]
     assert loaded == [number * CHUNK for number in range(NUM_CHUNKS)]
     assert host.observer["audit_bad_records"] == 0
+
+
+def test_a_record_behind_what_the_host_has_itself_is_not_taken_out(reader, store_prompt, run_wrong):
+    """That may come of records which were never compared."""
+    store_prompt(SECOND)
+    host = reader(recomputes=True)
+    assert run_wrong(host, "wrong", SECOND, num_local_tokens=SHORT) == 0
+    assert settled_run(host, "decides").num_external_tokens == 0
+    assert run_wrong(host, "wrong again", SECOND, num_local_tokens=SHORT) == 0
+    assert host.observer["audit_mismatch"] == 2
+    assert host.scheduler._audits.suspects == {keys_of(host, SECOND)[-1]: True}
+    assert host.observer["audit_bad_records"] == 0
+    assert settled_run(host, "not used", SECOND).num_external_tokens == SHORT - CHUNK
 
 
 def test_the_records_stay_for_others(reader):

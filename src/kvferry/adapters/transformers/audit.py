@@ -13,14 +13,12 @@ from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.records import StoredRow, fill, gather
 from kvferry.blocks.audit import Difference, largest_difference, tensors_of
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import OTHER_KV
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
-
-OTHER_KV = "other_kv"
-"""Why a record is taken out of the store."""
 
 
 class Hit(NamedTuple):
@@ -62,9 +60,12 @@ class Auditor:
         self._observer = observer
         self._computes = computes
         self._has_passed = False
-        self._differed: dict[ChunkKey, bool] = {}  # records, and whether they were stored again
-        self._suspects: list[ChunkKey] = []  # those that may show another model ...
-        self._not_evidence: set[ChunkKey] = set()  # ... and those before them, which agree
+        # Records that differed. True: the model has stored the record again.
+        self._differed: dict[ChunkKey, bool] = {}
+        # Those of them that show a wrong record or another model, which is not known yet.
+        self._suspects: list[ChunkKey] = []
+        # Records before them, which agree: a hit of these alone decides nothing.
+        self._not_evidence: set[ChunkKey] = set()
         self.is_other = False
 
     @property

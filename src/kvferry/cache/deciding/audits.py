@@ -16,10 +16,9 @@ and the records stay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.blocks.tolerance import TOLERANCE
+from kvferry.blocks.tolerance import OTHER_KV, TOLERANCE
 from kvferry.cache.config import Context
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.requests import AuditSlots, RequestState
@@ -43,9 +42,6 @@ DOUBT = (
     "This and what was loaded with it is not used, and nothing is saved, before another hit shows "
     "whether the record or the model is another one"
 )
-
-OTHER_KV = "other_kv"
-"""Why a record is taken out of the store."""
 
 CLOSE_SECONDS = 0.5
 """How long `close` waits for wrong records to be taken out."""
@@ -73,8 +69,8 @@ class Audits:
     Attributes:
         has_failed: audits of this epoch found another model.
         is_undecided: records differ, and it is not known whether the model does.
-        suspects: records that differ, or that such a one may have been computed on. True: the
-            record itself differs from what the engine computes. False: not compared yet.
+        suspects: records of hits that differed. True: the record itself differs from what the
+            engine computes. False: it was not compared yet.
     """
 
     def __init__(self, context: Context, pool: HostPool) -> None:
@@ -138,9 +134,7 @@ class Audits:
         if record is None or copy is None:
             return False
         self._pool.pin(record)
-        # What a host that cannot take a hit back has itself may come of records, too.
-        first = start if self._context.spec.recomputes else 0
-        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[first : number + 1]))
+        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[: number + 1]), start)
         return True
 
     def release(self, state: RequestState) -> None:
@@ -281,10 +275,11 @@ class Audits:
         if self._is_on_suspects(slots):
             self._suspect(slots)
         elif key in self.suspects:
-            logger.warning("%s differs from what the model computes: %s", where, worst.what)
             self.suspects[key] = True
-            if not self.is_undecided:
-                self._take_out([key])
+            logger.warning("%s differs from what the model computes: %s", where, worst.what)
+            # The host's own cache may hold KV of records that were never compared.
+            if not (self.is_undecided or slots.start):
+                self._take_out(key)
         elif not self.suspects or self._has_passed:
             self.is_undecided, self._has_passed = True, False
             self._suspect(slots)
@@ -294,14 +289,15 @@ class Audits:
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, REMEDY)
 
     def _is_on_suspects(self, slots: AuditSlots) -> bool:
-        """Whether a chunk was computed on records that are suspected, some of them since then: its
-        comparison says nothing about its own."""
+        """Whether a chunk was computed on records that are suspected, maybe only since then: its
+        comparison says nothing about its own record. What the host had itself counts, too: its
+        cache may hold the KV of those records."""
         return not self.suspects.keys().isdisjoint(slots.chain[:-1])
 
     def _suspect(self, slots: AuditSlots) -> None:
-        """A hit differs: any of its records may be the wrong one; a single one is."""
-        for key in slots.chain:
-            self.suspects.setdefault(key, len(slots.chain) == 1)
+        """A hit differs: any of its records may be the wrong one."""
+        for key in slots.chain[slots.start :]:
+            self.suspects.setdefault(key, False)
 
     def _pass(self, slots: AuditSlots) -> None:
         """The engine computed what is stored in a record."""
@@ -313,33 +309,25 @@ class Audits:
             self._has_passed = True
         if self.is_undecided:
             self.is_undecided = False
-            wrong = [key for key, is_wrong in self.suspects.items() if is_wrong]
+            self.suspects.update(dict.fromkeys(self.suspects, False))
             logger.warning(
-                "the model is the one that filled %s: a record was wrong. %d more of that prompt "
-                "are compared before they are used",
+                "the model is the one that filled %s: a record was wrong. %d records of that "
+                "prompt are compared before they are used; one that differs is taken out",
                 self._context.store.url,
-                len(self.suspects) - len(wrong),
+                len(self.suspects),
             )
-            if wrong:
-                self._take_out(wrong)
 
-    def _take_out(self, wrong: Sequence[ChunkKey]) -> None:
-        """Have records taken out of the store. Never blocks."""
+    def _take_out(self, key: ChunkKey) -> None:
+        """Have a wrong record taken out of the store. Never blocks."""
         store = self._context.store
-
-        def discard() -> None:
-            for key in wrong:
-                store.discard(key, OTHER_KV)
-
-        self._thread.submit(lambda _job: discard())
-        self._context.observer.count("audit_bad_records", len(wrong))
-        for key in wrong:
-            logger.warning(
-                "record %s of %s is wrong, since the model agrees with others. It is taken out of "
-                "the store, and this process does not use it again or save what follows it",
-                key.hex(),
-                store.url,
-            )
+        self._thread.submit(lambda _job: store.discard(key, OTHER_KV))
+        self._context.observer.count("audit_bad_records")
+        logger.warning(
+            "record %s of %s is wrong, since the model agrees with others. It is taken out of the "
+            "store, and this process does not use it again or save what follows it",
+            key.hex(),
+            store.url,
+        )
 
     def close(self) -> None:
         """End the thread, in bounded time. Idempotent."""

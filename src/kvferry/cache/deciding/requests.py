@@ -31,7 +31,9 @@ class AuditSlots(NamedTuple):
     copy: Slot
     """For what the engine computes."""
     chain: tuple[ChunkKey, ...]
-    """The records that are loaded before it, and itself."""
+    """The chunks before it, and itself."""
+    start: int
+    """How many of them the host had itself; the others are loaded, but for the last."""
 
 
 @dataclass(slots=True)
