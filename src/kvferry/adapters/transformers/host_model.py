@@ -9,6 +9,7 @@ than the model in its directory. Changes that can be seen are refused here, by n
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,10 @@ class CacheLayer(NamedTuple):
         return None
 
 
+class Watcher:
+    """Hooks that are methods of a subclass change nothing that a model computes."""
+
+
 class HostModel:
     """A model that passed every check.
 
@@ -122,6 +127,19 @@ class HostModel:
             input_ids = torch.tensor(rows, device=self._model.device)
             arguments = {cache_argument(self._model): cache}
             self._model(input_ids=input_ids, use_cache=True, **arguments)
+
+    @property
+    def argument_names(self) -> list[str]:
+        """Of the model's forward, in their order."""
+        return list(inspect.signature(self._model.forward).parameters)
+
+    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+        """Call methods of a `Watcher` around each forward, until the handles that this returns are
+        removed."""
+        return [
+            self._model.register_forward_pre_hook(before, with_kwargs=True),
+            self._model.register_forward_hook(after, with_kwargs=True),
+        ]
 
     def num_visible(self, token_ids: list[int]) -> int:
         """The number of leading tokens before the first that seems to be masked padding. Without a
@@ -228,7 +246,12 @@ def _settings(module: Any) -> tuple[Any, ...]:
     return (
         type(module),
         type(module).forward,
-        *(tuple(map(id, each.values())) for each in hooks if each),
+        *(
+            (place, id(hook))
+            for place, each in enumerate(hooks)
+            for hook in (each or {}).values()
+            if not isinstance(getattr(hook, "__self__", None), Watcher)
+        ),
         *(
             (name, id(value) if callable(value) else value)
             for name, value in own.items()

@@ -82,17 +82,6 @@ def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: 
     return image
 
 
-def token_of(cache: Any, model: HostModel, row: int, token: int) -> list[torch.Tensor]:
-    """`[layers, heads, 1, content]` of each group, of one token of a row; see `copy_tokens`."""
-    shapes = [(each.num_layers, each.num_kv_heads, 1, each.content_size) for each in model.groups]
-    groups = [
-        torch.empty(shape, dtype=getattr(torch, group.dtype))
-        for shape, group in zip(shapes, model.groups, strict=True)
-    ]
-    copy_tokens(cache, model, row, token, groups)
-    return groups
-
-
 class StoredRow(NamedTuple):
     """What is stored of one row of a batch."""
 

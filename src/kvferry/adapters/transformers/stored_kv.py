@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry.adapters.transformers.arguments import (
     Prompt,
@@ -19,18 +20,18 @@ from kvferry.adapters.transformers.arguments import (
 )
 from kvferry.adapters.transformers.audit import Auditor, Hit
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
+from kvferry.adapters.transformers.provenance import Provenance
+from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
 from kvferry.adapters.transformers.records import (
     RecordIO,
     StoredRow,
     fill,
     first_kept,
     gather,
-    token_of,
 )
-from kvferry.blocks.audit import largest_difference
 from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
-from kvferry.errors import ConfigError, ContractError
+from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys, Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
@@ -49,18 +50,18 @@ READY_SECONDS = 0.5
 """How long opening waits for the store to list its records. Only speed depends on it."""
 
 
-class _Chunk(NamedTuple):
-    """A chunk in a cache."""
-
-    row: int
-    prompt: Prompt
-    first_token: int
-    """Counted from the first behind the padding."""
-
-
 def _num_chunks(num_tokens: int, chunk_tokens: int) -> int:
     """The chunks that begin within the first tokens."""
     return max(0, -(-num_tokens // chunk_tokens))
+
+
+def _is_of(known: Prompt | None, prompt: Prompt, num_tokens: int) -> bool:
+    """Whether a row is known to be computed from the first tokens of a prompt."""
+    return (
+        known is not None
+        and known.num_padding == prompt.num_padding
+        and known.token_ids[:num_tokens] == prompt.token_ids[:num_tokens]
+    )
 
 
 class StoredKV:
@@ -128,6 +129,8 @@ class StoredKV:
         self._auditor = Auditor(
             self._model, self._rows, store, self._config.audit, self._observer, self._computes
         )
+        self._recomputer = Recomputer(self._model, self._rows, self._observer, self._computes)
+        self._provenance = Provenance(self._model)
         self._closed = False
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
 
@@ -178,6 +181,7 @@ class StoredKV:
         hits = [number for number, each in enumerate(stored) if each.images]
         self._observer.count("requests_missed", len(rows) - len(hits))
         fill(cache, stored, self._rows, self._model, num_tokens)
+        self._provenance.loaded(cache, prompts)
         for number in hits:
             self._store.touch(chains[number][: len(stored[number].images)])
             self._observer.count("hits")
@@ -277,13 +281,7 @@ class StoredKV:
             for prompt in prompts
         ]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
-        if not self._are_in_place(cache, wanted):
-            return 0
-        images = (
-            (key, token, gather(self._rows, cache, self._model, row, prompt.num_padding + token))
-            for key, (row, prompt, token) in wanted.items()
-        )
-        num_stored = self._records.write(images)
+        num_stored = self._records.write(self._images(cache, wanted, chains))
         if num_stored == len(wanted):
             self._auditor.stored(wanted)
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
@@ -307,12 +305,12 @@ class StoredKV:
 
     def _not_stored(
         self, cache: Any, num_rows: int, prompts: list[Prompt], chains: list[list[ChunkKey]]
-    ) -> dict[ChunkKey, _Chunk]:
+    ) -> dict[ChunkKey, CachedChunk]:
         """The chunks of a cache that are not stored yet."""
         size, kept = self._config.chunk_tokens, first_kept(cache)
         if kept:
             self._observer.count("save_windowed")
-        wanted: dict[ChunkKey, _Chunk] = {}
+        wanted: dict[ChunkKey, CachedChunk] = {}
         for number, (prompt, keys) in enumerate(zip(prompts, chains, strict=True)):
             # The first token behind padding shows its positions; without it, there is no knowing.
             if 0 < prompt.num_padding < kept:
@@ -320,37 +318,31 @@ class StoredKV:
             row = number * num_rows // len(prompts)
             for chunk in range(_num_chunks(kept - prompt.num_padding, size), len(keys)):
                 if keys[chunk] not in wanted and not self._store.contains(keys[chunk]):
-                    wanted[keys[chunk]] = _Chunk(row, prompt, chunk * size)
+                    wanted[keys[chunk]] = CachedChunk(row, prompt, chunk * size)
         return wanted
 
-    def _are_in_place(self, cache: Any, wanted: dict[ChunkKey, _Chunk]) -> bool:
-        """Whether padding was hidden, and positions counted from 0 behind it: the first token of a
-        row then has the KV that it has alone. False if that cannot be computed.
+    def _images(
+        self, cache: Any, wanted: dict[ChunkKey, CachedChunk], chains: list[list[ChunkKey]]
+    ) -> Iterator[Image]:
+        """Records of the chunks of a cache.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: the cache has other KV than the model computes.
         """
-        from transformers import DynamicCache
-
-        padded = {row: prompt for row, prompt, _ in wanted.values() if prompt.num_padding}
-        if not padded:
-            return True
-        alone = DynamicCache()
-        if not self._computes([[prompt.token_ids[0]] for prompt in padded.values()], alone):
-            return False
-        for number, (row, prompt) in enumerate(padded.items()):
-            found = largest_difference(
-                token_of(alone, self._model, number, 0),
-                token_of(cache, self._model, row, prompt.num_padding),
-                self._model.tolerances,
-            )
-            if found.excess > 1:
-                raise ConfigError(
-                    f"row {row} of the cache was not computed with {prompt.num_padding} hidden "
-                    "tokens in front and positions from 0 behind them, as generate() computes it; "
-                    "save it with the attention_mask that was used"
-                )
-        return True
+        deadline = time.monotonic() + self._config.save_timeout_seconds
+        size, known = self._config.chunk_tokens, self._provenance.prompts_of(cache)
+        for row, each in groupby(wanted.items(), key=lambda item: item[1].row):
+            chunks = dict(each)
+            (_, prompt, first), *_, (_, _, last) = (*chunks.values(), *chunks.values())
+            if known and _is_of(known[row], prompt, last + size):
+                for key, (_, _, token) in chunks.items():
+                    at = prompt.num_padding + token
+                    yield key, token, gather(self._rows, cache, self._model, row, at)
+                continue
+            keys = next(keys for keys in chains if not chunks.keys().isdisjoint(keys))
+            stored = self._auditor.usable(keys[: first // size])
+            images = self._records.read(stored, deadline, {})
+            yield from self._recomputer.images(cache, chunks, images, deadline)
 
     # ---- checks
 
@@ -397,6 +389,7 @@ class StoredKV:
         if self._closed:
             return
         self._closed = True
+        self._provenance.close()
         try:
             self._records.close(CLOSE_SECONDS)
         finally:

@@ -1,0 +1,147 @@
+"""Computes again what a cache holds that nobody watched, before it is stored.
+
+A cache does not show what it was computed from: another prompt, other positions, another model or
+an edit leave tensors of the same shapes. What the model computes for the given tokens shows it.
+"""
+
+# ruff: noqa: ANN401 - caches share no typed surface.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvferry.adapters.transformers.arguments import Prompt
+from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.records import StoredRow, fill, gather
+from kvferry.blocks.audit import largest_difference, tensors_of
+from kvferry.blocks.rows import RankRows
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_AT_ONCE = 512
+"""A forward makes logits of all its tokens, which take more memory than their KV."""
+
+
+class CachedChunk(NamedTuple):
+    """A chunk in a cache."""
+
+    row: int
+    prompt: Prompt
+    first_token: int
+    """Counted from the first behind the padding."""
+
+
+Image = tuple[ChunkKey, int, memoryview]
+"""Key, first token and payload of a record."""
+
+
+class Recomputer:
+    """Computes chunks of a cache again, and refuses a cache that has others.
+
+    Args:
+        rows: the record layout.
+        computes: appends the KV of tokens to a cache; False if the model fails.
+    """
+
+    def __init__(
+        self,
+        model: HostModel,
+        rows: RankRows,
+        observer: Observer,
+        computes: Callable[[list[list[int]], Any], bool],
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._observer = observer
+        self._computes = computes
+        self._has_told = False
+
+    def images(
+        self,
+        cache: Any,
+        chunks: Mapping[ChunkKey, CachedChunk],
+        stored: Sequence[memoryview],
+        deadline: float,
+    ) -> Iterator[Image]:
+        """Chunks of one row, as the model computes them now: a comparison tolerates rounding, and
+        with it small edits, which must not be stored. No chunk if the model fails, or after the
+        deadline.
+
+        Args:
+            stored: records of the row's first chunks, to go on from.
+
+        Raises:
+            ConfigError: the cache has others.
+        """
+        self._tell()
+        size = self._rows.schema.chunk_tokens
+        row, prompt, last = list(chunks.values())[-1]
+        for images in (stored, ()) if stored else ((),):  # what is stored may be wrong
+            own = self._computed(prompt.token_ids[: last + size], images, deadline)
+            if own is None:
+                return
+            difference = self._difference(cache, own, chunks.values())
+            if difference is None:
+                break
+        else:
+            behind = f" behind {prompt.num_padding} hidden tokens in front" * (
+                prompt.num_padding > 0
+            )
+            raise ConfigError(
+                f"row {row} of the cache is not what the model computes for these tokens{behind} "
+                f"({difference}): it was computed for another prompt or with other positions, "
+                "edited, or by another model; save it with the attention_mask that was used, or "
+                "pass a new cache of kv.load(input_ids) to generate() and save that"
+            )
+        for key, chunk in chunks.items():
+            token = chunk.first_token
+            yield key, token, gather(self._rows, own, self._model, 0, token)
+
+    def _tell(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            logger.info(
+                "a cache is computed again before it is stored: it is not known what it was "
+                "computed from (save_recomputed_tokens)"
+            )
+
+    def _computed(
+        self, token_ids: list[int], stored: Sequence[memoryview], deadline: float
+    ) -> Any | None:
+        """A cache of these tokens; None if the model fails, or after the deadline."""
+        from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+        cache: Any = LoadedCache([token_ids], [Prompt(0, token_ids)])
+        first = len(stored) * self._rows.schema.chunk_tokens
+        if first:
+            fill(cache, [StoredRow(0, list(stored))], self._rows, self._model, first)
+        for start in range(first, len(token_ids), _TOKENS_AT_ONCE):
+            if time.monotonic() >= deadline:
+                self._observer.count("save_deadline")
+                return None
+            tokens = token_ids[start : start + _TOKENS_AT_ONCE]
+            if not self._computes([tokens], cache):
+                return None
+            self._observer.count("save_recomputed_tokens", len(tokens))
+        return cache
+
+    def _difference(self, cache: Any, own: Any, chunks: Iterable[CachedChunk]) -> str | None:
+        """Where a cache differs from what was computed by more than rounding."""
+        for row, prompt, token in chunks:
+            computed, found = (
+                tensors_of(self._rows, image)
+                for image in (
+                    gather(self._rows, own, self._model, 0, token),
+                    gather(self._rows, cache, self._model, row, prompt.num_padding + token),
+                )
+            )
+            difference = largest_difference(computed, found, self._model.tolerances)
+            if difference.excess > 1:
+                return difference.describe(self._rows)
+        return None
