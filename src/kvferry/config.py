@@ -51,10 +51,12 @@ SERVER_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "mooncake", *OBJECT_SC
 """Schemes whose URLs name servers; valkeys and rediss speak TLS."""
 STORE_SCHEMES = ("file", "memory", *SERVER_SCHEMES)
 # A path, in which an @ separates nothing.
-_LOCAL = re.compile(r"/|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
+_LOCAL = re.compile(r"/(?!/)|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
 # A name, before the = of a URL's option, that may be shown.
 _OPTION = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)
+"""Of a region or a device: no header and no file system takes others."""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", re.ASCII)
 _ENDPOINT = re.compile(
     r"([a-z]+)://([^/?#@]*@)?([^/?#@]+)(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:/-]|%[0-9A-Fa-f]{2})*)?",
@@ -139,7 +141,7 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
         mapping: option name to value.
         where: what the options belong to, the start of every message.
         hides: messages do not show what was given. For the options of a URL: one that is wrong can
-            hold a secret anywhere.
+            hold a secret anywhere. Of other options, they do not show what may be a URL.
 
     Raises:
         ConfigError: an unknown, missing or unusable option.
@@ -149,12 +151,14 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
     values: dict[str, Any] = {}
     for name, value in mapping.items():
         if name not in fields:
-            raise ConfigError(f"{where}: {unknown('option', name, fields, hides=hides)}")
+            fault = unknown("option", name, fields, hides=hides or _may_be_url(name))
+            raise ConfigError(f"{where}: {fault}")
         is_size = fields[name].metadata.get("unit") == "bytes"
         try:
             values[name] = _convert(hints[name], value, is_size=is_size)
         except ValueError as error:  # a ConfigError of parse_size is one too
-            fault = _refusal(hints[name], is_size=is_size) if hides else f": {error}"
+            is_hidden = hides or _may_be_url(value)
+            fault = _refusal(hints[name], is_size=is_size) if is_hidden else f": {error}"
             raise ConfigError(f"{where}: option {name!r}{fault}") from None
     for name, field in fields.items():
         is_required = (
@@ -212,6 +216,11 @@ def _convert(hint: object, value: object, *, is_size: bool) -> object:
     if is_size:
         return parse_size(value if isinstance(value, str) else _to_int(value))
     return _CONVERTERS[hint](value)
+
+
+def _may_be_url(given: object) -> bool:
+    """Whether it may hold a password, as a store's URL under a wrong option does."""
+    return isinstance(given, str) and ("@" in given or "://" in given)
 
 
 def _refusal(hint: object, *, is_size: bool) -> str:

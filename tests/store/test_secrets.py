@@ -85,6 +85,7 @@ def with_logins(scheme: str) -> Iterator[str]:
             yield f"{scheme}x://{login}{rest}"
             yield f"{scheme}:/{login}{rest}"
             yield f"{login}{rest}"
+            yield f"//{login}{rest}"
             yield f"{scheme}://{login}{rest.replace(':1/', ':99999/')}?token={password}"
         if special != "@":
             yield f"{scheme}://user:{password}"  # the host was forgotten
@@ -157,6 +158,20 @@ def nowhere(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+
+OPTION_NAMES = [field.name for field in dataclasses.fields(SharedStorageConfig)]
+
+
+@pytest.mark.parametrize("name", [*OPTION_NAMES, "stores", f"valkey://:{SECRET}@h/kv"])
+@pytest.mark.parametrize(
+    "url", [f"valkey://:{SECRET}@h/kv", f"user:{SECRET}@h", f"s3://b?{SECRET}"]
+)
+def test_a_url_under_a_wrong_option_is_not_shown(name, url):
+    shown: list[str] = []
+    options = {"store": "memory://x", name: url}
+    tried(lambda: build_config(SharedStorageConfig, options, where="options"), shown)
+    assert not [text for text in shown if any(piece in text for piece in PIECES)]
 
 
 @pytest.mark.parametrize("scheme", STORE_SCHEMES)

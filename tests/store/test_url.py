@@ -278,7 +278,12 @@ def test_what_mooncake_takes_passes(options):
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("AWS_ENDPOINT_URL", "minio:9000"), ("AWS_SECRET_ACCESS_KEY", "hunter2\n")],
+    [
+        ("AWS_ENDPOINT_URL", "minio:9000"),
+        ("AWS_SECRET_ACCESS_KEY", "hunter2\n"),
+        ("AWS_REGION", "hunter2 east"),
+        ("AWS_DEFAULT_REGION", "hunter2/?"),
+    ],
 )
 def test_variables_at_which_the_library_would_panic_are_refused(variable, value, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvferry.config import (
+    NAME,
     OBJECT_SCHEMES,
     SERVER_SCHEMES,
     StoreUrl,
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from kvferry.store.servers.objects import ObjectClient
     from kvferry.store.servers.remote import RemoteClient
     from kvferry.store.servers.valkey import ValkeyClient
-
-# Regions and devices: what no header and no file system takes otherwise.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)
 
 _DEFAULT_PORTS = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), 6379)
 
@@ -119,7 +116,7 @@ class ObjectOptions:
     def __post_init__(self) -> None:
         if self.endpoint is not None:
             check_endpoint("endpoint", self.endpoint, "http://minio:9000")
-        if self.region is not None and _NAME.fullmatch(self.region) is None:
+        if self.region is not None and NAME.fullmatch(self.region) is None:
             raise ConfigError("option 'region' is not a region; write region=eu-central-1")
 
 
@@ -152,7 +149,7 @@ class MooncakeOptions:
             )
         if self.admin is not None:
             check_endpoint("admin", self.admin, "http://10.0.0.7:9003")
-        if self.device and not all(map(_NAME.fullmatch, self.device.split(","))):
+        if self.device and not all(map(NAME.fullmatch, self.device.split(","))):
             raise ConfigError(
                 "option 'device' is not a list of devices; write device=mlx5_0,mlx5_1"
             )
@@ -413,7 +410,8 @@ def _object_client(url: StoreUrl, options: ObjectOptions) -> ObjectClient:
             f"{where}: names more than a bucket; write {url.scheme}://bucket/prefix, the server as "
             "?endpoint=..., and credentials into the environment"
         )
-    if url.path and not {"", ".", ".."}.isdisjoint(url.path.split("/")):
+    is_name = url.path.isprintable() and {"", ".", ".."}.isdisjoint(url.path.split("/"))
+    if url.path and not is_name:
         raise ConfigError(f"{where}: a prefix is made of names with one / between them")
     # Each loads what only its own scheme needs.
     from kvferry.store.servers.objects import ObjectClient

@@ -436,6 +436,7 @@ def test_a_url_opens_a_store(seaweed, name):
         ("s3:///kv", "names no bucket; write s3://bucket/prefix"),
         (f"s3://{BUCKET}/a//b", "made of names"),
         (f"s3://{BUCKET}/../b", "made of names"),
+        (f"s3://{BUCKET}/a%0Ab", "made of names"),
         (f"s3://{BUCKET}/kv?secret=hidden", "unknown option 'secret'"),
     ],
 )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.config import check_endpoint
+from kvferry.config import NAME, check_endpoint
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
@@ -47,6 +47,7 @@ _DENIED = re.compile(
 )
 # Variables of the environment that obstore reads.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = re.compile(r"AWS_ENDPOINT(_URL)?(_S3)?|AZURE_(STORAGE_)?ENDPOINT")
 # What of an error may be shown: never its text, which can quote the request and its key id.
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -274,3 +275,7 @@ def _check_environment(scheme: str, bucket: str) -> None:
             )
         if name.startswith(_VARIABLES[scheme]) and _ENDPOINTS.fullmatch(name):
             check_endpoint(name, value, "http://minio:9000")
+        if scheme == "s3" and name in _REGIONS and NAME.fullmatch(value) is None:
+            raise ConfigError(
+                f"{scheme}://{bucket}: the variable {name} is not a region; set {name}=eu-central-1"
+            )
