@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvferry.cache.config import Context
 from kvferry.cache.deciding.host_pool import Slot
-from kvferry.cache.deciding.requests import RequestState
+from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Event
 from kvferry.types import ChunkKey, RequestView
@@ -28,22 +28,24 @@ class Accounts:
         self._chunk = context.config.chunk_tokens
         self._tier_of = context.tier_of
 
-    def admitted(self, request: RequestView, state: RequestState, stop: int, limit: int) -> None:
+    def admitted(
+        self, request: RequestView, state: RequestState, search: Search, stop: int, limit: int
+    ) -> None:
         """A request was admitted.
 
         Args:
-            state: as its last look-up left it.
+            search: as its last look-up left it.
             stop: where its hit ends, local hit included.
             limit: where the longest hit would end that its whole chunks and blocks allow.
         """
         num_tokens = len(request.all_token_ids)
-        local = min(state.num_local, num_tokens)
+        local = min(search.num_local, num_tokens)
         self._observer.count("lookup_tokens", num_tokens)
         self._observer.count("local_hit_tokens", local)
         if stop > local:
             self._observer.count("hits")
             self._observer.count("hit_tokens", stop - local)
-            for tier, tokens in self._by_tier(state, local, stop).items():
+            for tier, tokens in self._by_tier(state, search, local, stop).items():
                 self._observer.count(f"hit_tokens_{tier}", tokens)
                 request_id = request.request_id
                 self._observer.event(
@@ -57,10 +59,10 @@ class Accounts:
             self._missed(request, LookupMiss.AUDIT, audited - stop)
             stop = audited
         why = ""
-        if state.miss is LookupMiss.SLOWER and state.worth is not None:
-            _, load, compute = state.worth
+        if search.miss is LookupMiss.SLOWER and search.worth is not None:
+            _, load, compute = search.worth
             why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
-        self._missed(request, state.miss or LookupMiss.ABSENT, limit - stop, why)
+        self._missed(request, search.miss or LookupMiss.ABSENT, limit - stop, why)
         self._missed(request, LookupMiss.PARTIAL, num_tokens - limit)
 
     def not_cacheable(self, request: RequestView) -> None:
@@ -68,10 +70,10 @@ class Accounts:
         self._observer.count("lookup_tokens", len(request.all_token_ids))
         self._missed(request, LookupMiss.NOT_CACHEABLE, len(request.all_token_ids))
 
-    def _by_tier(self, state: RequestState, start: int, stop: int) -> Counter[str]:
+    def _by_tier(self, state: RequestState, search: Search, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()
         for index in range(start // self._chunk, -(-stop // self._chunk)):
-            tier = state.fetched.get(state.keys.keys[index], MEMORY)
+            tier = search.fetched.get(state.keys.keys[index], MEMORY)
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers

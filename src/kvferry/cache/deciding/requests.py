@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvferry.cache.deciding.host_pool import Slot
 from kvferry.cache.recording import Recording
@@ -40,26 +40,55 @@ class AuditSlots(NamedTuple):
 
 
 @dataclass(slots=True)
-class RequestState:
-    """One live request.
+class Search:
+    """The search for a request's hit, from its first look-up until it is admitted.
 
     Attributes:
-        keys: of its whole chunks.
+        num_local: tokens that the engine had itself at the last look-up.
         pinned: slots of its hit, which it keeps from eviction, filled or still filling.
         awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
             end only, so the last one is still filling.
         fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
             that has them.
-        promised: tokens `[start, stop)` of the last positive answer.
-        num_local: tokens that the engine had itself at the last look-up.
         fetching_since: when its fetches began; None if there were none.
         deadline: when its fetches must have ended.
-        miss: why the last answer was not longer; NOT_LOADING before the first look-up.
-        gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while everything is.
-        probed_at: when the store was asked what it has of the prompt.
-        asking_until: how long the answer is waited for, from the first look-up on.
+        gave_up: why no more is fetched for it; None: more may be fetched.
+        promised: tokens `[start, stop)` of the last positive answer.
+        miss: why the last answer was not longer; NOT_LOADING if there was none.
+    """
+
+    num_local: int = 0
+    pinned: list[Slot] = field(default_factory=list)
+    awaited: list[Slot] = field(default_factory=list)
+    fetched: dict[ChunkKey, str] = field(default_factory=dict)
+    fetching_since: float | None = None
+    deadline: float = 0.0
+    worth: tuple[int, float, float] | None = None
+    gave_up: LookupMiss | None = None
+    promised: tuple[int, int] | None = None
+    miss: LookupMiss | None = LookupMiss.NOT_LOADING
+
+    @property
+    def phase(self) -> Literal["asking", "fetching", "settled"]:
+        """Asking what the store has, fetching it, or settled: a hit is promised, or no more is
+        fetched. A promise that is withdrawn leads back to the phase before it."""
+        if self.promised is not None or self.gave_up is not None:
+            return "settled"
+        return "asking" if self.fetching_since is None else "fetching"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One live request.
+
+    Attributes:
+        keys: of its whole chunks.
+        search: for its hit; None before its first look-up and while it is admitted.
+        probed_at: when the store was asked what it has of the prompt, for this search or an earlier
+            one.
+        asking_until: how long the answer is waited for, from the first look-up after it on.
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
@@ -69,16 +98,7 @@ class RequestState:
     """
 
     keys: ChunkKeys
-    pinned: list[Slot] = field(default_factory=list)
-    awaited: list[Slot] = field(default_factory=list)
-    fetched: dict[ChunkKey, str] = field(default_factory=dict)
-    promised: tuple[int, int] | None = None
-    num_local: int = 0
-    fetching_since: float | None = None
-    deadline: float = 0.0
-    miss: LookupMiss | None = LookupMiss.NOT_LOADING
-    gave_up: LookupMiss | None = None
-    worth: tuple[int, float, float] | None = None
+    search: Search | None = None
     probed_at: float | None = None
     asking_until: float | None = None
     barred: bool = False

@@ -30,6 +30,7 @@ from kvferry.cache.deciding.requests import (
     UNREADABLE_SECONDS,
     Requests,
     RequestState,
+    Search,
 )
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -139,11 +140,11 @@ class SharedStorageScheduler(SchedulerRole):
             self._recent.is_engine_in_use = True
         state = self._requests.track(request)
         if not self._may_load:
-            self._lookup.release(state)
+            self._lookup.end_search(state)
             is_other = self._audits.has_failed
-            state.num_local = num_local_tokens
-            state.miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
-            return LookupResult(0, False, state.miss)
+            miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
+            state.search = Search(num_local=num_local_tokens, miss=miss)
+            return LookupResult(0, False, miss)
         return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
 
     # -- allocation -----------------------------------------------------------------------------
@@ -157,34 +158,37 @@ class SharedStorageScheduler(SchedulerRole):
         state = self._requests.track(request)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self._saves.forget(request.request_id)
-        stop = state.num_local
+        search = state.search or Search()
+        stop = search.num_local
         if num_external_tokens > 0:
-            promised = state.promised or (0, 0)
+            promised = search.promised or (0, 0)
             if num_external_tokens > promised[1] - promised[0]:
                 # The engine counts on tokens that no plan will bring: the guard fails them.
                 raise ContractError(
                     f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
-            self._plan_load(request.request_id, state, block_ids, (start, stop))
+            self._plan_load(request.request_id, state, search, block_ids, (start, stop))
         self._saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
-        self._accounts.admitted(request, state, stop, limit)
+        self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
         self._audits.expect(request.request_id, state, load)
-        self._lookup.release(state)
-        state.fetching_since = state.gave_up = state.worth = None
-        state.miss = LookupMiss.NOT_LOADING
-        state.fetched.clear()
+        self._lookup.end_search(state)
 
     def _plan_load(
-        self, request_id: str, state: RequestState, block_ids: BlockTable, hit: tuple[int, int]
+        self,
+        request_id: str,
+        state: RequestState,
+        search: Search,
+        block_ids: BlockTable,
+        hit: tuple[int, int],
     ) -> None:
         blocks = self._context.tables.load_slices(block_ids, *hit)
         chunks = self._lookup.chunks(state, *hit)
         self._forget_load(request_id)
-        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), state.pinned
-        state.pinned = []
+        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned
+        search.pinned = []
 
     # -- plan -----------------------------------------------------------------------------------
 
