@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvferry.cache.deciding.host_pool import Slot
-from kvferry.cache.recording import Recording
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
 from kvferry.types import ChunkKey, RequestView
@@ -85,6 +85,7 @@ class RequestState:
 
     Attributes:
         keys: of its whole chunks.
+        arrived_at: when it came, seconds since the epoch; None once it is in the journal.
         search: for its hit; None before its first look-up and while it is admitted.
         probed_at: when the store was asked what it has of the prompt, for this search or an earlier
             one.
@@ -98,6 +99,7 @@ class RequestState:
     """
 
     keys: ChunkKeys
+    arrived_at: float | None = None
     search: Search | None = None
     probed_at: float | None = None
     asking_until: float | None = None
@@ -137,7 +139,7 @@ class Requests:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
         clock: monotonic seconds.
-        recording: receives every new request; closed with this.
+        wall_clock: seconds since the epoch.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
@@ -151,31 +153,23 @@ class Requests:
         new_namespace: Callable[[], bytes],
         chunk_tokens: int,
         clock: Callable[[], float],
-        recording: Recording | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
-        self._recording = recording
+        self._wall_clock = wall_clock
 
     def track(self, request: RequestView) -> RequestState:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
-        is_new = state is None
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = self.by_id[request.request_id] = RequestState(keys)
+            state = self.by_id[request.request_id] = RequestState(keys, self._wall_clock())
         state.keys.extend(request.all_token_ids)
-        if is_new and self._recording is not None:
-            self._recording.add(len(request.all_token_ids), state.keys.keys)
         return state
-
-    def close(self) -> None:
-        """End the recording. Idempotent."""
-        if self._recording is not None:
-            self._recording.close()
 
     def begin_epoch(self) -> None:
         """Forget all requests. New ones get keys of another namespace."""

@@ -43,7 +43,6 @@ from kvferry.cache.messages import (
     SharedStorageMeta,
     SharedStoragePlan,
 )
-from kvferry.cache.recording import Recording
 from kvferry.contract.messages import (
     FREE_NOW,
     FinishResult,
@@ -54,6 +53,7 @@ from kvferry.contract.messages import (
 )
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
+from kvferry.journal import Journal
 from kvferry.record.check import SOUND, MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
@@ -91,18 +91,16 @@ class SharedStorageScheduler(SchedulerRole):
         self._context = context
         self.pool = pool
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
-        recording = None
+        journal = None
         if config.record is not None:
-            recording = Recording(Path(config.record), config.chunk_tokens)
-        self._requests = Requests(
-            namespace, new_namespace, config.chunk_tokens, context.clock, recording
-        )
+            journal = Journal(Path(config.record), config.chunk_tokens)
+        self._requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
         self._audits = Audits(context, pool)
         unreadable = self._requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
         suspects = self._audits.suspects
         self._saves = SavePlan(context, pool, self._requests, shared_writes, suspects)
-        self._accounts = Accounts(context)
+        self._accounts = Accounts(context, journal)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
@@ -284,8 +282,6 @@ class SharedStorageScheduler(SchedulerRole):
             if slot is None:
                 continue
             is_stored = self._saves.learn_saved(report.rank, slot, saved)
-            name = "save" if is_stored else "save_failed"
-            self._accounts.ended(name, slot, saved.result, saved.seconds)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
         for audited in report.audited:
@@ -307,14 +303,9 @@ class SharedStorageScheduler(SchedulerRole):
         if slot.is_save:
             if is_missed:
                 self._saves.learn_missed(slot, filled)
-        elif is_missed:
-            self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
-            if filled.missed != MissReason.CANCELLED:
-                is_sound = filled.missed in SOUND
-                seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
-                self._requests.unreadable.add((slot.key,), seconds)
-        elif not slot.filling and not slot.failed:
-            self._accounts.ended("fetch", slot, None, slot.seconds)
+        elif is_missed and filled.missed != MissReason.CANCELLED:
+            seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
+            self._requests.unreadable.add((slot.key,), seconds)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -324,6 +315,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._audits.forget(request.request_id)
         self._forget_load(request.request_id)
         if state is not None:
+            self._accounts.ended(request, state)
             self._lookup.end(state)
         return FREE_NOW
 
@@ -349,7 +341,7 @@ class SharedStorageScheduler(SchedulerRole):
     def close(self) -> None:
         self._end_recent(RECENT_CLOSE_SECONDS)
         self._saves.close()
-        self._requests.close()
+        self._accounts.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:
         if self._recent is not None:
