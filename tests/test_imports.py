@@ -23,7 +23,7 @@ LAYERS = [
     {"keys", "layout", "record"},
     {"identity"},
     {"contract", "store", "transfer"},
-    {"blocks"},
+    {"blocks", "journal"},
     {"cache"},
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
@@ -101,6 +101,8 @@ ONLY_FROM = {
     "store": [
         # Pieces of a record that are read and verified one by one.
         "blocks/rows.py",
+        # The thread that writes, and the wait for it.
+        "journal.py",
         "cache",
         "engine",
         "testing",

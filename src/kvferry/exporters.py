@@ -1,4 +1,4 @@
-"""Counters in the forms that others read: Prometheus metrics and JSON lines.
+"""Counters as Prometheus reads them.
 
     from prometheus_client import start_http_server
     from prometheus_client.core import REGISTRY
@@ -12,16 +12,12 @@ A count `name` becomes `kvferry_<name>_total`, a duration becomes `kvferry_<name
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
@@ -70,61 +66,3 @@ class KVFerryCollector(Collector):
 def _metric_name(name: str) -> str:
     # A reason that names a counter may hold what Prometheus does not take.
     return "kvferry_" + _NOT_IN_NAMES.sub("_", name)
-
-
-class JsonLinesExporter:
-    """Appends snapshots of `counters` to a file, for machines without a scraper:
-    `{"time": ..., <labels>, <counts>}`.
-
-    Each line is one write to a file opened for appending, so several processes may share a file
-    of a local disk. Opens the file at construction and keeps it; use as a context manager.
-
-    Args:
-        path: created if missing; its directory must exist.
-        counters: the observer that was handed to stores, connectors and engine.
-        labels: constant members of every line, for example `{"rank": "0"}`.
-        clock: seconds since the epoch.
-
-    Raises:
-        ConfigError: the file cannot be opened for appending.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        counters: Counters,
-        *,
-        labels: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._counters = counters
-        self._labels = dict(labels or {})
-        self._clock = clock
-        try:
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by `close`
-        except OSError as error:
-            raise ConfigError(
-                f"cannot append metrics to {path}: {error.strerror}; name a file in a directory "
-                "that exists and may be written"
-            ) from error
-
-    def write(self) -> bool:
-        """Append one line. False if the medium refused: metrics never stop the work they count."""
-        if self._file.closed:
-            return False
-        line = {"time": self._clock(), **self._labels, **self._counters.snapshot()}
-        text = json.dumps(line).encode() + b"\n"
-        try:
-            return self._file.write(text) == len(text)
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
-
-    def __enter__(self) -> JsonLinesExporter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

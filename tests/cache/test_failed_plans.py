@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.cache.deciding.policy import LoadPolicy
+from kvferry.cache.deciding.requests import Search
 from kvferry.cache.messages import (
     PUT_OFF,
     Filled,
@@ -166,7 +167,7 @@ def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_h
         slot = host.pool.fetch(key, number * 8, frozenset([0]))
         host.pool.take_orders()
         host.pool.filled(slot.index)
-    state.gave_up = LookupMiss.SLOWER
+    state.search = Search(gave_up=LookupMiss.SLOWER)
     looks = []
     holds = host.pool.holds
     monkeypatch.setattr(host.pool, "holds", lambda *args: looks.append(1) or holds(*args))

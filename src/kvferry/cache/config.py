@@ -43,7 +43,7 @@ class SharedStorageConfig:
             computation of two chunks on average; see docs/identity.md.
         tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
-        record: file to which the chunk keys of each request are appended, for `kvferry simulate`.
+        record: file to which a line for each request is appended, with its keys and its answer.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
@@ -78,7 +78,7 @@ class Context:
 
     Attributes:
         store: where records are; the builder of the connector closes it.
-        observer: receives counts and events.
+        observer: receives counts.
         tables: block tables of the host.
         clock: monotonic seconds.
         draw: makes a random number from 0 to 1, without 1.

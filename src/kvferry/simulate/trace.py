@@ -4,7 +4,7 @@ Two formats of JSON lines are read, distinguished by their fields:
 
 - Mooncake's: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (of blocks
   of 512 tokens; the last one may be partial);
-- recordings of the shared-storage connector (option `record`, see `RecordedRequest`).
+- journals of engines (option `record`, see `JournalLine`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cache.recording import RecordedRequest
 from kvferry.errors import ConfigError
+from kvferry.journal import JournalLine
 
 Ints = NDArray[np.int64]
 
@@ -121,7 +121,7 @@ class _TraceRows:
         self.first_time = self.last_time = 0.0
         self._numbers: dict[str, int] = {}
 
-    def add(self, line: MooncakeLine | RecordedRequest) -> None:
+    def add(self, line: MooncakeLine | JournalLine) -> None:
         """Add one request.
 
         Raises:
@@ -173,7 +173,7 @@ def read_trace(path: Path) -> Trace:
                     request = decoder.decode(line)
                 except msgspec.DecodeError:
                     # The last line of a recording under way, or of one that the disk cut short.
-                    if decoder.type is RecordedRequest and not line.endswith(b"\n"):
+                    if decoder.type is JournalLine and not line.endswith(b"\n"):
                         break
                     raise
                 rows.add(request)
@@ -192,7 +192,7 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedRequest]:
+def _format_of(line: bytes) -> type[MooncakeLine] | type[JournalLine]:
     """The format of a file by its first line.
 
     Raises:
@@ -202,7 +202,7 @@ def _format_of(line: bytes) -> type[MooncakeLine] | type[RecordedRequest]:
     if isinstance(found, dict) and "hash_ids" in found:
         return MooncakeLine
     if isinstance(found, dict) and "keys" in found:
-        return RecordedRequest
+        return JournalLine
     raise ValueError(
         "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a recording "
         "(time, chunk_tokens, num_tokens, keys)"

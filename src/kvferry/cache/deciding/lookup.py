@@ -10,6 +10,11 @@ fetches have ended or the deadline has passed. Then the longest hit whose chunks
 promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
 these are fetched, too, until the deadline.
 
+A look-up finds what is held or stored (`_find`), chooses what of it is worth loading and is not to
+be compared (`_choose`, `_candidate`), and settles on a hit (`_settle`). Once settled, what the
+fetches showed of each tier's speed is learned (`_learn`). `Search` is the memory between the
+look-ups of a request.
+
 A hit that is audited is promised without the chunk that is compared, mostly its last one; the
 record of that chunk must be held nevertheless. A record that is suspected ends a hit.
 """
@@ -23,7 +28,7 @@ from kvferry.cache.config import Context
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.policy import LoadPolicy
-from kvferry.cache.deciding.requests import RequestState, UnreadableKeys
+from kvferry.cache.deciding.requests import RequestState, Search, UnreadableKeys
 from kvferry.cache.messages import SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.store.base import ASK_SECONDS
@@ -75,50 +80,60 @@ class Lookup:
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
-        state.num_local = num_local
-        is_promised = state.promised is not None and state.promised[0] == num_local
-        if state.promised is not None and is_promised and not self._audits.suspects:
-            return self._answer(state, *state.promised)
+        search = state.search = state.search or Search()
+        search.num_local = num_local
+        is_promised = search.promised is not None and search.promised[0] == num_local
+        if is_promised and not self._audits.suspects:
+            return self._answer(state, search)
         self._withdraw(state)
-        while state.awaited and not state.awaited[-1].filling:
-            state.awaited.pop()
-        if state.awaited and self._clock() < state.deadline:
+        while search.awaited and not search.awaited[-1].filling:
+            search.awaited.pop()
+        if search.awaited and self._clock() < search.deadline:
             return ASK_AGAIN
         self.probe(state)
-        keys = state.keys.keys
-        known, state.miss = self._known_until(keys, num_local // self._chunk)
-        if state.miss is None and known < len(keys):
-            if state.asking_until is None:
-                state.asking_until = self._clock() + ASK_SECONDS
-            if state.fetching_since is None and self._clock() < state.asking_until:
+        known, search.miss = self._find(state.keys.keys, num_local // self._chunk)
+        if search.miss is None and known < len(state.keys.keys):
+            if self._waits_for_store(state, search):
                 return ASK_AGAIN
-            state.miss = LookupMiss.ABSENT
-        if state.fetching_since is None or state.worth is not None:
-            known = self._worth_until(state, num_local // self._chunk, known)
+            search.miss = LookupMiss.ABSENT
+        late = self._late(search)
+        if not self._settle(state, search, self._choose(state, search, known), num_tokens):
+            return ASK_AGAIN
+        if search.promised is None:
+            self.release(state)
+        self._learn(search, late)
+        return self._answer(state, search)
+
+    def _waits_for_store(self, state: RequestState, search: Search) -> bool:
+        """Whether to ask again, since the store still asks its medium what it has."""
+        if state.asking_until is None:
+            state.asking_until = self._clock() + ASK_SECONDS
+        return search.phase == "asking" and self._clock() < state.asking_until
+
+    def _settle(self, state: RequestState, search: Search, known: int, num_tokens: int) -> bool:
+        """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
+        and the host is to ask again."""
+        num_local, block = search.num_local, self._tables.block_size
+        may_fetch = self._may_fetch(search)
         stop = self._usable(known, num_tokens)
-        may_fetch = self._may_fetch(state)
         while stop > num_local:
             hit = self._candidate(state, num_local, stop)
             num_slots = self._pool.num_slots - (hit.audited is not None)
             if len(hit.numbers) > num_slots:
-                state.miss = LookupMiss.NO_MEMORY
+                search.miss = LookupMiss.NO_MEMORY
                 fits = self._usable(hit.numbers[num_slots], num_tokens)
-                stop = min(fits, stop - self._tables.block_size)
+                stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
             if lacking is None:
-                if self._hold_and_promise(state, hit):
-                    return self._answer(state, hit.start, hit.stop)
-                state.miss = LookupMiss.NO_MEMORY
-                break
-            if may_fetch and self._fetch(state, hit):
-                return ASK_AGAIN
-            may_fetch = may_fetch and state.gave_up is None  # a shorter hit may have the slots
-            state.miss = self._why_not_held(state, lacking, may_fetch=may_fetch)
-            shorter = self._usable(lacking, num_tokens)
-            stop = min(shorter, stop - self._tables.block_size)
-        self.release(state)
-        return LookupResult(0, False, state.miss)
+                if not self._promise(state, search, hit):
+                    search.miss = LookupMiss.NO_MEMORY
+                return True
+            if may_fetch and self._fetch(state, search, hit):
+                return False
+            search.miss = self._why_not_held(state.keys.keys[lacking], search, may_fetch=may_fetch)
+            stop = min(self._usable(lacking, num_tokens), stop - block)
+        return True
 
     def probe(self, state: RequestState) -> None:
         """Have the store find out what it has of a prompt, unless it has just been asked to."""
@@ -134,29 +149,37 @@ class Lookup:
     def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
         numbered = [(state.keys.keys[number], number) for number in self._numbers(start, stop)]
-        slots = {slot.key: slot.index for slot in state.pinned}
+        pinned = () if state.search is None else state.search.pinned
+        slots = {slot.key: slot.index for slot in pinned}
         return tuple(SlotChunk(slots[key], key, number * self._chunk) for key, number in numbered)
 
     def release(self, state: RequestState) -> None:
-        """End the pins of a request."""
-        self._pin_only(state, ())
+        """End the pins and the promise of a request."""
+        if state.search is not None:
+            self._pin_only(state.search, ())
         self._withdraw(state)
 
     def _withdraw(self, state: RequestState) -> None:
         """Nothing is promised to a request."""
-        state.promised = None
+        if state.search is not None:
+            state.search.promised = None
         self._audits.release(state)
+
+    def end_search(self, state: RequestState) -> None:
+        """A request was admitted, or is gone. If it waits once more, another search begins."""
+        self.release(state)
+        state.search = None
 
     def end(self, state: RequestState) -> None:
         """A request ended. Its whole prefix was used now: else the root, which is the oldest, would
         be evicted first."""
-        self.release(state)
+        self.end_search(state)
         self._store.touch(state.keys.keys)
         self._pool.touch(state.keys.keys)
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _known_until(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
+    def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
         """Index of the first chunk from `first` on that cannot be had, and why: its last read
         failed, or it has no slot and the store does not know it. No reason while the store asks its
         medium, which takes it a bounded time."""
@@ -177,27 +200,28 @@ class Lookup:
                 return index + 1, LookupMiss.OTHER_MODEL  # it is compared, and not loaded
         return max(first, len(keys)), None
 
-    def _worth_until(self, state: RequestState, first: int, known: int) -> int:
-        """Index of the first chunk that is known but computed sooner than loaded."""
+    def _choose(self, state: RequestState, search: Search, known: int) -> int:
+        """Index of the first of the known chunks that is computed sooner than loaded. Decided
+        before the first fetch and kept."""
         holds, everything = self._pool.holds, self._tables.all_groups
-        if state.worth is not None:
-            until = min(known, state.worth[0])
+        if search.worth is not None:
+            until = min(known, search.worth[0])
             while until < known and holds(state.keys.keys[until], everything):
                 until += 1  # in memory since
             if until < known:
-                state.miss = LookupMiss.SLOWER
+                search.miss = LookupMiss.SLOWER
             return until
-        if not self._policy.is_any_slow:
+        if search.fetching_since is not None or not self._policy.is_any_slow:
             return known
-        keys = state.keys.keys
+        keys, first = state.keys.keys, search.num_local // self._chunk
         parts = [
             (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
             for number in range(first, known)
         ]
         worth = self._policy.worth_loading(parts)
         if worth.num_parts < len(parts):
-            state.miss = LookupMiss.SLOWER
-            state.worth = first + worth.num_parts, worth.load_seconds, worth.compute_seconds
+            search.miss = LookupMiss.SLOWER
+            search.worth = first + worth.num_parts, worth.load_seconds, worth.compute_seconds
         return first + worth.num_parts
 
     def _usable(self, num_chunks: int, num_tokens: int) -> int:
@@ -244,31 +268,24 @@ class Lookup:
                 break
         return lacking
 
-    def _may_fetch(self, state: RequestState) -> bool:
+    def _may_fetch(self, search: Search) -> bool:
         """Whether there is time left for fetches."""
-        if state.gave_up is not None:
-            return False
-        if state.fetching_since is None or self._clock() < state.deadline:
-            return True
-        # The tiers that were too slow: of some of their chunks, the fetch has not ended.
-        for tier in {state.fetched.get(slot.key) for slot in state.awaited if slot.filling}:
-            if tier is not None:
-                tokens = self._chunk * sum(each == tier for each in state.fetched.values())
-                self._policy.saw_slow_load(tier, tokens, self._clock() - state.fetching_since)
-        return False
+        if search.phase == "fetching":
+            return self._clock() < search.deadline
+        return search.phase == "asking"
 
-    def _why_not_held(self, state: RequestState, lacking: int, *, may_fetch: bool) -> LookupMiss:
+    def _why_not_held(self, key: ChunkKey, search: Search, *, may_fetch: bool) -> LookupMiss:
         """Why a known chunk is neither held nor fetched."""
-        if state.gave_up is not None:
-            return state.gave_up
+        if search.gave_up is not None:
+            return search.gave_up
         is_full = self._pool.num_taken == self._pool.num_slots
-        has_slot = self._pool.find(state.keys.keys[lacking]) is not None
+        has_slot = self._pool.find(key) is not None
         reason = LookupMiss.NO_MEMORY if is_full and not has_slot else LookupMiss.DEADLINE
         if not may_fetch:
-            state.gave_up = reason
+            search.gave_up = reason
         return reason
 
-    def _fetch(self, state: RequestState, hit: _Candidate) -> bool:
+    def _fetch(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
         """Fetch the chunks that are not held. True if the host is to ask again.
 
         The chunks that are held are pinned first, so that none of them loses its slot to another
@@ -278,9 +295,12 @@ class Lookup:
         # Those of an audit, too: if the hit is worth it, so is the first one.
         num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
-        if state.fetching_since is None:
-            state.fetching_since, state.deadline = now, now + self._policy.wait_seconds(num_tokens)
-        self._pin_only(state, [keys[number] for number in numbers])
+        if search.fetching_since is None:
+            search.fetching_since, search.deadline = (
+                now,
+                now + self._policy.wait_seconds(num_tokens),
+            )
+        self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)
             if self._pool.holds(key, groups):
@@ -291,45 +311,63 @@ class Lookup:
                 break
             if known is None:
                 self._pool.pin(slot)
-                state.pinned.append(slot)
+                search.pinned.append(slot)
             if not slot.is_save:
-                state.fetched[key] = self._tier_of(key)
-            state.awaited.append(slot)
+                search.fetched[key] = self._tier_of(key)
+            search.awaited.append(slot)
         # A fetch will end, or another request will release its slots.
-        return bool(state.awaited) or self._pool.num_taken > len(state.pinned)
+        return bool(search.awaited) or self._pool.num_taken > len(search.pinned)
 
-    def _pin_only(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+    def _pin_only(self, search: Search, keys: Iterable[ChunkKey]) -> None:
         """Pin those of the chunks that have slots, then end the request's pins so far."""
-        before, state.pinned = state.pinned, []
-        state.awaited = []
+        before, search.pinned = search.pinned, []
+        search.awaited = []
         for key in keys:
             slot = self._pool.find(key)
             if slot is not None:
                 self._pool.pin(slot)
-                state.pinned.append(slot)
+                search.pinned.append(slot)
         self._pool.unpin_all(before)
 
-    def _hold_and_promise(self, state: RequestState, hit: _Candidate) -> bool:
-        """Pin exactly what a hit needs, all of which is held. False if an audit needs one slot more
-        than there is."""
+    def _promise(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
+        """Pin exactly what a hit needs, all of which is held, and promise it. False if an audit
+        needs one slot more than there is."""
         keys = state.keys.keys
-        self._pin_only(state, [keys[number] for number in hit.numbers])
+        self._pin_only(search, [keys[number] for number in hit.numbers])
         first = hit.start // self._chunk
         if hit.audited is not None and not self._audits.reserve(state, first, hit.audited):
             return False
+        search.promised = (hit.start, hit.stop)
+        return True
+
+    # -- what a search showed -------------------------------------------------------------------
+
+    def _late(self, search: Search) -> set[str]:
+        """The tiers that were too slow: of some of their chunks, the fetch has not ended in time.
+        Empty while there is time."""
+        tiers = {search.fetched.get(slot.key) for slot in search.awaited if slot.filling}
+        return {tier for tier in tiers if tier is not None} if search.phase == "fetching" else set()
+
+    def _learn(self, search: Search, late: set[str]) -> None:
+        """The search settled: tell the policy how fast the tiers brought what is promised, and
+        which of them were `late`."""
+        if search.fetching_since is None:
+            return
+        for slow in late:
+            tokens = self._chunk * sum(each == slow for each in search.fetched.values())
+            self._policy.saw_slow_load(slow, tokens, self._clock() - search.fetching_since)
         loads: dict[str, tuple[int, float]] = {}
-        for slot in state.pinned:
-            tier = state.fetched.get(slot.key)
+        for slot in search.pinned:
+            tier = search.fetched.get(slot.key)
             if tier is not None:
                 tokens, seconds = loads.get(tier, (0, 0.0))
                 loads[tier] = tokens + self._chunk, max(seconds, slot.seconds)
                 slot.seconds = 0.0  # measured once
         for tier, (tokens, seconds) in loads.items():
             self._policy.saw_load(tier, tokens, seconds)
-        state.promised = (hit.start, hit.stop)
-        return True
 
     @staticmethod
-    def _answer(state: RequestState, start: int, stop: int) -> LookupResult:
-        reason = state.miss if state.audited is None else LookupMiss.AUDIT
+    def _answer(state: RequestState, search: Search) -> LookupResult:
+        start, stop = search.promised or (0, 0)
+        reason = search.miss if state.audited is None else LookupMiss.AUDIT
         return LookupResult(stop - start, False, reason)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvferry.cache.deciding.host_pool import Slot
-from kvferry.cache.recording import Recording
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
 from kvferry.types import ChunkKey, RequestView
@@ -37,26 +37,56 @@ class AuditSlots(NamedTuple):
 
 
 @dataclass(slots=True)
-class RequestState:
-    """One live request.
+class Search:
+    """The search for a request's hit, from its first look-up until it is admitted.
 
     Attributes:
-        keys: of its whole chunks.
+        num_local: tokens that the engine had itself at the last look-up.
         pinned: slots of its hit, which it keeps from eviction, filled or still filling.
         awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
             end only, so the last one is still filling.
         fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
             that has them.
-        promised: tokens `[start, stop)` of the last positive answer.
-        num_local: tokens that the engine had itself at the last look-up.
         fetching_since: when its fetches began; None if there were none.
         deadline: when its fetches must have ended.
-        miss: why the last answer was not longer; NOT_LOADING before the first look-up.
-        gave_up: why no more is fetched for it before it is admitted; None: more may be fetched.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while everything is.
-        probed_at: when the store was asked what it has of the prompt.
-        asking_until: how long the answer is waited for, from the first look-up on.
+        gave_up: why no more is fetched for it; None: more may be fetched.
+        promised: tokens `[start, stop)` of the last positive answer.
+        miss: why the last answer was not longer; NOT_LOADING if there was none.
+    """
+
+    num_local: int = 0
+    pinned: list[Slot] = field(default_factory=list)
+    awaited: list[Slot] = field(default_factory=list)
+    fetched: dict[ChunkKey, str] = field(default_factory=dict)
+    fetching_since: float | None = None
+    deadline: float = 0.0
+    worth: tuple[int, float, float] | None = None
+    gave_up: LookupMiss | None = None
+    promised: tuple[int, int] | None = None
+    miss: LookupMiss | None = LookupMiss.NOT_LOADING
+
+    @property
+    def phase(self) -> Literal["asking", "fetching", "settled"]:
+        """Asking what the store has, fetching it, or settled: a hit is promised, or no more is
+        fetched. A promise that is withdrawn leads back to the phase before it."""
+        if self.promised is not None or self.gave_up is not None:
+            return "settled"
+        return "asking" if self.fetching_since is None else "fetching"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One live request.
+
+    Attributes:
+        keys: of its whole chunks.
+        arrived_at: when it came, seconds since the epoch; None once it is in the journal.
+        search: for its hit; None before its first look-up and while it is admitted.
+        probed_at: when the store was asked what it has of the prompt, for this search or an earlier
+            one.
+        asking_until: how long the answer is waited for, from the first look-up after it on.
         barred: a load failed on blocks that it may share, so no more of it is saved until it has
             new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
@@ -66,16 +96,8 @@ class RequestState:
     """
 
     keys: ChunkKeys
-    pinned: list[Slot] = field(default_factory=list)
-    awaited: list[Slot] = field(default_factory=list)
-    fetched: dict[ChunkKey, str] = field(default_factory=dict)
-    promised: tuple[int, int] | None = None
-    num_local: int = 0
-    fetching_since: float | None = None
-    deadline: float = 0.0
-    miss: LookupMiss | None = LookupMiss.NOT_LOADING
-    gave_up: LookupMiss | None = None
-    worth: tuple[int, float, float] | None = None
+    arrived_at: float | None = None
+    search: Search | None = None
     probed_at: float | None = None
     asking_until: float | None = None
     barred: bool = False
@@ -114,7 +136,7 @@ class Requests:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
         clock: monotonic seconds.
-        recording: receives every new request; closed with this.
+        wall_clock: seconds since the epoch.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
@@ -128,31 +150,23 @@ class Requests:
         new_namespace: Callable[[], bytes],
         chunk_tokens: int,
         clock: Callable[[], float],
-        recording: Recording | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
-        self._recording = recording
+        self._wall_clock = wall_clock
 
     def track(self, request: RequestView) -> RequestState:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
-        is_new = state is None
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = self.by_id[request.request_id] = RequestState(keys)
+            state = self.by_id[request.request_id] = RequestState(keys, self._wall_clock())
         state.keys.extend(request.all_token_ids)
-        if is_new and self._recording is not None:
-            self._recording.add(len(request.all_token_ids), state.keys.keys)
         return state
-
-    def close(self) -> None:
-        """End the recording. Idempotent."""
-        if self._recording is not None:
-            self._recording.close()
 
     def begin_epoch(self) -> None:
         """Forget all requests. New ones get keys of another namespace."""

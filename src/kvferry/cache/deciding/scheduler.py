@@ -30,6 +30,7 @@ from kvferry.cache.deciding.requests import (
     UNREADABLE_SECONDS,
     Requests,
     RequestState,
+    Search,
 )
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -42,7 +43,6 @@ from kvferry.cache.messages import (
     SharedStorageMeta,
     SharedStoragePlan,
 )
-from kvferry.cache.recording import Recording
 from kvferry.contract.messages import (
     FREE_NOW,
     FinishResult,
@@ -53,6 +53,7 @@ from kvferry.contract.messages import (
 )
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
+from kvferry.journal import Journal
 from kvferry.record.check import SOUND, MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
@@ -90,18 +91,16 @@ class SharedStorageScheduler(SchedulerRole):
         self._context = context
         self.pool = pool
         self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
-        recording = None
+        journal = None
         if config.record is not None:
-            recording = Recording(Path(config.record), config.chunk_tokens)
-        self._requests = Requests(
-            namespace, new_namespace, config.chunk_tokens, context.clock, recording
-        )
+            journal = Journal(Path(config.record), config.chunk_tokens)
+        self._requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
         self._audits = Audits(context, pool)
         unreadable = self._requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
         suspects = self._audits.suspects
         self._saves = SavePlan(context, pool, self._requests, shared_writes, suspects)
-        self._accounts = Accounts(context)
+        self._accounts = Accounts(context, journal)
         self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
@@ -139,11 +138,11 @@ class SharedStorageScheduler(SchedulerRole):
             self._recent.is_engine_in_use = True
         state = self._requests.track(request)
         if not self._may_load:
-            self._lookup.release(state)
+            self._lookup.end_search(state)
             is_other = self._audits.has_failed
-            state.num_local = num_local_tokens
-            state.miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
-            return LookupResult(0, False, state.miss)
+            miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
+            state.search = Search(num_local=num_local_tokens, miss=miss)
+            return LookupResult(0, False, miss)
         return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
 
     # -- allocation -----------------------------------------------------------------------------
@@ -157,34 +156,37 @@ class SharedStorageScheduler(SchedulerRole):
         state = self._requests.track(request)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self._saves.forget(request.request_id)
-        stop = state.num_local
+        search = state.search or Search()
+        stop = search.num_local
         if num_external_tokens > 0:
-            promised = state.promised or (0, 0)
+            promised = search.promised or (0, 0)
             if num_external_tokens > promised[1] - promised[0]:
                 # The engine counts on tokens that no plan will bring: the guard fails them.
                 raise ContractError(
                     f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
-            self._plan_load(request.request_id, state, block_ids, (start, stop))
+            self._plan_load(request.request_id, state, search, block_ids, (start, stop))
         self._saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
-        self._accounts.admitted(request, state, stop, limit)
+        self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
         self._audits.expect(request.request_id, state, load)
-        self._lookup.release(state)
-        state.fetching_since = state.gave_up = state.worth = None
-        state.miss = LookupMiss.NOT_LOADING
-        state.fetched.clear()
+        self._lookup.end_search(state)
 
     def _plan_load(
-        self, request_id: str, state: RequestState, block_ids: BlockTable, hit: tuple[int, int]
+        self,
+        request_id: str,
+        state: RequestState,
+        search: Search,
+        block_ids: BlockTable,
+        hit: tuple[int, int],
     ) -> None:
         blocks = self._context.tables.load_slices(block_ids, *hit)
         chunks = self._lookup.chunks(state, *hit)
         self._forget_load(request_id)
-        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), state.pinned
-        state.pinned = []
+        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned
+        search.pinned = []
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -280,8 +282,6 @@ class SharedStorageScheduler(SchedulerRole):
             if slot is None:
                 continue
             is_stored = self._saves.learn_saved(report.rank, slot, saved)
-            name = "save" if is_stored else "save_failed"
-            self._accounts.ended(name, slot, saved.result, saved.seconds)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
         for audited in report.audited:
@@ -303,14 +303,9 @@ class SharedStorageScheduler(SchedulerRole):
         if slot.is_save:
             if is_missed:
                 self._saves.learn_missed(slot, filled)
-        elif is_missed:
-            self._accounts.ended("fetch_missed", slot, filled.missed, slot.seconds)
-            if filled.missed != MissReason.CANCELLED:
-                is_sound = filled.missed in SOUND
-                seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
-                self._requests.unreadable.add((slot.key,), seconds)
-        elif not slot.filling and not slot.failed:
-            self._accounts.ended("fetch", slot, None, slot.seconds)
+        elif is_missed and filled.missed != MissReason.CANCELLED:
+            seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
+            self._requests.unreadable.add((slot.key,), seconds)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -320,6 +315,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._audits.forget(request.request_id)
         self._forget_load(request.request_id)
         if state is not None:
+            self._accounts.ended(request, state)
             self._lookup.end(state)
         return FREE_NOW
 
@@ -346,7 +342,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._end_recent(RECENT_CLOSE_SECONDS)
         self._saves.close()
         self._audits.close()
-        self._requests.close()
+        self._accounts.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:
         if self._recent is not None:

@@ -1,7 +1,8 @@
-"""The option `record`: which chunks each request asked for, as JSON lines for `kvferry simulate`.
+"""The journal (option `record`): one JSON line for each request, with its keys and its answer.
 
 A line holds no tokens and no text; the keys are cut digests of them. The scheduler's thread only
-appends to a queue in memory. A thread of its own writes once a second.
+appends to a queue in memory. A thread of its own writes once a second. `kvferry simulate` reads the
+file.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import errno
 import logging
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,32 +37,61 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for the last write; a medium that hangs does not hold up the engine."""
 
 
-class RecordedRequest(msgspec.Struct, frozen=True):
-    """One line of a recording.
+class Answer(NamedTuple):
+    """What a request got when it was admitted first: every token of its prompt once."""
+
+    local: int
+    """Tokens that the engine had itself."""
+    hits: Mapping[str, int]
+    """Tokens by tier."""
+    misses: Mapping[str, int]
+    """Tokens by reason."""
+    why: str
+    """The numbers behind a reason; empty for most."""
+
+
+class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request. Lines of earlier releases have only the first four fields.
 
     Attributes:
-        time: of the first look-up, seconds since the epoch.
+        time: when the request came, seconds since the epoch.
         chunk_tokens: tokens of a chunk.
         num_tokens: length of the prompt.
         keys: of its whole chunks, hexadecimal.
+        request: the host's id of it.
+        local, hits, misses, why: see `Answer`; empty if it ended before it was admitted.
     """
 
     time: float
     chunk_tokens: int
     num_tokens: int
     keys: list[str]
+    request: str = ""
+    local: int = 0
+    hits: dict[str, int] = {}
+    misses: dict[str, int] = {}
+    why: str = ""
 
 
-class Recording:
+class _Entry(NamedTuple):
+    """A line before it is written."""
+
+    arrived_at: float
+    request_id: str
+    num_tokens: int
+    keys: tuple[ChunkKey, ...]
+    answer: Answer | None
+
+
+class Journal:
     """Appends the requests of one engine to a file. `add` runs in the scheduler's thread.
 
-    A file that can no longer be written ends the recording with one line in the log, and nothing
+    A file that can no longer be written ends the journal with one line in the log, and nothing
     else: the engine does not notice.
 
     Args:
         path: created if missing; its directory must exist.
         chunk_tokens: tokens of a chunk.
-        clock: seconds since the epoch.
 
     Attributes:
         num_left_out: requests that are not in the file.
@@ -70,14 +100,11 @@ class Recording:
         ConfigError: the file cannot be opened for appending.
     """
 
-    def __init__(
-        self, path: Path, chunk_tokens: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, chunk_tokens: int) -> None:
         self._path = path
         self._chunk_tokens = chunk_tokens
-        self._clock = clock
         self.num_left_out = 0
-        self._waiting: deque[tuple[float, int, tuple[ChunkKey, ...]]] = deque()
+        self._waiting: deque[_Entry] = deque()
         self._has_failed = False
         self._ends = threading.Event()
         try:
@@ -87,15 +114,23 @@ class Recording:
                 f"cannot record requests in {path}: {error.strerror}; name a file in a directory "
                 "that exists and may be written"
             ) from error
-        self._thread = IOPool(1, "kvferry-recording")
+        self._thread = IOPool(1, "kvferry-journal")
         self._thread.submit(self._run)
 
-    def add(self, num_tokens: int, keys: Sequence[ChunkKey]) -> None:
-        """Record a request of `num_tokens` with these chunks. Never blocks, and does no I/O."""
+    def add(
+        self,
+        arrived_at: float,
+        request_id: str,
+        num_tokens: int,
+        keys: Sequence[ChunkKey],
+        answer: Answer | None,
+    ) -> None:
+        """Record a request of `num_tokens` with these chunks; `answer` is None if it was never
+        admitted. Never blocks, and does no I/O."""
         if self._has_failed or len(self._waiting) >= MAX_WAITING:
             self.num_left_out += 1
         else:
-            self._waiting.append((self._clock(), num_tokens, tuple(keys)))
+            self._waiting.append(_Entry(arrived_at, request_id, num_tokens, tuple(keys), answer))
 
     def close(self) -> None:
         """Write what is left, for `CLOSE_SECONDS` at most. Idempotent."""
@@ -103,7 +138,7 @@ class Recording:
         self._thread.close(CLOSE_SECONDS)
 
     def _run(self, _job: Job[None]) -> None:
-        """Runs in: the thread of this recording."""
+        """Runs in: the thread of this journal."""
         try:
             # Unbuffered, so that lines of several engines that share the file do not mix.
             with self._path.open("ab", buffering=0) as file:
@@ -111,7 +146,7 @@ class Recording:
                 while not is_last:
                     is_last = self._ends.wait(WRITE_SECONDS)
                     while self._waiting:
-                        _write_whole(file, self._line(*self._waiting.popleft()))
+                        _write_whole(file, self._line(self._waiting.popleft()))
         except OSError as error:
             self._has_failed = True
             self._waiting.clear()
@@ -120,10 +155,20 @@ class Recording:
             if self.num_left_out:
                 logger.warning("%s lacks %d requests: slow file", self._path, self.num_left_out)
 
-    def _line(self, at: float, num_tokens: int, keys: tuple[ChunkKey, ...]) -> bytes:
-        short = [key[:KEY_BYTES].hex() for key in keys]
-        request = RecordedRequest(round(at, 3), self._chunk_tokens, num_tokens, short)
-        return msgspec.json.encode(request) + b"\n"
+    def _line(self, entry: _Entry) -> bytes:
+        answer = entry.answer or Answer(0, {}, {}, "")
+        line = JournalLine(
+            time=round(entry.arrived_at, 3),
+            chunk_tokens=self._chunk_tokens,
+            num_tokens=entry.num_tokens,
+            keys=[key[:KEY_BYTES].hex() for key in entry.keys],
+            request=entry.request_id,
+            local=answer.local,
+            hits=dict(answer.hits),
+            misses=dict(answer.misses),
+            why=answer.why,
+        )
+        return msgspec.json.encode(line) + b"\n"
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:

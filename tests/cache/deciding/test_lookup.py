@@ -1,0 +1,65 @@
+"""The phases of a request's search, and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.clock import FakeClock
+from kvferry.types import ChunkKey
+from tests.cache.keeping import PROMPT, open_store
+
+
+class AsksLong(WrapperStore):
+    """Knows of no record yet, while it `asks`."""
+
+    asks = False
+
+    def contains(self, key: ChunkKey) -> bool | None:
+        return None if self.asks else self.inner.contains(key)
+
+
+def waiting(host: Any) -> tuple[Any, Any]:
+    """A request for a prompt that is stored and not in memory, with its state."""
+    host.run("writer", PROMPT)
+    host.settle()
+    host.forget_memory()
+    return host.add("reader", PROMPT), host.scheduler._requests.by_id["reader"]
+
+
+def test_a_search_asks_then_fetches_then_settles_and_ends_when_its_request_is_admitted(
+    make_host, tmp_path
+):
+    store = AsksLong(open_store(tmp_path))
+    host = make_host(store=store)
+    request, state = waiting(host)
+    assert state.search is None
+    store.asks = True
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    assert state.search.phase == "asking"
+    assert not host.pool.has_orders
+    store.asks = False
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    assert state.search.phase == "fetching"
+    assert host.admit(request) == 40
+    assert state.search is None
+    host.prefill(request)
+    assert not host.invalid_block_ids
+
+
+def test_a_search_that_gave_up_fetches_no_more_and_the_next_one_does(make_host):
+    clock = FakeClock()
+    host = make_host(clock=clock, load_timeout_seconds=5.0)
+    request, state = waiting(host)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(6)
+    late = host.scheduler.lookup(request, 0)
+    assert (late.num_tokens, late.reason) == (0, LookupMiss.DEADLINE)
+    assert state.search.phase == "settled"
+    host.settle()
+    host.forget_memory()
+    assert host.scheduler.lookup(request, 0).num_tokens == 0
+    host.scheduler.update_after_alloc(request, request.block_ids, 0)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    assert state.search.phase == "fetching"

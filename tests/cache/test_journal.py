@@ -1,0 +1,176 @@
+"""The journal: a file that `kvferry simulate` reads, and that never stands in the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.journal import KEY_BYTES, MAX_WAITING, Answer, Journal, JournalLine, _Entry
+from kvferry.simulate.trace import read_trace
+from kvferry.testing.stores import make_key
+from kvferry.types import ChunkKey
+from tests.cache.keeping import NUM_CHUNKS, PROMPT
+
+A, B = make_key(1), make_key(2)
+
+
+def lines_of(path: Path) -> list[JournalLine]:
+    decoder = msgspec.json.Decoder(JournalLine)
+    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def add(
+    journal: Journal, num_tokens: int, keys: list[ChunkKey], answer: Answer | None = None
+) -> None:
+    journal.add(12.3456, "id", num_tokens, keys, answer)
+
+
+def test_each_request_is_one_line_without_its_tokens(tmp_path):
+    journal = Journal(tmp_path / "r.jsonl", 8)
+    add(journal, 20, [A, B], Answer(4, {"file": 8}, {"absent": 7, "partial": 1}, ""))
+    add(journal, 3, [])
+    journal.close()
+    journal.close()
+    first, second = lines_of(tmp_path / "r.jsonl")
+    keys = [A[:KEY_BYTES].hex(), B[:KEY_BYTES].hex()]
+    misses = {"absent": 7, "partial": 1}
+    assert first == JournalLine(12.346, 8, 20, keys, "id", 4, {"file": 8}, misses)
+    assert second == JournalLine(12.346, 8, 3, [], "id")
+
+
+def test_a_second_engine_appends(tmp_path):
+    for key in (A, B):
+        journal = Journal(tmp_path / "r.jsonl", 8)
+        add(journal, 8, [key])
+        journal.close()
+    assert read_trace(tmp_path / "r.jsonl").blocks.tolist() == [0, 1]
+
+
+def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
+    path = tmp_path / "r.jsonl"
+    host = make_host(record=str(path))
+    host.run("first", PROMPT)
+    host.settle()
+    host.run("second", PROMPT)
+    host.run("third", [7, 7, 7])
+    host.scheduler.close()
+    trace = read_trace(path)
+    assert trace.num_tokens.tolist() == [41, 41, 3]
+    assert trace.blocks.tolist() == 2 * trace.blocks.tolist()[:NUM_CHUNKS]
+    assert trace.block_tokens == 8
+
+
+def test_a_request_has_its_answer_and_the_numbers_behind_it(make_host, tmp_path):
+    path = tmp_path / "r.jsonl"
+    host = make_host(record=str(path))
+    host.run("writer", PROMPT)
+    host.settle()
+    preempted = host.add("hits", PROMPT)
+    host.admit(preempted)
+    host.prefill(preempted)
+    host.preempt(preempted)
+    host.admit(preempted)  # counted again, and one line
+    host.forget_memory()
+    policy = host.scheduler._policy
+    policy.saw_compute(10_000, 0.001)
+    policy.saw_slow_load("memory", 8, 1000.0)
+    host.admit(host.add("computes", PROMPT))
+    gone = host.add("gone", PROMPT)
+    host.finish(gone)
+    host.scheduler.close()
+    writer, hits, computes, gone = lines_of(path)
+    assert (writer.request, writer.hits) == ("writer", {})
+    assert writer.misses == {"absent": 40, "partial": 1}
+    assert (hits.request, hits.hits) == ("hits", {"memory": 40})
+    assert hits.misses == {"partial": 1}
+    assert computes.misses == {"slower": 40, "partial": 1}
+    assert computes.why == "expected 10000.000 s to load, 0.000 s to compute"
+    assert (gone.request, gone.hits, gone.misses) == ("gone", {}, {})
+    assert all(line.keys == writer.keys for line in (hits, computes, gone))
+    assert writer.time <= hits.time <= computes.time <= gone.time
+
+
+def test_lines_of_earlier_releases_are_read(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"time":1795470000.125,"chunk_tokens":8,"num_tokens":9,"keys":["5f0c"]}\n')
+    journal = Journal(path, 8)
+    add(journal, 8, [A], Answer(0, {}, {"absent": 8}, ""))
+    journal.close()
+    trace = read_trace(path)
+    assert trace.blocks.tolist() == [0, 1]
+    assert trace.num_tokens.tolist() == [9, 8]
+
+
+def test_without_the_option_nothing_is_recorded(make_host, tmp_path):
+    host = make_host()
+    host.run("first", PROMPT)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full device")
+def test_a_full_disk_costs_the_recording_and_one_line(make_host, caplog):
+    host = make_host(record="/dev/full")
+    host.run("first", PROMPT)
+    host.settle()
+    with caplog.at_level(logging.WARNING):
+        host.scheduler.close()
+    assert [record.message for record in caplog.records if "recorded" in record.message] == [
+        "requests are no longer recorded in /dev/full: [Errno 28] No space left on device"
+    ]
+    assert host.run("second", PROMPT).num_external_tokens == 40
+    host.scheduler.close()
+
+
+def test_a_disk_that_takes_half_a_line_leaves_whole_lines(tmp_path):
+    # In another process: the limit holds for every file that a process writes.
+    code = (
+        "import resource, sys; from pathlib import Path;"
+        "from kvferry.journal import Journal;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "journal = Journal(Path(sys.argv[1]), 8);"
+        "journal.add(1.0, '', 8, [b'a' * 32], None); journal.add(1.0, '', 8, [b'b' * 32], None);"
+        "journal.close()"
+    )
+    path = tmp_path / "r.jsonl"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "requests are no longer recorded in" in done.stderr
+    assert [line.keys for line in lines_of(path)] == [[b"a".hex() * KEY_BYTES]]
+    journal = Journal(path, 8)
+    add(journal, 8, [B])
+    journal.close()
+    assert read_trace(path).num_requests == 2
+
+
+def test_requests_that_find_the_queue_full_are_left_out(tmp_path, caplog):
+    journal = Journal(tmp_path / "r.jsonl", 8)
+    journal._waiting.extend([_Entry(0.0, "id", 8, (A,), None)] * (MAX_WAITING + 3))
+    add(journal, 8, [B])
+    assert journal.num_left_out == 1
+    with caplog.at_level(logging.WARNING):
+        journal.close()
+    assert len(lines_of(tmp_path / "r.jsonl")) == MAX_WAITING + 3
+    assert "lacks 1 requests" in caplog.text
+
+
+def test_a_file_that_cannot_be_opened_is_refused_at_start(make_host, tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot record requests in .*No such file"):
+        make_host(record=str(tmp_path / "missing" / "r.jsonl"))
+
+
+def test_a_recording_that_ends_within_a_line_is_read_to_there(tmp_path):
+    path = tmp_path / "r.jsonl"
+    journal = Journal(path, 8)
+    add(journal, 8, [A])
+    add(journal, 8, [B])
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_trace(path).num_requests == 1
