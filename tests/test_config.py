@@ -11,18 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry.config
-from kvferry.config import (
-    StoreUrl,
-    build_config,
-    format_size,
-    parse_size,
-    parse_store_url,
-    shown_url,
-    unknown,
-)
+from kvferry.config import build_config, format_size, parse_size, unknown
 from kvferry.connectors.shared_storage.config import SharedStorageConfig
 from kvferry.errors import ConfigError
-from kvferry.store.url import open_store
+from kvferry.store.kind import StoreUrl, shown_url
+from kvferry.store.url import open_store, parse_store_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

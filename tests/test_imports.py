@@ -160,14 +160,7 @@ THIRD_PARTIES = {
 LAZY = {
     "connectors/registry.py": {"kvferry.connectors.shared_storage"},
     "layout/ops.py": {"kvferry.layout.kernels"},
-    "store/url.py": {
-        "kvferry.store.file",
-        "kvferry.store.servers.mooncake",
-        "kvferry.store.servers.objects",
-        "kvferry.store.servers.remote",
-        "kvferry.store.tiers.tiered",
-        "kvferry.store.servers.valkey",
-    },
+    "store/url.py": {"kvferry.store.tiers.tiered"},
     # After the check that its master is there, which takes less time.
     "store/servers/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},

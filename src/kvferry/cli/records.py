@@ -22,11 +22,12 @@ from kvferry.cli.stores import (
     model_names,
     namespaces,
 )
-from kvferry.config import parse_store_url, shown_url
 from kvferry.errors import ConfigError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store.base import Entry, Removal
+from kvferry.store.kind import shown_url
+from kvferry.store.url import parse_store_url
 from kvferry.types import FORMAT_VERSION
 
 if TYPE_CHECKING:

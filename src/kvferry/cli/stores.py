@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
 from kvferry.store.checking import verify
-from kvferry.store.url import FileOptions, open_one, read_options
+from kvferry.store.kind import StoreUrl
+from kvferry.store.url import open_one, parse_store_url, read_options
 
 if TYPE_CHECKING:
     from kvferry.store.file import FileStore
@@ -93,7 +93,7 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
     """The URL of a directory with the options that neither make nor (unless `writable`) change
     it."""
     given = read_options(parsed)
-    if writable and isinstance(given, FileOptions) and given.read_only:
+    if writable and getattr(given, "read_only", False):
         raise ConfigError(
             f"store URL {str(parsed)!r} says read_only, and this command changes the store"
         )

@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
@@ -35,6 +34,7 @@ from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_
 from kvferry.store.file.fileio import DirectIO, OpenRecord, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index
 from kvferry.store.file.upkeep import Upkeep
+from kvferry.store.kind import StoreUrl
 from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 

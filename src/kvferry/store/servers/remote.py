@@ -24,6 +24,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
+from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.servers.part_files import PartFiles
 from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.types import ChunkKey
@@ -350,3 +351,16 @@ class RemoteStore(Store):
 
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url} {'closed' if self._closed else 'open'}>"
+
+
+def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
+    """The store of a URL, by a client of its kind."""
+    return RemoteStore(
+        str(url),
+        client,
+        prefix=url.path and f"{url.path}/",
+        namespace=opening.namespace,
+        observer=opening.observer,
+        index=opening.index,
+        value_bytes=opening.value_bytes,
+    )
