@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
+import kvferry.store.kind
 import kvferry.store.url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
@@ -30,8 +31,9 @@ from tests.servers.process import LOCALHOST
 from tests.servers.proxy import running_proxy
 
 
-def test_examples_in_docstrings_are_true():
-    result = doctest.testmod(kvferry.store.url)
+@pytest.mark.parametrize("module", [kvferry.store.url, kvferry.store.kind])
+def test_examples_in_docstrings_are_true(module):
+    result = doctest.testmod(module)
     assert (result.attempted, result.failed) == (1, 0)
 
 

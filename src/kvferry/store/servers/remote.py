@@ -19,6 +19,7 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
     Entry,
+    GcReport,
     PutResult,
     ReadRange,
     Store,
@@ -27,6 +28,7 @@ from kvferry.store.base import (
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.servers.part_files import PartFiles
 from kvferry.store.servers.server_keys import ServerKeys
+from kvferry.store.surplus import shrink
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0
@@ -242,6 +244,10 @@ class RemoteStore(Store):
     def scan(self) -> Iterator[Entry]:
         """Every value of every namespace."""
         return (entry for entry in self._scan() if entry.key)
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        """By one deletion each: a server evicts by rules of its own."""
+        return shrink(self, max_bytes, older_than_seconds)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Also those of which nothing but the description is left."""
