@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 import kvferry.config
 from kvferry.cache.config import SharedStorageConfig
-from kvferry.config import (
-    StoreUrl,
-    build_config,
-    format_size,
-    parse_size,
-    parse_store_url,
-    shown_url,
-    unknown,
-)
+from kvferry.config import build_config, format_size, parse_size, unknown
 from kvferry.errors import ConfigError
-from kvferry.store.url import open_store
+from kvferry.store.kind import StoreUrl, shown_url
+from kvferry.store.url import open_store, parse_store_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from kvferry.keys import ModelIdentity, Namespace
 from kvferry.keys.encoding import canonical
 from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import RecordSchema
-from kvferry.store import url as store_url
-from kvferry.store.servers import remote
+from kvferry.store.servers import objects, remote
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
@@ -84,7 +83,7 @@ def _patient_calls(monkeypatch):
     """A call whose deadline the store sets does not fail because the machine is busy."""
     monkeypatch.setattr(remote, "DELETE_SECONDS", 20.0)
     monkeypatch.setattr(remote, "DESCRIBE_SECONDS", 20.0)
-    monkeypatch.setattr(store_url, "_CHECK_SECONDS", 20.0)
+    monkeypatch.setattr(objects, "CHECK_SECONDS", 20.0)
 
 
 @pytest.fixture

@@ -386,7 +386,7 @@ def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
 
 def test_an_engine_with_wrong_credentials_does_not_start(model_dir, s3, monkeypatch):
     # An engine whose server does not answer in time starts.
-    monkeypatch.setattr("kvferry.store.url._CHECK_SECONDS", 20.0)
+    monkeypatch.setattr("kvferry.store.servers.objects.CHECK_SECONDS", 20.0)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-horse")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as said:
         LLM(model_dir(), store=s3.url)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.store import url
-from kvferry.store.servers import remote
+from kvferry.store.servers import objects, remote
 from tests.servers.mooncake import mooncake
 from tests.servers.seaweed import seaweed
 
@@ -15,4 +15,5 @@ def patient_calls(monkeypatch):
     """A call whose deadline the store sets does not fail because the machine is busy."""
     monkeypatch.setattr(remote, "DELETE_SECONDS", 20.0)
     monkeypatch.setattr(remote, "DESCRIBE_SECONDS", 20.0)
-    monkeypatch.setattr(url, "_CHECK_SECONDS", 20.0)
+    monkeypatch.setattr(url, "_OPEN_SECONDS", 20.0)
+    monkeypatch.setattr(objects, "CHECK_SECONDS", 20.0)

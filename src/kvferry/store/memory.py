@@ -9,10 +9,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from kvferry.config import StoreUrl
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import (
@@ -24,7 +24,23 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
+from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Options of `memory:` URLs.
+
+    Attributes:
+        max_bytes: sum of the sizes of all values; None for no limit.
+    """
+
+    max_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ConfigError("option 'max_bytes' is 0; give a size such as 10GiB, or leave it out")
 
 
 class _Value(NamedTuple):
@@ -166,3 +182,20 @@ class MemoryStore(Store):
         stat = self.stat()
         state = "closed" if self._closed else f"{stat.num_records} values, {stat.used_bytes} bytes"
         return f"<MemoryStore {self.url} {state}>"
+
+
+def _check_path(where: str, _raw_path: str, path: str) -> None:
+    if "/" in path:
+        raise ConfigError(f"{where}: the name of a memory store holds no /; write memory://name")
+
+
+def _open_url(url: StoreUrl, options: MemoryOptions, opening: Opening) -> MemoryStore:
+    if opening.multi_process:
+        raise ConfigError(
+            f"{url.where}: a memory store is seen by one process only, and here several must share "
+            "one; use file:///absolute/directory (on /dev/shm if it shall stay in memory)"
+        )
+    return MemoryStore(url.path, options.max_bytes, opening.observer)
+
+
+KIND = StoreKind(options=MemoryOptions, open=_open_url, check_path=_check_path, is_private=True)

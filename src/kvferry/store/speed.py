@@ -6,9 +6,9 @@ import os
 import time
 from typing import NamedTuple
 
-from kvferry.config import SERVER_SCHEMES
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult, Store, SupportsShardedWrite
+from kvferry.store.url import MODULES, kind_of_scheme
 from kvferry.types import ChunkKey
 
 SAMPLE_BYTES = 4 << 20
@@ -29,7 +29,8 @@ def measure(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreSpeed:
     as that is.
     """
     stat = store.stat()
-    if stat.url.partition(":")[0] in SERVER_SCHEMES:
+    scheme = stat.url.partition(":")[0]
+    if scheme in MODULES and kind_of_scheme(scheme).hosts:
         return StoreSpeed(None, None)
     has_room = stat.max_bytes is None or stat.used_bytes + 2 * num_bytes <= stat.max_bytes
     write = _measure_write(store, num_bytes) if has_room else None

@@ -1,198 +1,162 @@
-"""From a store URL to an open store. The options of each scheme are a dataclass here."""
+"""From a store URL to an open store; each scheme's module says the rest (`StoreKind`)."""
 
 from __future__ import annotations
 
+import importlib
 import posixpath
-import time
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
 
-from kvferry.config import (
-    NAME,
-    OBJECT_SCHEMES,
-    SERVER_SCHEMES,
-    StoreUrl,
-    build_config,
-    check_endpoint,
-    format_size,
-    parse_store_url,
-)
+from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
-from kvferry.store.memory import MemoryStore
+from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.tiers.late import LateStore
 
-if TYPE_CHECKING:
-    from kvferry.store.servers.mooncake import MooncakeClient
-    from kvferry.store.servers.objects import ObjectClient
-    from kvferry.store.servers.remote import RemoteClient
-    from kvferry.store.servers.valkey import ValkeyClient
-
-_DEFAULT_PORTS = dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), 6379)
-
-# How long the opening of a store waits to hear that its bucket is wrong.
-_CHECK_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """Options of `memory:` URLs.
-
-    Attributes:
-        max_bytes: sum of the sizes of all values; None for no limit.
-    """
-
-    max_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
-
-    def __post_init__(self) -> None:
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ConfigError("option 'max_bytes' is 0; give a size such as 10GiB, or leave it out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileOptions(MemoryOptions):
-    """Options of `file:` URLs; each is an argument of `FileStore`, which documents it."""
-
-    create: bool = True
-    read_only: bool = False
-    direct_io: Literal["auto", "off"] = "auto"
-    index_file: str | None = None
-
-    def __post_init__(self) -> None:
-        # Without arguments, `super` finds no class that slots were added to.
-        MemoryOptions.__post_init__(self)
-        _refuse_relative(index_file=self.index_file)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValkeyOptions:
-    """Options of `valkey:`, `valkeys:`, `redis:` and `rediss:` URLs. User and password may stand in
-    the URL instead; but hosts log their command line and configuration, and a file they do not.
-
-    Attributes:
-        cluster: the hosts are nodes of a cluster.
-        username: at the server.
-        password_file: its first line is the password; read again at every connect.
-        ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
-        cert_file: PEM file of a certificate to show to the servers.
-        key_file: PEM file of its key.
-    """
-
-    cluster: bool = False
-    username: str = ""
-    password_file: str | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-    def __post_init__(self) -> None:
-        _refuse_relative(
-            password_file=self.password_file,
-            ca_file=self.ca_file,
-            cert_file=self.cert_file,
-            key_file=self.key_file,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectOptions:
-    """Options of `s3:`, `gs:` and `az:` URLs. Credentials come from the environment, under the
-    names that the tools of each cloud use.
-
-    Attributes:
-        endpoint: URL of an S3-compatible server (s3, az); http:// where it has no TLS.
-        region: of the bucket (s3).
-    """
-
-    endpoint: str | None = None
-    region: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.endpoint is not None:
-            check_endpoint("endpoint", self.endpoint, "http://minio:9000")
-        if self.region is not None and NAME.fullmatch(self.region) is None:
-            raise ConfigError("option 'region' is not a region; write region=eu-central-1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeOptions:
-    """Options of `mooncake:` URLs.
-
-    Attributes:
-        metadata: URL of the metadata server; P2PHANDSHAKE where there is none.
-        segment: memory that this process lends to the others.
-        protocol: between machines.
-        device: names of RDMA devices, separated by commas; empty for all.
-        admin: URL of the master's metrics port, by which commands list what is stored.
-    """
-
-    metadata: str = "P2PHANDSHAKE"
-    segment: int = field(default=0, metadata={"unit": "bytes"})
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    device: str = ""
-    admin: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.metadata != "P2PHANDSHAKE":
-            check_endpoint(
-                "metadata",
-                self.metadata,
-                "http://10.0.0.7:8080/metadata",
-                schemes=("http", "https", "etcd", "redis"),
-                allows_login=True,
-            )
-        if self.admin is not None:
-            check_endpoint("admin", self.admin, "http://10.0.0.7:9003")
-        if self.device and not all(map(NAME.fullmatch, self.device.split(","))):
-            raise ConfigError(
-                "option 'device' is not a list of devices; write device=mlx5_0,mlx5_1"
-            )
-
-
-Options = MemoryOptions | ValkeyOptions | ObjectOptions | MooncakeOptions
-
-OPTIONS: Mapping[str, type[Options]] = {
-    "memory": MemoryOptions,
-    "file": FileOptions,
-    **dict.fromkeys(_DEFAULT_PORTS, ValkeyOptions),
-    **dict.fromkeys(OBJECT_SCHEMES, ObjectOptions),
-    "mooncake": MooncakeOptions,
+MODULES: Mapping[str, str] = {
+    "file": "kvferry.store.file.kind",
+    "memory": "kvferry.store.memory",
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "kvferry.store.servers.valkey"),
+    **dict.fromkeys(("s3", "gs", "az"), "kvferry.store.servers.objects"),
+    "mooncake": "kvferry.store.servers.mooncake",
 }
-"""What may stand behind the ? of each scheme."""
+"""The module of each scheme, which brings a `StoreKind` as `KIND`; loaded when a URL names it."""
+
+# How long the opening of a tier may take before the others serve without it.
+_OPEN_SECONDS = 2.0
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 
-def read_options(url: StoreUrl) -> Options:
-    """The options of a URL, of the class that its scheme has in `OPTIONS`.
+def parse_store_url(url: str, modules: Mapping[str, str] = MODULES) -> StoreUrl:
+    """Take `file:///abs/path?max_bytes=10GiB`, `memory://name` or
+    `valkey://user:password@host:6379/prefix` apart; percent escapes are decoded (write %3F for ?,
+    %23 for #, %40 for @ and %2F for / where they do not separate). `read_options` finds whether the
+    options exist.
+
+    Args:
+        modules: of each scheme; see `MODULES`.
+
+    Raises:
+        ConfigError: not a string, no or an unknown scheme, a relative path, a host where there can
+            be none or none where there must be one, an option given twice or without a value.
+    """
+    if not isinstance(url, str):
+        raise ConfigError(
+            "a store URL is text such as file:///var/cache/kvferry, not a value of type "
+            f"{type(url).__name__}"
+        )
+    where = f"store URL {shown_url(url)!r}"
+    if not url.isprintable():
+        raise ConfigError(f"{where} holds a character that cannot be printed; escape it as %XX")
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{where}: {_without_scheme(shown_url(url))}")
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in modules:
+        raise ConfigError(f"{where}: {unknown('scheme', match[1], modules)}")
+    if "#" in rest:
+        raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
+    raw_path, _, query = rest.partition("?")
+    kind = kind_of_scheme(scheme, modules)
+    if kind.hosts:
+        return _parse_server_url(where, scheme, kind, raw_path, query)
+    path = _unquote(where, raw_path, repr(raw_path))
+    if "\0" in path:
+        raise ConfigError(f"{where}: a path cannot hold a zero byte")
+    kind.check_path(where, raw_path, path)
+    return StoreUrl(scheme=scheme, path=path, options=_parse_options(where, query), kind=kind)
+
+
+def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query: str) -> StoreUrl:
+    authority, _, raw_path = raw.partition("/")
+    userinfo, _, raw_hosts = authority.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    hosts = []
+    for raw_host in raw_hosts.split(","):
+        match = HOST.fullmatch(raw_host)
+        port = 0 if match is None else int(match[2] or 1)
+        is_place = match is not None and (kind.names_bucket or is_host(match[1].strip("[]")))
+        if match is None or not is_place or not 0 < port < 65536 or "@" in raw_path + query:
+            # Without the text: it may be a piece of a password that was not escaped.
+            raise ConfigError(f"{where}: names no {kind.hosts.format(scheme=scheme)}")
+        hosts.append((match[1].strip("[]"), None if match[2] is None else port))
+    # Unlike other parts, user and password are in no message, not even where they are no UTF-8.
+    return StoreUrl(
+        scheme=scheme,
+        path=_unquote(where, raw_path, repr(raw_path)).strip("/"),
+        options=_parse_options(where, query),
+        hosts=tuple(hosts),
+        username=unquote(username, errors="replace"),
+        password=unquote(password, errors="replace"),
+        kind=kind,
+    )
+
+
+def _unquote(where: str, text: str, what: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        # Decoded somehow, it would name another directory than the one that was meant.
+        raise ConfigError(f"{where}: the escapes in {what} are not UTF-8") from None
+
+
+def _without_scheme(url: str) -> str:
+    if url.startswith("/"):
+        return f"no scheme; did you mean {'file://' + url!r}?"
+    if url.lower().startswith(("file:", "memory:")):
+        scheme, _, rest = url.partition(":")
+        slashes = "//" if scheme.lower() == "memory" or rest.startswith("/") else "///"
+        return f"// is missing after the scheme; did you mean {f'{scheme}:{slashes}{rest}'!r}?"
+    return "no scheme; write file:///absolute/directory, memory://name or valkey://host/prefix"
+
+
+def _parse_options(where: str, query: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    # Without what was given: behind the ? a secret may stand by mistake.
+    for number, part in enumerate(query.split("&") if query else (), 1):
+        name, equals, value = part.partition("=")
+        name, value = (_unquote(where, text, f"option {number}") for text in (name, value))
+        if not name or not equals or not value:
+            raise ConfigError(f"{where}: option {number} is not of the form name=value")
+        if "\0" in value:
+            raise ConfigError(f"{where}: option {number} holds a zero byte")
+        if name in options:
+            shown = repr(name) if OPTION_NAME.fullmatch(name) else number
+            raise ConfigError(f"{where}: option {shown} is given twice")
+        options[name] = value
+    return options
+
+
+def kind_of_scheme(scheme: str, modules: Mapping[str, str] = MODULES) -> StoreKind:
+    """What a scheme stands for, which must be known."""
+    kind: StoreKind = importlib.import_module(modules[scheme]).KIND
+    return kind
+
+
+def kind_of(url: StoreUrl) -> StoreKind:
+    """What the scheme of a URL stands for."""
+    return url.kind or kind_of_scheme(url.scheme)
+
+
+def read_options(url: StoreUrl) -> object:
+    """The options of a URL, of the class that its kind names.
 
     Raises:
         ConfigError: one is unknown or wrong; what was given is not shown.
     """
-    return build_config(OPTIONS[url.scheme], url.options, where=_where(url), hides=True)
-
-
-def _where(url: StoreUrl) -> str:
-    return f"store URL {str(url)!r}"
-
-
-def _refuse_relative(**files: str | None) -> None:
-    """Messages name files: only what is a path for sure."""
-    for option, file in files.items():
-        if file is not None and not file.startswith("/"):
-            raise ConfigError(f"option {option!r} is not an absolute path; begin it with /")
+    return build_config(kind_of(url).options, url.options, where=url.where, hides=True)
 
 
 def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
     everything."""
     for url in (urls,) if isinstance(urls, str) else urls:
-        options = read_options(parse_store_url(url))
-        max_bytes = options.max_bytes if isinstance(options, MemoryOptions) else None
+        max_bytes = getattr(read_options(parse_store_url(url)), "max_bytes", None)
         if max_bytes is not None and max_bytes < record_bytes:
             raise ConfigError(
                 f"max_bytes={format_size(max_bytes)} is smaller than one chunk of this model "
@@ -229,10 +193,10 @@ def open_tiers(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
         )
     for url, place in zip(parsed, places, strict=True):
-        if places.count(place) > 1 and url.scheme != "memory":
+        if places.count(place) > 1 and not kind_of(url).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
     stores = [open_one(urls[0])] if len(urls) == 1 else _open_all(urls, open_one)
-    if len(stores) == 1 and parsed[0].scheme not in SERVER_SCHEMES:
+    if len(stores) == 1 and not kind_of(parsed[0]).hosts:
         return stores[0]
     # Only here: a process with one directory needs no breaker.
     from kvferry.store.tiers.tiered import TieredStore
@@ -258,16 +222,16 @@ def _open_tier(url: str, open_one: Callable[..., Store]) -> Store:
     """A store, or what stands for it while its medium does not answer."""
     with suppress(StoreError):
         return open_one(url)
-    return LateStore(url, lambda _may_create: open_one(url, may_create=False), _CHECK_SECONDS)
+    return LateStore(url, lambda _may_create: open_one(url, may_create=False), _OPEN_SECONDS)
 
 
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
     """The same value for URLs that name one place. By the names alone: to follow links on a mount
     that hangs would hang the start of an engine."""
-    schemes = {"redis": "valkey", "rediss": "valkeys"}
-    hosts = tuple((host, port or _DEFAULT_PORTS.get(url.scheme)) for host, port in url.hosts)
+    kind = kind_of(url)
+    hosts = tuple((host, port or kind.default_port) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
-    return schemes.get(url.scheme, url.scheme), hosts, path, url.options.get("endpoint")
+    return kind.aliases.get(url.scheme, url.scheme), hosts, path, url.options.get("endpoint")
 
 
 def open_store(
@@ -328,112 +292,13 @@ def open_one(
 ) -> Store:
     """Open the store of one URL, without a breaker; see `open_store`. Unless it `may_create`, a
     directory must be a store already."""
-    observer = observer if observer is not None else Observer()
     parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
-    options = read_options(parsed)
-    if not isinstance(options, MemoryOptions):
-        client = _client(parsed, options)
-        # Only here: a process that keeps values in memory needs no threads.
-        from kvferry.store.servers.remote import RemoteStore
-
-        return RemoteStore(
-            str(parsed),
-            client,
-            prefix=parsed.path and f"{parsed.path}/",
-            namespace=namespace,
-            observer=observer,
-            index=index,
-            value_bytes=value_bytes,
-        )
-    if not isinstance(options, FileOptions):
-        if multi_process:
-            raise ConfigError(
-                f"{_where(parsed)}: a memory store is seen by one process only, and here several "
-                "must share one; use file:///absolute/directory (on /dev/shm if it shall stay in "
-                "memory)"
-            )
-        return MemoryStore(parsed.path, options.max_bytes, observer)
-    # Only here: a process that keeps values in memory need not load threads and a database.
-    from kvferry.store.file.store import FileStore
-
-    return FileStore(
-        Path(parsed.path),
-        max_bytes=options.max_bytes,
-        create=options.create and may_create,
-        read_only=options.read_only,
-        direct_io=options.direct_io,
-        index_file=None if options.index_file is None else Path(options.index_file),
+    opening = Opening(
+        observer=observer if observer is not None else Observer(),
+        multi_process=multi_process,
         index=index,
-        observer=observer,
+        namespace=namespace,
+        value_bytes=value_bytes,
+        may_create=may_create,
     )
-
-
-def _client(
-    url: StoreUrl, options: ValkeyOptions | ObjectOptions | MooncakeOptions
-) -> RemoteClient:
-    match options:
-        case ObjectOptions():
-            return _object_client(url, options)
-        case MooncakeOptions():
-            return _mooncake_client(url, options)
-        case ValkeyOptions():
-            return _valkey_client(url, options)
-
-
-def _valkey_client(url: StoreUrl, options: ValkeyOptions) -> ValkeyClient:
-    from kvferry.store.servers.valkey import DEFAULT_PORT, Login, ValkeyClient, make_tls
-
-    is_tls = url.scheme in ("valkeys", "rediss")
-    files = (options.ca_file, options.cert_file, options.key_file)
-    try:
-        if "{" in url.path or "}" in url.path:
-            raise ConfigError("the prefix holds a brace, which would decide the place in a cluster")
-        if url.password and options.password_file is not None:
-            raise ConfigError("a password in the URL and password_file; give one of them")
-        if any(files) and not is_tls:
-            raise ConfigError(f"files for TLS, and no TLS; write {url.scheme}s://")
-        return ValkeyClient(
-            [(host, port or DEFAULT_PORT) for host, port in url.hosts],
-            cluster=options.cluster,
-            login=Login(options.username or url.username, url.password, options.password_file),
-            tls=make_tls(*files) if is_tls else None,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{_where(url)}: {error}") from None
-
-
-def _object_client(url: StoreUrl, options: ObjectOptions) -> ObjectClient:
-    where = _where(url)
-    (bucket, port), *others = url.hosts
-    if others or port is not None or url.username or url.password:
-        raise ConfigError(
-            f"{where}: names more than a bucket; write {url.scheme}://bucket/prefix, the server as "
-            "?endpoint=..., and credentials into the environment"
-        )
-    is_name = url.path.isprintable() and {"", ".", ".."}.isdisjoint(url.path.split("/"))
-    if url.path and not is_name:
-        raise ConfigError(f"{where}: a prefix is made of names with one / between them")
-    # Each loads what only its own scheme needs.
-    from kvferry.store.servers.objects import ObjectClient
-
-    client = ObjectClient(url.scheme, bucket, endpoint=options.endpoint, region=options.region)
-    try:
-        # A server that is down may come back; a wrong bucket or secret stays wrong.
-        with suppress(StoreError):
-            client.check(time.monotonic() + _CHECK_SECONDS, f"{url.path}/" if url.path else "")
-    except BaseException:
-        client.close()
-        raise
-    return client
-
-
-def _mooncake_client(url: StoreUrl, options: MooncakeOptions) -> MooncakeClient:
-    (host, port), *others = url.hosts
-    if others or port is None or url.username or url.password:
-        raise ConfigError(
-            f"{_where(url)}: names no single master; write mooncake://host:50051/prefix"
-        )
-    from kvferry.store.servers.mooncake import MooncakeClient
-
-    given = asdict(options)
-    return MooncakeClient(f"{host}:{port}", segment_bytes=given.pop("segment"), **given)
+    return kind_of(parsed).open(parsed, read_options(parsed), opening)

@@ -9,6 +9,7 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
     Entry,
+    GcReport,
     PutResult,
     ReadRange,
     Removal,
@@ -31,6 +32,7 @@ class WrapperStore(Store):
         self.inner = inner
         self.url = inner.url
         self.multi_process = inner.multi_process
+        self.quarantines = inner.quarantines
         if isinstance(inner, SupportsShardedWrite):
             self.write_parts_by(inner)
 
@@ -93,10 +95,14 @@ class WrapperStore(Store):
         return self.inner.tier_of(key)
 
     def of(self, namespace: bytes) -> Store:
-        return self.inner.of(namespace)
+        values = self.inner.of(namespace)
+        return self if values is self.inner else values
 
     def scan(self) -> Iterator[Entry]:
         return self.inner.scan()
+
+    def stored(self) -> Iterator[Entry]:
+        return self.inner.stored()
 
     def recent(self, limit: int) -> Iterator[Entry]:
         return self.inner.recent(limit)
@@ -109,6 +115,12 @@ class WrapperStore(Store):
 
     def removals(self, limit: int) -> list[Removal] | None:
         return self.inner.removals(limit)
+
+    def facts(self) -> dict[str, int | bool | None]:
+        return self.inner.facts()
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        return self.inner.gc(max_bytes, older_than_seconds)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"

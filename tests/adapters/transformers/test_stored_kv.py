@@ -14,12 +14,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.config import parse_store_url
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, parse_store_url
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,

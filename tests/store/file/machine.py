@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
+from kvferry.store.checking import verify
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, read_value
 from tests.store.file.test_maintenance import make_record
@@ -87,7 +88,7 @@ class Machine:
         self._store._upkeep.clean()
 
     def verify(self) -> tuple[int, int, int]:
-        report = self._store.verify()
+        report = verify(self._store, self._store.stored())
         return report.num_records, len(report.bad), report.num_unreadable
 
     def gc(self, max_bytes: int) -> int:

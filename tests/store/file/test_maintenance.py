@@ -10,6 +10,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason
 from kvferry.record.schema import Component, RecordSchema, leaf_digests
+from kvferry.store.checking import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
 
@@ -42,7 +43,7 @@ def test_sound_records_are_found_sound(bench):
     for number in range(3):
         store.put(make_key(number), [make_record(make_key(number))])
     seen = []
-    report = store.verify(lambda *progress: seen.append(progress))
+    report = verify(store, store.stored(), lambda *progress: seen.append(progress))
     size = make_schema().record_bytes
     assert (report.num_records, report.num_bytes, report.bad) == (3, 3 * size, ())
     assert report.num_unreadable == 0
@@ -79,12 +80,12 @@ def test_bad_records_are_named_and_quarantined(bench, content, reason):
     store = bench.open()
     store.put(make_key(0), [content])
     store.put(make_key(1), [make_record(make_key(1))])
-    report = store.verify()
+    report = verify(store, store.stored())
     assert [(entry.key, why) for entry, why in report.bad] == [(make_key(0), reason)]
     assert not store.contains(make_key(0))
     assert store.read(make_key(0), ()) is None
     assert len(os.listdir(bench.root / "quarantine")) == 1
-    assert store.verify().bad == ()
+    assert verify(store, store.stored()).bad == ()
 
 
 def test_checking_a_large_record_takes_little_memory(bench):
@@ -94,7 +95,7 @@ def test_checking_a_large_record_takes_little_memory(bench):
     store = bench.open()
     store.put(make_key(), [make_record(make_key(), schema)])
     tracemalloc.start()
-    assert store.verify().bad == ()
+    assert verify(store, store.stored()).bad == ()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 << 20
@@ -103,7 +104,7 @@ def test_checking_a_large_record_takes_little_memory(bench):
 def test_a_read_only_store_is_verified_but_not_changed(bench):
     bench.open().put(make_key(), [b"rotten"])
     with bench.open(read_only=True) as store:
-        assert len(store.verify().bad) == 1
+        assert len(verify(store, store.stored()).bad) == 1
         with pytest.raises(StoreError, match="read-only"):
             store.gc()
     assert bench.path(make_key()).exists()

@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvferry.config import StoreUrl
 from kvferry.errors import StoreError
 from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
@@ -28,13 +27,13 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
-from kvferry.store.checking import Progress, VerifyReport, verify
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import DirectIO, OpenRecord, as_views, write_all
 from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index
 from kvferry.store.file.upkeep import Upkeep
+from kvferry.store.kind import StoreUrl
 from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
@@ -72,6 +71,7 @@ class FileStore(Store):
     """
 
     multi_process = True
+    quarantines = True
 
     def __init__(
         self,
@@ -348,22 +348,26 @@ class FileStore(Store):
         if not self._closed and self._index.is_ours:
             self._upkeep.run_until_idle()
 
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Check every file, without the index, and discard the bad ones; see `checking.verify`."""
+    def stored(self) -> Iterator[Entry]:
+        """Every file, without the index."""
         shards = map(self._directory.list_shard, range(NUM_SHARDS))
         keys = self._listed(chain.from_iterable(shards))
-        return verify(self, (Entry(key, 0, 0.0) for key in keys), progress)
+        return (Entry(key, 0, 0.0) for key in keys)
+
+    def facts(self) -> dict[str, int | bool | None]:
+        counts = self.stat()
+        quarantine = self._directory.list_files("quarantine").values()
+        return {
+            "num_records": counts.num_records,
+            "used_bytes": counts.used_bytes,
+            "max_bytes": counts.max_bytes,
+            "index_complete": counts.index_complete,
+            "quarantined": len(quarantine),
+            "quarantined_bytes": sum(file.num_bytes for file in quarantine),
+        }
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove what was not used for long, then the least recently used until the rest fits.
-
-        Args:
-            max_bytes: keep at most so many bytes; None: as many as the quota allows.
-            older_than_seconds: remove records and quarantined files not used for so long.
-
-        Raises:
-            StoreError: the store is read-only, or the medium failed.
-        """
+        """See `Store.gc`; quarantined files, too."""
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
         before = 0.0 if older_than_seconds is None else self._index.wall() - older_than_seconds

@@ -8,13 +8,17 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
+from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
 from kvferry.store.servers import mooncake_child
 from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
 from kvferry.store.servers.mooncake_child import ABSENT, EXISTS, EXISTS_HERE, PENDING
 from kvferry.store.servers.name_list import names_at
+from kvferry.store.servers.remote import RemoteStore, open_remote
 
 _NUM_LANES = 4
 _LANE_BYTES = 8 << 20
@@ -23,6 +27,41 @@ _CHILD_BYTES = 96 << 20
 _CLOSE_SECONDS = 3.0
 _SIZES_AT_ONCE = 1000
 _NO_SPACE = -200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeOptions:
+    """Options of `mooncake:` URLs.
+
+    Attributes:
+        metadata: URL of the metadata server; P2PHANDSHAKE where there is none.
+        segment: memory that this process lends to the others.
+        protocol: between machines.
+        device: names of RDMA devices, separated by commas; empty for all.
+        admin: URL of the master's metrics port, by which commands list what is stored.
+    """
+
+    metadata: str = "P2PHANDSHAKE"
+    segment: int = field(default=0, metadata={"unit": "bytes"})
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    admin: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.metadata != "P2PHANDSHAKE":
+            check_endpoint(
+                "metadata",
+                self.metadata,
+                "http://10.0.0.7:8080/metadata",
+                schemes=("http", "https", "etcd", "redis"),
+                allows_login=True,
+            )
+        if self.admin is not None:
+            check_endpoint("admin", self.admin, "http://10.0.0.7:9003")
+        if self.device and not all(map(PLAIN_NAME.fullmatch, self.device.split(","))):
+            raise ConfigError(
+                "option 'device' is not a list of devices; write device=mlx5_0,mlx5_1"
+            )
 
 
 class MooncakeClient(ChildClient):
@@ -216,3 +255,19 @@ def own_address(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
+
+
+def _open_url(url: StoreUrl, options: MooncakeOptions, opening: Opening) -> RemoteStore:
+    (host, port), *others = url.hosts
+    if others or port is None or url.username or url.password:
+        raise ConfigError(
+            f"{url.where}: names no single master; write mooncake://host:50051/prefix"
+        )
+    given = asdict(options)
+    client = MooncakeClient(f"{host}:{port}", segment_bytes=given.pop("segment"), **given)
+    return open_remote(url, client, opening)
+
+
+KIND = StoreKind(
+    options=MooncakeOptions, open=_open_url, hosts="master; write mooncake://host:50051/prefix"
+)

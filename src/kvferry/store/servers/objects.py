@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.config import NAME, check_endpoint
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
+from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
 from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
+from kvferry.store.servers.remote import RemoteStore, open_remote
 
 try:
     from obstore.exceptions import BaseError
@@ -27,6 +31,9 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
+
+CHECK_SECONDS = 2.0
+"""How long the opening of a store waits to hear that its bucket is wrong."""
 
 # Ranges nearer to each other than this come with one request: the bytes between them take less
 # time than a request of their own.
@@ -80,6 +87,26 @@ def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[ByteSpan]:
         else:
             spans.append(ByteSpan(start, end))
     return spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectOptions:
+    """Options of `s3:`, `gs:` and `az:` URLs. Credentials come from the environment, under the
+    names that the tools of each cloud use.
+
+    Attributes:
+        endpoint: URL of an S3-compatible server (s3, az); http:// where it has no TLS.
+        region: of the bucket (s3).
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            check_endpoint("endpoint", self.endpoint, "http://minio:9000")
+        if self.region is not None and PLAIN_NAME.fullmatch(self.region) is None:
+            raise ConfigError("option 'region' is not a region; write region=eu-central-1")
 
 
 class ObjectClient(ChildClient):
@@ -275,7 +302,36 @@ def _check_environment(scheme: str, bucket: str) -> None:
             )
         if name.startswith(_VARIABLES[scheme]) and _ENDPOINTS.fullmatch(name):
             check_endpoint(name, value, "http://minio:9000")
-        if scheme == "s3" and name in _REGIONS and NAME.fullmatch(value) is None:
+        if scheme == "s3" and name in _REGIONS and PLAIN_NAME.fullmatch(value) is None:
             raise ConfigError(
                 f"{scheme}://{bucket}: the variable {name} is not a region; set {name}=eu-central-1"
             )
+
+
+def _open_url(url: StoreUrl, options: ObjectOptions, opening: Opening) -> RemoteStore:
+    (bucket, port), *others = url.hosts
+    if others or port is not None or url.username or url.password:
+        raise ConfigError(
+            f"{url.where}: names more than a bucket; write {url.scheme}://bucket/prefix, the "
+            "server as ?endpoint=..., and credentials into the environment"
+        )
+    is_name = url.path.isprintable() and {"", ".", ".."}.isdisjoint(url.path.split("/"))
+    if url.path and not is_name:
+        raise ConfigError(f"{url.where}: a prefix is made of names with one / between them")
+    client = ObjectClient(url.scheme, bucket, endpoint=options.endpoint, region=options.region)
+    try:
+        # A server that is down may come back; a wrong bucket or secret stays wrong.
+        with suppress(StoreError):
+            client.check(time.monotonic() + CHECK_SECONDS, f"{url.path}/" if url.path else "")
+    except BaseException:
+        client.close()
+        raise
+    return open_remote(url, client, opening)
+
+
+KIND = StoreKind(
+    options=ObjectOptions,
+    open=_open_url,
+    hosts="bucket; write {scheme}://bucket/prefix",
+    names_bucket=True,
+)

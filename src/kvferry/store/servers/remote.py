@@ -19,13 +19,16 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
     Entry,
+    GcReport,
     PutResult,
     ReadRange,
     Store,
     StoreStat,
 )
+from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.servers.part_files import PartFiles
 from kvferry.store.servers.server_keys import ServerKeys
+from kvferry.store.surplus import shrink
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0
@@ -242,6 +245,10 @@ class RemoteStore(Store):
         """Every value of every namespace."""
         return (entry for entry in self._scan() if entry.key)
 
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        """By one deletion each: a server evicts by rules of its own."""
+        return shrink(self, max_bytes, older_than_seconds)
+
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Also those of which nothing but the description is left."""
         found: dict[bytes, tuple[int, int]] = {}
@@ -350,3 +357,16 @@ class RemoteStore(Store):
 
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url} {'closed' if self._closed else 'open'}>"
+
+
+def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
+    """The store of a URL, by a client of its kind."""
+    return RemoteStore(
+        str(url),
+        client,
+        prefix=url.path and f"{url.path}/",
+        namespace=opening.namespace,
+        observer=opening.observer,
+        index=opening.index,
+        value_bytes=opening.value_bytes,
+    )

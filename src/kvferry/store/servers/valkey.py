@@ -13,11 +13,13 @@ import re
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
-from kvferry.store.servers.remote import RemoteClient
+from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
+from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 from kvferry.store.servers.resp import Command, ErrorReply, command
 from kvferry.store.servers.valkey_cluster import ValkeyCluster
 from kvferry.store.servers.valkey_node import Login, ValkeyNode, make_tls
@@ -36,6 +38,36 @@ _PAGE_ROOM = 1 << 20
 _OTHER_TYPE_BYTES = 1
 """The size of a list or a hash under the name of a value. No record is so small: its reader takes
 it out, and the name is free again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyOptions:
+    """Options of `valkey:`, `valkeys:`, `redis:` and `rediss:` URLs. User and password may stand in
+    the URL instead; but hosts log their command line and configuration, and a file they do not.
+
+    Attributes:
+        cluster: the hosts are nodes of a cluster.
+        username: at the server.
+        password_file: its first line is the password; read again at every connect.
+        ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
+        cert_file: PEM file of a certificate to show to the servers.
+        key_file: PEM file of its key.
+    """
+
+    cluster: bool = False
+    username: str = ""
+    password_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_relative(
+            password_file=self.password_file,
+            ca_file=self.ca_file,
+            cert_file=self.cert_file,
+            key_file=self.key_file,
+        )
 
 
 class ListLimit:
@@ -247,3 +279,34 @@ def _is_of_other_type(reply: object) -> bool:
 
 def _is_elsewhere(reply: object) -> bool:
     return isinstance(reply, ErrorReply) and reply.code in ("MOVED", "ASK")
+
+
+def _open_url(url: StoreUrl, options: ValkeyOptions, opening: Opening) -> RemoteStore:
+    is_tls = url.scheme in ("valkeys", "rediss")
+    files = (options.ca_file, options.cert_file, options.key_file)
+    try:
+        if "{" in url.path or "}" in url.path:
+            raise ConfigError("the prefix holds a brace, which would decide the place in a cluster")
+        if url.password and options.password_file is not None:
+            raise ConfigError("a password in the URL and password_file; give one of them")
+        if any(files) and not is_tls:
+            raise ConfigError(f"files for TLS, and no TLS; write {url.scheme}s://")
+        client = ValkeyClient(
+            [(host, port or DEFAULT_PORT) for host, port in url.hosts],
+            cluster=options.cluster,
+            login=Login(options.username or url.username, url.password, options.password_file),
+            tls=make_tls(*files) if is_tls else None,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{url.where}: {error}") from None
+    return open_remote(url, client, opening)
+
+
+KIND = StoreKind(
+    options=ValkeyOptions,
+    open=_open_url,
+    hosts="server; write {scheme}://host:6379/prefix, and escape /, ?, @ and : in a password as "
+    "%2F, %3F, %40 and %3A",
+    default_port=DEFAULT_PORT,
+    aliases={"redis": "valkey", "rediss": "valkeys"},
+)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvferry.config import shown_url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
@@ -24,6 +23,7 @@ from kvferry.store.base import (
     StoreStat,
     SupportsShardedWrite,
 )
+from kvferry.store.kind import shown_url
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)

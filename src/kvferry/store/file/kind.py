@@ -1,0 +1,62 @@
+"""`file:` URLs: their options, and how a directory is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvferry.errors import ConfigError
+from kvferry.store.file.store import FileStore
+from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, refuse_relative
+from kvferry.store.memory import MemoryOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions(MemoryOptions):
+    """Options of `file:` URLs; each is an argument of `FileStore`, which documents it."""
+
+    create: bool = True
+    read_only: bool = False
+    direct_io: Literal["auto", "off"] = "auto"
+    index_file: str | None = None
+
+    def __post_init__(self) -> None:
+        # Without arguments, `super` finds no class that slots were added to.
+        MemoryOptions.__post_init__(self)
+        refuse_relative(index_file=self.index_file)
+
+
+def _check_path(where: str, raw_path: str, path: str) -> None:
+    if path.strip("/") == "":
+        raise ConfigError(f"{where}: names no directory; write file:///absolute/directory")
+    if path.startswith("/"):
+        return
+    if path.startswith("~"):
+        raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
+    host, slash, rest = raw_path.partition("/")
+    if HOST.fullmatch(host) is None or "@" in rest:
+        raise ConfigError(
+            f"{where}: paths are absolute and local; write file:///absolute/directory"
+        )
+    raise ConfigError(
+        f"{where}: {host!r} stands where a host would; paths are absolute and local: write "
+        f"{'file:///' + rest!r}"
+        + ("" if host == "localhost" else f" or {'file:///' + host + slash + rest!r}")
+    )
+
+
+def _open_url(url: StoreUrl, options: FileOptions, opening: Opening) -> FileStore:
+    return FileStore(
+        Path(url.path),
+        max_bytes=options.max_bytes,
+        create=options.create and opening.may_create,
+        read_only=options.read_only,
+        direct_io=options.direct_io,
+        index_file=None if options.index_file is None else Path(options.index_file),
+        index=opening.index,
+        observer=opening.observer,
+    )
+
+
+KIND = StoreKind(options=FileOptions, open=_open_url, check_path=_check_path)
