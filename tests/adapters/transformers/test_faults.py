@@ -92,6 +92,20 @@ def test_a_broken_record_ends_the_prefix(load_model, store_url, damage, counter,
     assert_same_as_cold(model, prompt(64), again)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, None], ids=["empty", "one byte", "whole"])
+def test_a_prompt_whose_records_are_all_wrong_heals_at_once(load_model, store_url, num_bytes):
+    model = load_model()
+    input_ids = prompt(20 * CHUNK + 5)
+    reuse(model, store_url, input_ids)
+    for path in records(store_url):
+        path.write_bytes(b"x" * (path.stat().st_size if num_bytes is None else num_bytes))
+    broken = reuse(model, store_url, input_ids)
+    assert (broken.num_loaded, broken.num_saved) == (0, 20 * CHUNK)
+    assert_same_as_cold(model, input_ids, broken)
+    again = reuse(model, store_url, input_ids)
+    assert (again.num_loaded, again.num_saved) == (20 * CHUNK, 0)
+
+
 @pytest.mark.parametrize("damage", [flip_bit(8 * 5000), truncate(-1), zero(4096, 5000)])
 def test_a_medium_that_returns_other_bytes_is_never_believed(load_model, damage):
     model = load_model()

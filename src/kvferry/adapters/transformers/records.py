@@ -151,22 +151,29 @@ class RecordIO:
         if now >= deadline:
             self._observer.count(f"miss_{MissReason.DEADLINE}")
             return images
+        done, is_leading = len(images), True
         under_way: deque[Job[memoryview | MissReason]] = deque()
         try:
-            while len(images) < len(keys):
-                self._read_ahead(under_way, keys, len(images), deadline)
+            while done < len(keys):
+                self._read_ahead(under_way, keys, done, deadline)
                 if not under_way[0].wait(max(0.0, deadline - time.monotonic())):
                     self._observer.count(f"miss_{MissReason.DEADLINE}")
-                    if not images:
+                    if not done:
                         self._stalled_until = now + STALLED_SECONDS
                     break
                 job = under_way.popleft()
+                done += 1
                 if job.error is not None:
                     self._observer.count("load_failed")
                     logger.error("reading a chunk failed", exc_info=job.error)
-                if not isinstance(job.result, memoryview):
+                if isinstance(job.result, memoryview):
+                    images += [job.result] if is_leading else []
+                elif job.result is not None and job.result.is_corruption:
+                    # Others may be wrong, too: found by this load, they are stored by the next
+                    # save, which passes over what the store seems to have.
+                    is_leading = False
+                else:
                     break
-                images.append(job.result)
         finally:
             for job in under_way:
                 job.cancel()
