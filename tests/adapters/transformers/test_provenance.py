@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import QuantizedLayer
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.errors import ConfigError
@@ -219,6 +220,22 @@ def test_rows_that_changed_places_are_refused(world):
     with pytest.raises(ConfigError, match="row 0 of the cache is not what the model computes"):
         world.kv.save(ids, cache, num_tokens=LENGTH)
     assert world.kv.save(ids.flip(0), cache, num_tokens=LENGTH) == 2 * WHOLE
+
+
+class Quantised(QuantizedLayer):
+    """Without one of the libraries that quantise."""
+
+    _quantize = _dequantize = None
+
+
+def test_quantised_and_offloaded_caches_are_refused_by_name(world):
+    offloaded, quantised = DynamicCache(offloading=True), bare(world.model)
+    offloaded.layers = bare(world.model).layers
+    quantised.layers[1] = Quantised()
+    for cache, message in ((offloaded, "is offloaded"), (quantised, "Quantised; only a")):
+        with pytest.raises(ConfigError, match=message) as refused:
+            world.kv.save(B, cache)
+        assert "\n" not in str(refused.value)
 
 
 # ---- what is not known, and right
