@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import QuantizedLayer
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.adapters.transformers.recompute import CachedChunk, Recomputer
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from tests.adapters.transformers.generating import (
@@ -221,6 +224,22 @@ def test_rows_that_changed_places_are_refused(world):
     assert world.kv.save(ids.flip(0), cache, num_tokens=LENGTH) == 2 * WHOLE
 
 
+class Quantised(QuantizedLayer):
+    """Without one of the libraries that quantise."""
+
+    _quantize = _dequantize = None
+
+
+def test_quantised_and_offloaded_caches_are_refused_by_name(world):
+    offloaded, quantised = DynamicCache(offloading=True), bare(world.model)
+    offloaded.layers = bare(world.model).layers
+    quantised.layers[1] = Quantised()
+    for cache, message in ((offloaded, "is offloaded"), (quantised, "Quantised; only a")):
+        with pytest.raises(ConfigError, match=message) as refused:
+            world.kv.save(B, cache)
+        assert "\n" not in str(refused.value)
+
+
 # ---- what is not known, and right
 
 
@@ -287,6 +306,30 @@ def test_a_save_that_computes_again_ends_in_time(load_model, store_url):
         assert kv.save(B, edited(bare(model), torch.clone)) == 0
     assert counts["save_deadline"] == 1
     assert counts["save_recomputed_tokens"] == 0
+
+
+def test_what_was_computed_again_in_time_is_stored(load_model, store_url):
+    model, long = load_model(), prompt(600, 3)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        cache = edited(bare(model, long), torch.clone)
+        [one], ids = kv._prompts_of(cache, long.tolist(), None), long[0].tolist()
+        keys = kv._keys(one, len(ids))
+        chunks = {key: CachedChunk(0, one, n * CHUNK) for n, key in enumerate(keys)}
+        deadline = time.monotonic() + 0.5
+
+        def compute_until_the_deadline(rows, into):
+            kv._model.compute(rows, into)
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+            return True
+
+        late = Recomputer(kv._model, kv._rows, Counters(), compute_until_the_deadline)
+        images = late.images(cache, chunks, (), deadline)
+        assert kv._records.write(images) in (0, 512 // CHUNK)  # 0 if this machine stalled
+        kv.save(long, cache)
+    again = reuse(model, store_url, long)
+    assert again.num_loaded == 592
+    assert_same_as_cold(model, long, again)
 
 
 READER = """

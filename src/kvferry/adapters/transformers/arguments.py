@@ -145,6 +145,11 @@ def shape_of(cache: Any, model: HostModel) -> CacheShape:
         raise ConfigError(
             f"the cache is made of {', '.join(kinds)}; only a DynamicCache can be stored"
         )
+    if getattr(cache, "offloading", False):
+        raise ConfigError(
+            "the cache is offloaded, so that its tensors may be on their way between devices; "
+            "generate with the cache of kv.load(input_ids), which is not, and save that"
+        )
     if not layers or cache.get_seq_length() == 0:
         return CacheShape(0, 0)
     if len(layers) != len(model.layers):

@@ -70,8 +70,8 @@ class Recomputer:
         deadline: float,
     ) -> Iterator[Image]:
         """Chunks of one row, as the model computes them now: a comparison tolerates rounding, and
-        with it small edits, which must not be stored. No chunk if the model fails, or after the
-        deadline.
+        with it small edits, which must not be stored. No chunk if the model fails, and only those
+        that were computed before the deadline.
 
         Args:
             stored: records of the row's first chunks, to go on from.
@@ -86,7 +86,9 @@ class Recomputer:
             own = self._computed(prompt.token_ids[: last + size], images, deadline)
             if own is None:
                 return
-            difference = self._difference(cache, own, chunks.values())
+            num_computed = own.get_seq_length()
+            done = {key: at for key, at in chunks.items() if at.first_token + size <= num_computed}
+            difference = self._difference(cache, own, done.values())
             if difference is None:
                 break
         else:
@@ -99,7 +101,7 @@ class Recomputer:
                 "edited, or by another model; save it with the attention_mask that was used, or "
                 "pass a new cache of kv.load(input_ids) to generate() and save that"
             )
-        for key, chunk in chunks.items():
+        for key, chunk in done.items():
             token = chunk.first_token
             yield key, token, gather(self._rows, own, self._model, 0, token)
 
@@ -114,7 +116,7 @@ class Recomputer:
     def _computed(
         self, token_ids: list[int], stored: Sequence[memoryview], deadline: float
     ) -> Any | None:
-        """A cache of these tokens; None if the model fails, or after the deadline."""
+        """A cache of these tokens, as far as time allows; None if the model fails."""
         from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
         cache: Any = LoadedCache([token_ids], [Prompt(0, token_ids)])
@@ -124,7 +126,7 @@ class Recomputer:
         for start in range(first, len(token_ids), _TOKENS_AT_ONCE):
             if time.monotonic() >= deadline:
                 self._observer.count("save_deadline")
-                return None
+                break
             tokens = token_ids[start : start + _TOKENS_AT_ONCE]
             if not self._computes([tokens], cache):
                 return None

@@ -329,7 +329,8 @@ class StoredKV:
         Raises:
             ConfigError: the cache has other KV than the model computes.
         """
-        deadline = time.monotonic() + self._config.save_timeout_seconds
+        # The other half is for writing.
+        deadline = time.monotonic() + self._config.save_timeout_seconds / 2
         size, known = self._config.chunk_tokens, self._provenance.prompts_of(cache)
         for row, each in groupby(wanted.items(), key=lambda item: item[1].row):
             chunks = dict(each)
