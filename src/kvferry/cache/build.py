@@ -166,7 +166,7 @@ class PrefixCache:
             fills: whether the records that were used last are fetched at start.
 
         Raises:
-            ConfigError: a store that several ranks cannot write together, or a recording that
+            ConfigError: a store that several ranks cannot write together, or a journal that
                 cannot be written.
         """
         self._warn_of_windows()

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 def simulate(
     trace: Annotated[
         Path,
-        typer.Argument(
-            metavar="TRACE", help="A Mooncake trace, or a recording of ours (`record`)."
-        ),
+        typer.Argument(metavar="TRACE", help="A Mooncake trace, or a journal (option `record`)."),
     ],
     tiers: Annotated[
         str, typer.Option(metavar="SIZE,...", help="Caches, nearest first: blocks, or e.g. 64GiB.")

@@ -29,7 +29,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_TOKENS = 1 << 40
-"""Of one prompt. More is no recording."""
+"""Of one prompt. More is no journal."""
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -172,7 +172,7 @@ def read_trace(path: Path) -> Trace:
                 try:
                     request = decoder.decode(line)
                 except msgspec.DecodeError:
-                    # The last line of a recording under way, or of one that the disk cut short.
+                    # The last line of a journal under way, or of one that the disk cut short.
                     if decoder.type is JournalLine and not line.endswith(b"\n"):
                         break
                     raise
@@ -204,6 +204,6 @@ def _format_of(line: bytes) -> type[MooncakeLine] | type[JournalLine]:
     if isinstance(found, dict) and "keys" in found:
         return JournalLine
     raise ValueError(
-        "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a recording "
+        "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a journal "
         "(time, chunk_tokens, num_tokens, keys)"
     )
