@@ -18,7 +18,7 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
 from tests.record.samples import schema_of
-from tests.store.remote_client import DictClient
+from tests.store.servers.remote_client import DictClient
 
 SCHEMA = schema_of([(2, 2, 64, "float32", None)], 100)  # records of 100 kB
 NUM_NEAR = 90
