@@ -103,7 +103,10 @@ def connectors(directory: Path) -> dict[str, Json | None]:
             "kv_connector": "KVFerryConnector",
             "kv_connector_module_path": "kvferry.adapters.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": f"file://{directory}/store?max_bytes=8GiB"},
+            "kv_connector_extra_config": {
+                "store": f"file://{directory}/store?max_bytes=8GiB",
+                "audit": "off",  # it would compute a part of the first hit, or all
+            },
         },
         "example": {
             "kv_connector": "ExampleConnector",
