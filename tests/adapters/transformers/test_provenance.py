@@ -471,6 +471,25 @@ def test_honest_use_is_never_computed_again(model_dir, load_model, store_url, ar
         assert counts["save_recomputed_tokens"] == 0
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_window_left_of_padded_rows_is_stored(model_dir, load_model, store_url, is_known):
+    model, counts = load_model(model_dir("mistral", sliding_window=37)), Counters()
+    rows = batch(90, 70)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        cache = DynamicCache(config=model.config)
+        generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask, new_tokens=1)
+        cache = cache if is_known else edited(cache, torch.clone)
+        mask = rows.attention_mask
+        # Of 90 tokens the last 36 are left: 64 to 80 of the one row, 34 to 70 of the other.
+        assert kv.save(rows.input_ids, cache, attention_mask=mask, num_tokens=90) == 2 * CHUNK
+        assert (counts["save_recomputed_tokens"] == 0) == is_known
+    for length in (90, 70):
+        reuse(model, store_url, prompt(length))
+        again = reuse(model, store_url, prompt(length))
+        assert again.num_loaded == length // CHUNK * CHUNK
+        assert_same_as_cold(model, prompt(length), again)
+
+
 def test_two_on_one_model_know_the_same_and_see_no_change(load_model, store_url, tmp_path):
     model, counts = load_model(), Counters()
     options = {"chunk_tokens": CHUNK, "observer": counts}

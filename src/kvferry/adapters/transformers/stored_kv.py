@@ -238,6 +238,9 @@ class StoredKV:
     ) -> int:
         """Store the whole chunks of a cache that are not stored yet, of every row.
 
+        A cache that is not known to be computed by this model, from these tokens, is computed again
+        and compared first.
+
         Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
         After beam search, only the prompts are stored: the cache holds other answers than those
@@ -259,7 +262,8 @@ class StoredKV:
             Tokens newly stored.
 
         Raises:
-            ConfigError: a cache of another kind, model, length, prompt or mask.
+            ConfigError: a cache of another kind, model, length, prompt or mask, or with other KV
+                than the model computes for these tokens.
         """
         from kvferry.adapters.transformers.loaded_cache import (
             LoadedCache,
@@ -312,9 +316,6 @@ class StoredKV:
             self._observer.count("save_windowed")
         wanted: dict[ChunkKey, CachedChunk] = {}
         for number, (prompt, keys) in enumerate(zip(prompts, chains, strict=True)):
-            # The first token behind padding shows its positions; without it, there is no knowing.
-            if 0 < prompt.num_padding < kept:
-                continue
             row = number * num_rows // len(prompts)
             for chunk in range(_num_chunks(kept - prompt.num_padding, size), len(keys)):
                 if keys[chunk] not in wanted and not self._store.contains(keys[chunk]):
@@ -334,14 +335,15 @@ class StoredKV:
         size, known = self._config.chunk_tokens, self._provenance.prompts_of(cache)
         for row, each in groupby(wanted.items(), key=lambda item: item[1].row):
             chunks = dict(each)
-            (_, prompt, first), *_, (_, _, last) = (*chunks.values(), *chunks.values())
+            *_, (_, prompt, last) = chunks.values()
             if known and _is_of(known[row], prompt, last + size):
                 for key, (_, _, token) in chunks.items():
                     at = prompt.num_padding + token
                     yield key, token, gather(self._rows, cache, self._model, row, at)
                 continue
             keys = next(keys for keys in chains if not chunks.keys().isdisjoint(keys))
-            stored = self._auditor.usable(keys[: first // size])
+            first = next(index for index, key in enumerate(keys) if key in chunks)
+            stored = self._auditor.usable(keys[:first])
             images = self._records.read(stored, deadline, {})
             yield from self._recomputer.images(cache, chunks, images, deadline)
 
