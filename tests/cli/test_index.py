@@ -86,8 +86,8 @@ def test_a_description_of_another_namespace_is_not_shown(make_store, run, text):
     made = make_store(num_records=1)
     (made.root / "namespaces").mkdir()
     (made.root / "namespaces" / f"{made.schema.namespace.hex()}.json").write_text(text)
-    assert asked(run, "ls", made.url)[0]["model"] is None
-    assert asked(run, "stat", made.url)["namespaces"][0]["model"] is None
+    assert asked(run, "ls", made.url)[0]["model"] == "(unreadable)"
+    assert asked(run, "stat", made.url)["namespaces"][0]["model"] == "(unreadable)"
 
 
 def test_what_went_is_listed_with_reason_and_process(make_store, run):
