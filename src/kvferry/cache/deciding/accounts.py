@@ -43,7 +43,7 @@ class Accounts:
         """
         num_tokens = len(request.all_token_ids)
         local = min(search.num_local, num_tokens)
-        hits = +self._by_tier(state, search, local, stop)
+        hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
         if state.audited is not None:
