@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
+from kvferry.store.checking import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
 
@@ -192,7 +193,7 @@ def use_all(store):
         store.abort(name)
     for action in (
         lambda: store.gc(max_bytes=50_000, older_than_seconds=1e6),
-        store.verify,
+        lambda: verify(store, store.stored()),
         lambda: list(store.scan()),
         store.namespaces,
         lambda: store.removals(100),
