@@ -91,7 +91,7 @@ def test_the_code_of_the_readme_runs_and_its_second_run_reads(place):
         "from prometheus_client import generate_latest\nprint(generate_latest(REGISTRY).decode())"
     )
     [looked_up] = re.findall(
-        r"kvferry_lookup_tokens_total (\S+)", _python("-c", count + shown, cwd=place)
+        r"\nkvferry_lookup_tokens_total (\d\S*)", _python("-c", count + shown, cwd=place)
     )
     assert float(looked_up) >= 128
 

@@ -60,6 +60,8 @@ _MAX_TEXT_CHARACTERS = 16 << 10
 ENVIRONMENT = {
     "TOKIO_WORKER_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
+    # Of the threads that look a host name up: a broken connection to a slow server means one each.
+    "RUST_MIN_STACK": str(256 << 10),
 }
 
 
@@ -80,6 +82,7 @@ class Lane:
         memory: of the lane.
         removing: names that some lane deletes.
         reads: limits the reads of all lanes.
+        heads: limits their questions for the size of a value.
     """
 
     def __init__(
@@ -88,11 +91,13 @@ class Lane:
         memory: memoryview,
         removing: set[str],
         reads: asyncio.Semaphore,
+        heads: asyncio.Semaphore,
     ) -> None:
         self._store = store
         self._memory = memory
         self._removing = removing
         self._reads = reads
+        self._heads = heads
         self._stream: Any = None
         self._listed: list[tuple[str, int, float]] = []
 
@@ -176,10 +181,8 @@ class Lane:
         return True
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        limit = asyncio.Semaphore(_HEADS_IN_FLIGHT)
-
         async def find(name: str) -> bool:
-            async with limit:
+            async with self._heads:
                 try:
                     await self._size(name)
                 except FileNotFoundError:
@@ -234,6 +237,8 @@ async def answer_of(work: Coroutine[Any, Any, object], seconds: float) -> dict[s
         return {"late": True}
     except asyncio.CancelledError:
         raise
+    except MemoryError:
+        os._exit(1)  # what holds the memory may stay: a new child begins without it
     except BaseException as error:  # a panic of obstore's is no Exception
         return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
 
@@ -269,9 +274,9 @@ async def serve(options: dict[str, Any]) -> None:
     num_bytes = options["lane_bytes"]
     memory = memoryview(mmap.mmap(options["memory"], num_bytes * len(ends)))
     removing: set[str] = set()
-    reads = asyncio.Semaphore(_READS_IN_FLIGHT)
+    limits = asyncio.Semaphore(_READS_IN_FLIGHT), asyncio.Semaphore(_HEADS_IN_FLIGHT)
     lanes = [
-        Lane(store, memory[at * num_bytes : (at + 1) * num_bytes], removing, reads)
+        Lane(store, memory[at * num_bytes : (at + 1) * num_bytes], removing, *limits)
         for at in range(len(ends))
     ]
     tasks = [asyncio.ensure_future(lane.serve(end)) for lane, end in zip(lanes, ends, strict=True)]
