@@ -69,7 +69,7 @@ def test_ranks_hold_their_share_of_the_weights(model_dir, tmp_path):
     config = ModelConfig(model_dir(), EngineConfig())
     models = [PagedModel(config, "cpu") for _ in range(2)]
     on_ranks(2, tmp_path / "meet", lambda group: models[group.rank].split(group))
-    layer = models[1]._model.model.layers[0]
+    layer = models[1].model.model.layers[0]
     assert tuple(layer.self_attn.q_proj.weight.shape) == (32, 64)
     assert tuple(layer.self_attn.k_proj.weight.shape) == (16, 64)
     assert tuple(layer.self_attn.o_proj.weight.shape) == (64, 32)
@@ -114,7 +114,7 @@ def test_a_split_that_changes_the_logits_is_refused(model_dir, tmp_path):
     config = ModelConfig(model_dir(), EngineConfig())
     models = [PagedModel(config, "cpu") for _ in range(2)]
     for model in models:
-        for layer in model._model.model.layers:
+        for layer in model.model.model.layers:
             layer.mlp.act_fn = Normed()
 
     def body(group):
@@ -200,7 +200,7 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
 def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
-        model = llm._runner._first._model
+        model = llm._runner.first.model
         forward = model.forward
 
         def interrupted(*args):
