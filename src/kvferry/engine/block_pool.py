@@ -220,7 +220,7 @@ class KVCache:
                 return True
         return False
 
-    def take(self, request: Request) -> list[int]:
+    def detach(self, request: Request) -> list[int]:
         """Take the blocks from the request, whose computed tokens are gone; the caller holds them
         now."""
         block_ids = request.block_ids
@@ -232,7 +232,7 @@ class KVCache:
 
     def release(self, request: Request) -> None:
         """Free the request's blocks; its computed tokens are gone."""
-        self.pool.free(self.take(request))
+        self.pool.free(self.detach(request))
 
     def _hashes(self, request: Request) -> list[BlockHash]:
         """Of all full blocks; none without prefix caching."""

@@ -374,7 +374,7 @@ class Scheduler:
             del self._loading[request_id]
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
-            self._lent[request_id, "load"] = _Loan(self._kv.take(request), now)
+            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), now)
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -410,9 +410,9 @@ class Scheduler:
         request.outcome = Outcome(reason, result.params)
         if deadline is not None:
             # Even without `delay_free`: the load is reported once, and that gives the blocks back.
-            self._lent[request_id, "load"] = _Loan(self._kv.take(request), deadline)
+            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), deadline)
         elif result.delay_free:
-            self._lent[request_id, "save"] = _Loan(self._kv.take(request), self._deadline())
+            self._lent[request_id, "save"] = _Loan(self._kv.detach(request), self._deadline())
         else:
             self._kv.release(request)
 
