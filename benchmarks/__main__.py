@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import BENCHMARKS, Options
-from kvferry.bench.report import Row, machine, table
+from kvferry.bench import Row, machine, table
 from kvferry.cli.output import JsonRow, emit
 from kvferry.errors import KVError
 

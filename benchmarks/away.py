@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import Options
-from kvferry.bench.report import Row
+from kvferry.bench import Row
 from kvferry.engine import LLM, SamplingParams
 from kvferry.testing.models import make_tiny_model
 

@@ -54,7 +54,7 @@ from benchmarks.limits import (
     since,
     timed,
 )
-from kvferry.bench.report import Row
+from kvferry.bench import Row
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.filesystem import file_system

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, engine_spec
 from benchmarks.limits import timed
-from kvferry.bench.report import Row
+from kvferry.bench import Row
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.messages import (
     Filled,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from benchmarks import Options
 from benchmarks.host import RolesHost, group_of, kv_tensors, opened_roles
-from kvferry.bench.report import Row
+from kvferry.bench import Row
 from kvferry.testing.host_tables import HostRequest
 
 BLOCK_SIZE = 16

@@ -27,7 +27,7 @@ from rich.progress import Progress
 
 from benchmarks import Options
 from benchmarks.vllm_child import Json
-from kvferry.bench.report import Row
+from kvferry.bench import Row
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 

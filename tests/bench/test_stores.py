@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench import stores
+from kvferry import bench
 from kvferry.errors import ConfigError, KVError
 from tests.servers.mooncake import mooncake
 from tests.servers.valkey import running_valkey, valkey_server
@@ -21,7 +21,7 @@ KVFERRY = Path(sys.executable).parent / "kvferry"
 
 
 def measured(tmp_path, *urls):
-    return stores.run(tmp_path, urls, threads=1, quick=True)
+    return bench.run(tmp_path, urls, threads=1, quick=True)
 
 
 def test_a_directory_and_memory_are_measured_by_default(tmp_path):

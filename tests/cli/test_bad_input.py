@@ -231,7 +231,7 @@ def test_ctrl_c_is_one_line_and_130():
     script = (
         "import sys, kvferry.cli.main as m, kvferry.cli.records as records\n"
         "def interrupted(*a, **k): raise KeyboardInterrupt\n"
-        "records.look = interrupted\n"
+        "records.query_store = interrupted\n"
         "sys.exit(m.main(['ls', 'file:///x']))\n"
     )
     done = _python("-c", script)

@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.demo.document import QUESTIONS, default_document, load_tokenizer, make_prompts
 from kvferry.demo.model import prepare_model
 from kvferry.demo.report import verdict
-from kvferry.demo.run import Answer, Comparison, DemoOptions, DemoResult, run_demo
+from kvferry.demo.run import (
+    QUESTIONS,
+    Comparison,
+    DemoOptions,
+    DemoResult,
+    TimedAnswer,
+    default_document,
+    load_tokenizer,
+    make_prompts,
+    run_demo,
+)
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer
@@ -127,8 +136,8 @@ def test_prompts_of_less_than_three_chunks_are_refused(tmp_path):
         )
 
 
-def _answer(seconds: float = 1.0, logits=(1.0, 2.0), token_ids=(4,)) -> Answer:
-    return Answer(
+def _answer(seconds: float = 1.0, logits=(1.0, 2.0), token_ids=(4,)) -> TimedAnswer:
+    return TimedAnswer(
         prompt_tokens=100, hit_tokens=96, ttft_seconds=seconds, token_ids=token_ids, text="x",
         logits=np.array(logits, dtype=np.float32),
     )  # fmt: skip

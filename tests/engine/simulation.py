@@ -268,9 +268,9 @@ class Simulation:
         assert self.role.plans == plans + 1, "one plan per step"
         output = self._start_loads()
         output = self._rot(output)
-        self._forward(step)
+        self.forward(step)
         output = self._collect(output)
-        self.scheduler.update(step, output, self._sample)
+        self.scheduler.update(step, output, self.sample)
         for request in self.requests.values():
             self._remember_lent(request)
         self.check()
@@ -288,7 +288,7 @@ class Simulation:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for request in self.requests.values():
-            if request.request_id in self.scheduler._loading:
+            if self.scheduler.state_of(request.request_id) == "loading":
                 continue
             expected = digests(request.all_token_ids)
             for position in range(request.num_computed_tokens):
@@ -301,7 +301,7 @@ class Simulation:
         block = request.block_ids[position // self.block_size]
         return self.kv[block][position % self.block_size]
 
-    def _forward(self, step) -> None:
+    def forward(self, step) -> None:
         self.last: dict[str, int] = {}
         for entry in step.scheduled:
             request, first = entry.request, entry.num_computed_tokens
@@ -314,7 +314,7 @@ class Simulation:
             self.last[request.request_id] = last
             self.stored.update(digests(request.all_token_ids))
 
-    def _sample(self, request: Request) -> int:
+    def sample(self, request: Request) -> int:
         self.sampled.append(request.request_id)
         return next_token(self.last[request.request_id])
 
@@ -335,7 +335,7 @@ class Simulation:
         in_use = {
             request.block_ids[position // self.block_size]
             for request in self.requests.values()
-            if request.request_id in self.scheduler._running
+            if self.scheduler.state_of(request.request_id) == "running"
             for position in range(request.num_computed_tokens)
         }
         rotten = self.choices.rotten(sorted(in_use - lent))

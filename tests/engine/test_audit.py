@@ -163,7 +163,7 @@ def begun(llm):
     generation = Generation(request, GREEDY, llm.tokenizer)
     llm._add(generation)
     while not request.num_computed_tokens:
-        llm._step()
+        llm.step()
     return generation
 
 
@@ -201,7 +201,7 @@ def test_a_preempted_request_is_not_answered_from_an_unchecked_hit(model_dir, st
         path, store=stored, connector_options=options, dtype="float32", max_batched_tokens=16
     ) as llm:
         generation = begun(llm)
-        request, scheduler = generation.request, llm._scheduler
+        request, scheduler = generation.request, llm.scheduler
         schedule = scheduler._schedule_running
 
         def preempt_first(step):  # as if an earlier request needed its blocks
@@ -210,6 +210,6 @@ def test_a_preempted_request_is_not_answered_from_an_unchecked_hit(model_dir, st
 
         scheduler._schedule_running = preempt_first
         while request.outcome is None:
-            llm._step()
+            llm.step()
         found = generation.completion()
     assert_same([(found.first_logits, 0)], cold, limit=1e-3)

@@ -39,7 +39,7 @@ def test_hashes_cover_full_blocks_and_the_whole_prefix():
 def test_allocation_is_all_or_nothing_and_never_the_null_block():
     pool = BlockPool(5)
     assert pool.allocate(5) is None
-    assert len(pool._free) == 4
+    assert pool.num_free == 4
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert pool.allocate(0) == []
     assert pool.allocate(1) is None
@@ -90,7 +90,7 @@ def test_uncaching_takes_what_was_computed_from_a_block_and_nothing_else():
     pool.uncache([blocks[2], blocks[1], 11, 400])
     assert pool.find_prefix(trunk) == pool.find_prefix(branch) == blocks[:1]
     assert len(pool.find_prefix(other)) == 1
-    assert len(pool._hash_of) == 2
+    assert pool.num_cached == 2
 
 
 def test_integrity_check_sees_a_double_free():
@@ -115,12 +115,12 @@ class PoolMachine(RuleBasedStateMachine):
         hashes = chain(*tokens)
         hit = self.pool.find_prefix(hashes)
         assert len(set(hit)) == len(hit)
-        free = len(self.pool._free)
+        free = self.pool.num_free
         self.pool.acquire(hit)
         new = self.pool.allocate(len(hashes) - len(hit))
         if new is None:
             self.pool.free(hit)
-            assert len(self.pool._free) == free
+            assert self.pool.num_free == free
             return
         for block_id, block_hash in zip(hit + new, hashes, strict=True):
             self.pool.cache(block_id, block_hash)
@@ -147,7 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.pool.reset()
-        assert len(self.pool._hash_of) == 0
+        assert self.pool.num_cached == 0
 
     @invariant()
     def books_balance(self):

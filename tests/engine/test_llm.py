@@ -46,17 +46,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def engine(path, **kwargs):
     """An LLM whose books are checked after every step."""
     with LLM(path, **kwargs) as llm:
-        step = llm._step
+        step = llm.step
 
         def checked():
             step()
-            llm._scheduler.check_integrity()
+            llm.scheduler.check_integrity()
 
-        llm._step = checked
+        llm.step = checked
         yield llm
         llm.drain(5.0)
-        pool = llm._scheduler._kv.pool
-        assert len(pool._free) == pool.num_usable, "blocks leaked"
+        pool = llm.scheduler.pool
+        assert pool.num_free == pool.num_usable, "blocks leaked"
 
 
 def own_generation(path, prompts, count: int):
@@ -169,9 +169,10 @@ def test_a_failed_load_changes_nothing_but_time(model_dir, is_async, fail_whole,
     behaviour = Behaviour(is_async=is_async, fail_whole=fail_whole)
     prompts = [prompt(101), prompt(101)[:70]]
     expected = own_generation(path, prompts, 6)
-    with engine(path, roles=memory_roles(behaviour)) as llm:
+    roles = memory_roles(behaviour)
+    with engine(path, roles=roles) as llm:
         llm.generate(prompts[:1], GREEDY)
-        keys = llm._roles.scheduler._role.keys(prompts[0])
+        keys = roles.scheduler.keys(prompts[0])
         behaviour.lose.add(keys[lost])
         llm.reset_prefix_cache()
         completions = llm.generate(prompts, GREEDY)
@@ -281,9 +282,9 @@ def test_a_stream_closed_early_aborts_its_request(model_dir):
     with engine(model_dir()) as llm:
         stream = llm.stream(prompt(20), SamplingParams(max_tokens=500, ignore_eos=True))
         next(stream)
-        assert len(llm._scheduler._running) == 1
+        assert llm.scheduler.state_of("request-0") == "running"
         stream.close()
-        assert not llm._scheduler._running
+        assert llm.scheduler.state_of("request-0") == "finished"
         never_started = llm.stream(prompt(20))
         never_started.close()
         assert list(llm.stream(prompt(20), SamplingParams(max_tokens=2, ignore_eos=True)))
@@ -338,7 +339,7 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
     with engine(path, roles=memory_roles(behaviour)) as llm:
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        model = llm._runner._model
+        model = llm._runner.model
         forward = model.forward
 
         def interrupted(*args):
@@ -349,7 +350,7 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(70), prompt(30)], GREEDY)
         model.forward = forward
-        llm._scheduler.check_integrity()
+        llm.scheduler.check_integrity()
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids
 
@@ -444,7 +445,7 @@ def test_what_is_no_prompt_is_refused_before_anything_runs(model_dir, bad):
     with LLM(model_dir()) as llm:
         with pytest.raises(ConfigError, match="neither a text nor a list of token ids"):
             llm.generate([prompt(5), bad], GREEDY)
-        assert not llm._scheduler.has_work()
+        assert not llm.scheduler.has_work()
 
 
 def test_token_ids_of_numpy_and_torch_are_taken(model_dir):

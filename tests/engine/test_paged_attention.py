@@ -90,4 +90,4 @@ def test_tiles_agree_with_one_piece(model_dir, monkeypatch):
 def test_attention_outside_the_engine_says_so(model_dir):
     model = PagedModel(ModelConfig(model_dir(), EngineConfig()), "cpu")
     with pytest.raises(ConfigError, match="without its context"):
-        model._model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
+        model.model(input_ids=torch.tensor([[3, 4]]), use_cache=False)

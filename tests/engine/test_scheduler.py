@@ -72,7 +72,7 @@ def test_chunked_prefill_and_decode(length):
     sim.run()
     assert_right(request, 5)
     assert request.outcome.reason is FinishReason.LENGTH
-    assert len(sim.pool._free) == sim.pool.num_usable
+    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_a_batch_shares_the_token_budget():
@@ -111,7 +111,7 @@ def test_prefix_caching_off_shares_nothing():
         request = sim.add(prompt(13))
         sim.run()
         assert request.hit.num_local_tokens == 0
-    assert len(sim.pool._hash_of) == 0
+    assert sim.pool.num_cached == 0
 
 
 def test_preemption_takes_the_last_and_resumes_it_right():
@@ -251,10 +251,10 @@ def test_a_shared_bad_block_is_recomputed_for_every_request_that_uses_it():
     for block in first.block_ids[1:]:
         sim.kv[block] = [-1] * SIZE
     step = sim.scheduler.schedule()
-    sim._forward(step)
+    sim.forward(step)
     sampled = len(sim.sampled)
     bad = WorkerOutput(invalid_block_ids=frozenset({shared}))
-    sim.scheduler.update(step, bad, sim._sample)
+    sim.scheduler.update(step, bad, sim.sample)
     sim.check()
     assert len(sim.sampled) == sampled, "tokens of the spoiled step are dropped"
     assert first.num_computed_tokens == second.num_computed_tokens == SIZE
@@ -268,11 +268,11 @@ def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_go
     sim = Simulation()
     first = sim.add(prompt(17), max_tokens=1)
     sim.step()
-    assert len(sim.pool._hash_of) == 4
+    assert sim.pool.num_cached == 4
     step = sim.scheduler.schedule()
-    bad = sim.pool.find_prefix(sim.scheduler._kv._hashes(first))[1]
-    sim.scheduler.update(step, WorkerOutput(invalid_block_ids=frozenset({bad, 10**6})), sim._sample)
-    assert len(sim.pool._hash_of) == 1
+    bad = sim.pool.find_prefix(first.block_hashes)[1]
+    sim.scheduler.update(step, WorkerOutput(invalid_block_ids=frozenset({bad, 10**6})), sim.sample)
+    assert sim.pool.num_cached == 1
 
 
 def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
@@ -280,14 +280,14 @@ def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
     sim.add(prompt(9), max_tokens=9)
     longer = sim.add(prompt(20), max_tokens=9)
     sim.step()
-    hashes = sim.scheduler._kv._hashes(longer)
+    hashes = longer.block_hashes
     found = sim.pool.find_prefix(hashes)
     assert found[:2] != longer.block_ids[:2], "both computed the start; the first one is known"
     assert found[2:] == longer.block_ids[2:5]
     step = sim.scheduler.schedule()
-    sim._forward(step)
+    sim.forward(step)
     bad = WorkerOutput(invalid_block_ids=frozenset({longer.block_ids[0]}))
-    sim.scheduler.update(step, bad, sim._sample)
+    sim.scheduler.update(step, bad, sim.sample)
     assert sim.pool.find_prefix(hashes) == found[:2]
 
 
@@ -307,7 +307,7 @@ def test_every_request_is_finished_once_even_those_that_never_ran():
     assert ended == {running.request_id, queued.request_id}
     assert sim.step().finished_request_ids == frozenset()
     assert sim.role.count("finished") == 2
-    assert len(sim.pool._free) == sim.pool.num_usable
+    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_blocks_of_an_aborted_load_stay_until_its_end_is_reported():
@@ -317,7 +317,7 @@ def test_blocks_of_an_aborted_load_stay_until_its_end_is_reported():
     request = sim.add(prompt(20))
     sim.step()
     sim.abort(request)
-    assert len(sim.pool._free) == sim.pool.num_usable - 5
+    assert sim.pool.num_free == sim.pool.num_usable - 5
     assert sim.scheduler.has_work()
     choices.blocks = 0
     other = sim.add(prompt(20, seed=1))
@@ -325,7 +325,7 @@ def test_blocks_of_an_aborted_load_stay_until_its_end_is_reported():
     choices.hold = False
     sim.run()
     assert_right(other, 3)
-    assert len(sim.pool._free) == sim.pool.num_usable
+    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_delayed_free_keeps_blocks_until_sent():
@@ -335,7 +335,7 @@ def test_delayed_free_keeps_blocks_until_sent():
     request = sim.add(prompt(9), max_tokens=1)
     sim.step()
     assert request.outcome is not None
-    assert len(sim.pool._free) == sim.pool.num_usable - 3
+    assert sim.pool.num_free == sim.pool.num_usable - 3
     for _ in range(3):
         assert sim.scheduler.has_work()
         sim.step()
@@ -343,7 +343,7 @@ def test_delayed_free_keeps_blocks_until_sent():
         sim.scheduler.add(request)
     choices.hold = False
     sim.run()
-    assert len(sim.pool._free) == sim.pool.num_usable
+    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_delayed_free_without_blocks_is_waited_for_as_well():
@@ -380,7 +380,7 @@ def test_a_report_in_the_step_that_ends_a_request_does_not_free_its_blocks():
     sim = Simulation(choices, prefix_caching=False)
     sim.add(prompt(9), max_tokens=1)
     sim.step()
-    assert len(sim.pool._free) == sim.pool.num_usable - 3
+    assert sim.pool.num_free == sim.pool.num_usable - 3
 
 
 # ---- a connector that hangs
@@ -397,10 +397,10 @@ def test_a_load_that_never_ends_is_given_up_and_its_blocks_are_not_used():
     assert_right(request, 3)
     assert request.hit.num_external_tokens == 0
     assert sim.observer["load_deadline"] == 1
-    assert len(sim.pool._free) == sim.pool.num_usable - 5
+    assert sim.pool.num_free == sim.pool.num_usable - 5
     choices.hold = False
     sim.step()
-    assert len(sim.pool._free) == sim.pool.num_usable
+    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_a_request_ends_with_an_error_when_lent_blocks_never_come_back():

@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             generated = request.all_token_ids[request.num_prompt_tokens :]
             assert generated == reference(prompt, len(generated))
             assert self.sim.role.count("finished", request.request_id) == 1
-        assert len(self.sim.pool._free) == self.num_usable
+        assert self.sim.pool.num_free == self.num_usable
 
 
 TestSchedulerStateful = SchedulerMachine.TestCase

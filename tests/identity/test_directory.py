@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.identity import length_dependent_rope, written_config
+from kvferry.identity import identify, length_dependent_rope, written_config
 
 
 def test_config_loses_its_noise_and_keeps_unknown_fields(tmp_path):
@@ -61,3 +61,28 @@ def test_a_missing_config_is_refused(tmp_path):
 )
 def test_rotary_embeddings_that_depend_on_a_length_are_found(config, found):
     assert length_dependent_rope(config) == found
+
+
+def make_identity(written, *, dtype="float32", deviations=None, name=None):
+    return identify(
+        bytes(32),
+        written,
+        dtype=dtype,
+        deviations=deviations or {},
+        weights_version=None,
+        name=name,
+    )
+
+
+def test_the_dtype_that_runs_replaces_both_names_of_the_written_one():
+    either = [{"torch_dtype": "bfloat16", "a": 1}, {"dtype": "bfloat16", "a": 1}, {"a": 1}]
+    identities = [make_identity(written) for written in either]
+    assert identities[0].config == {"a": 1, "dtype": "float32"}
+    assert identities.count(identities[0]) == 3
+    assert make_identity({"a": 1}, dtype="bfloat16") != identities[0]
+
+
+def test_a_deviation_is_another_model_and_a_name_is_not():
+    plain = make_identity({"a": 1})
+    assert make_identity({"a": 1}, deviations={"overrides": {"a": 2}}) != plain
+    assert make_identity({"a": 1}, name="mine") == plain

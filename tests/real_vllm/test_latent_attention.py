@@ -39,4 +39,4 @@ def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warn
     assert again.external == 0
     assert not records(tmp_path / "store")
     log = first.log.read_text(errors="replace")[before:]
-    assert log.count("this model is served without the cache") == 1
+    assert log.count("kvferry is off for this model") == 1

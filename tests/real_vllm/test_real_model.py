@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.demo.document import default_document, load_tokenizer
 from kvferry.demo.model import prepare_model
+from kvferry.demo.run import default_document, load_tokenizer
 from tests.real_vllm.harness import Process, assert_same, expected_hit, kvferry, wait_for_records
 
 CACHE = Path(".demo")

@@ -7,7 +7,21 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
+
+from kvferry.simulate.trace import Trace, trace_of
+
 Prompts = Sequence[Sequence[int]]
+
+
+def make_trace(
+    prompts: Prompts, block_tokens: int, num_tokens: Sequence[int] | None = None
+) -> Trace:
+    """A trace of these blocks by request; all are whole if `num_tokens` is None."""
+    counts = [len(blocks) for blocks in prompts]
+    flat = np.array(list(itertools.chain(*prompts)), np.int64)
+    whole = [count * block_tokens for count in counts]
+    return trace_of(flat, counts, num_tokens or whole, block_tokens, 0.0)
 
 
 def lru_hits(references: Sequence[int], capacity: int) -> list[bool]:

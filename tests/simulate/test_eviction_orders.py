@@ -22,7 +22,7 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_the_least_recently_used_goes_first(actions):
-    order: Lru[int] = Lru()
+    order = Lru()
     model: list[int] = []  # the least recently used first
     for name, argument in actions:
         if name == "add":
@@ -44,7 +44,7 @@ def test_the_least_recently_used_goes_first(actions):
 
 
 def test_a_prompt_loses_its_end_first():
-    order: Lru[str] = Lru()
+    order = Lru()
     for key in "abc":
         order.add(key)
     order.touch("abc")

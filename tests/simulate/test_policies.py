@@ -10,10 +10,9 @@ from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.errors import ConfigError
 from kvferry.simulate import policies
 from kvferry.simulate.policies import MAX_CHANCES, ORDERS, Chances, Lru, check_policy, replay
-from kvferry.simulate.trace import make_trace
 from kvferry.testing.stores import make_key
 from tests.cache.pools import check_pool
-from tests.simulate.reference import conversations, lru_hits, pool_hits
+from tests.simulate.reference import conversations, lru_hits, make_trace, pool_hits
 
 GROUPS = frozenset([0])
 

@@ -13,8 +13,7 @@ from kvferry.simulate.report import (
     write_csv,
     write_png,
 )
-from kvferry.simulate.trace import make_trace
-from tests.simulate.reference import conversations, lru_hits
+from tests.simulate.reference import conversations, lru_hits, make_trace
 
 PROMPTS = conversations(seed=3, num_requests=150)
 TOKENS = 16

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.simulate.trace import make_trace, read_trace
+from kvferry.simulate.trace import read_trace
+from tests.simulate.reference import make_trace
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 9, "hash_ids": [7, 900, 8]}
 RECORDED = {"time": 5.25, "chunk_tokens": 128, "num_tokens": 300, "keys": ["0a", "0b"]}

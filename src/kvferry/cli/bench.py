@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.bench import report, stores
+from kvferry.bench import machine, run, table
 from kvferry.cli.output import JsonOption, JsonRow, emit
 from kvferry.config import unknown
 from kvferry.errors import ConfigError
@@ -48,7 +48,7 @@ def bench(
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
-        facts = report.machine(Path(scratch))
-        rows = stores.run(Path(scratch), store or (), threads=threads, quick=quick)
+        facts = machine(Path(scratch))
+        rows = run(Path(scratch), store or (), threads=threads, quick=quick)
     value: JsonRow = {"machine": dict(facts), "rows": [dict(row) for row in rows]}
-    emit(value, json, report.table(name, facts, rows))
+    emit(value, json, table(name, facts, rows))

@@ -75,7 +75,7 @@ def demo(
 
 
 def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:
-    from kvferry.demo.document import ANY_TEXT_QUESTIONS, QUESTIONS
+    from kvferry.demo.run import ANY_TEXT_QUESTIONS, QUESTIONS
 
     if given:
         return given
@@ -90,7 +90,7 @@ def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -
 def _prompts(
     model_dir: Path, document: Path | None, num_tokens: int, questions: list[str]
 ) -> list[list[int]]:
-    from kvferry.demo.document import default_document, load_tokenizer, make_prompts
+    from kvferry.demo.run import default_document, load_tokenizer, make_prompts
 
     # Before the tokenizer loads, so that a missing document fails at once.
     text = default_document() if document is None else read_text("document", document)

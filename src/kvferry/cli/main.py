@@ -18,9 +18,8 @@ import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
 from kvferry.cli.generate import generate
-from kvferry.cli.records import ls, show, stat
+from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.simulate import simulate
-from kvferry.cli.upkeep import gc, verify
 from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url

@@ -129,7 +129,6 @@ def make_table(
     Args:
         columns: heading to the name of the fact.
         rows: facts by name; one that is absent, or None, leaves its cell empty.
-        title: above the table.
     """
     table = Table(
         title=None if title is None else plain(title),

@@ -37,7 +37,7 @@ INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
-def look(url: str, question: Callable[[Store], T]) -> T:
+def query_store(url: str, question: Callable[[Store], T]) -> T:
     """Answer `question` about the store at `url`, opened read-only. A directory whose index is
     damaged or stays locked is asked without it.
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.run import Answer, Comparison, DemoResult
+from kvferry.demo.run import Comparison, DemoResult, TimedAnswer
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue
 
@@ -147,7 +147,7 @@ def save_plot(path: Path, result: DemoResult) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _label(answer: Answer) -> str:
+def _label(answer: TimedAnswer) -> str:
     label = f"{answer.ttft_seconds:.2f} s   "
     if not answer.hit_tokens:
         return label + f"{answer.prompt_tokens} tokens computed"

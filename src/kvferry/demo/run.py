@@ -18,13 +18,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.engine import model as engine_model
 from kvferry.errors import ConfigError, KVError, StoreError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RUN_DIR = "kvferry-demo-run"
 _ANSWER_SECONDS = 1800
@@ -38,6 +43,95 @@ MAX_LOGIT_DIFF = 1e-3
 another order; a single wrong block differs by more than 1."""
 
 Advance = Callable[[str], None]
+
+QUESTIONS = (
+    "When is the finally clause executed?",
+    "What does the with statement do?",
+    "What happens if an exception is not handled?",
+    "Which statement raises an exception?",
+    "What does the assert statement do?",
+    "What does the import statement do?",
+)
+"""Asked about the default document, in this order."""
+
+ANY_TEXT_QUESTIONS = (
+    "What is this text about?",
+    "What does the text begin with?",
+    "Which point of the text matters most?",
+    "Who is the text for?",
+)
+"""Asked about a document of the user's own."""
+
+_TOPICS = (
+    "with", "try", "raise", "assert", "import", "class", "function", "for", "yield", "return",
+    "calls", "naming", "execmodel", "types",
+)  # fmt: skip
+
+
+# --- the prompts ----------------------------------------------------------------------------------
+
+
+def default_document() -> str:
+    """Chapters of the Python reference, which come with every CPython.
+
+    Raises:
+        ConfigError: this Python has no `pydoc_data`.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError(
+            "this Python comes without pydoc_data; pass a text with --document FILE"
+        ) from error
+    return "\n\n".join(topics[name].strip() for name in _TOPICS if name in topics)
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory.
+
+    Raises:
+        ConfigError: the directory has no model or no tokenizer.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
+    tokenizer: PreTrainedTokenizerBase | None = engine_model.load_tokenizer(model_dir)
+    if tokenizer is None:
+        raise ConfigError(f"{model_dir} has no tokenizer")
+    return tokenizer
+
+
+def make_prompts(
+    tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, questions: Sequence[str]
+) -> list[list[int]]:
+    """One prompt per question: document first, question last, so that they start alike.
+
+    Args:
+        tokenizer: of the model; its chat template is used if it has one.
+        text: the document.
+        num_tokens: the document is cut to this many tokens.
+        questions: at least one.
+
+    Raises:
+        ConfigError: the document is shorter than that.
+    """
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(token_ids) < num_tokens:
+        raise ConfigError(
+            f"the document has {len(token_ids)} tokens, --document-tokens asks for {num_tokens}; "
+            "give a longer one, or ask for less"
+        )
+    document = str(tokenizer.decode(token_ids[:num_tokens]))
+    return [
+        engine_model.encode_message(
+            tokenizer,
+            f"Read this text.\n\n{document}\n\n"
+            f"Question about the text: {question} Answer in one short sentence.",
+        )
+        for question in questions
+    ]
+
+
+# --- the three phases -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +163,7 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """The answer to one prompt.
 
     Attributes:
@@ -91,8 +185,8 @@ class Comparison:
     """The answers to one question: all of the prompt computed, and with the store."""
 
     question: str
-    cold: Answer
-    reused: Answer
+    cold: TimedAnswer
+    reused: TimedAnswer
 
     @property
     def speedup(self) -> float:
@@ -171,11 +265,7 @@ def num_steps(options: DemoOptions) -> int:
 
 
 def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
-    """Run all three phases.
-
-    Args:
-        options: what to ask.
-        advance: called with the name of the phase after every answer.
+    """Run all three phases; `advance` is called with the name of the phase after every answer.
 
     Raises:
         ConfigError: the model or a directory cannot be used.
@@ -210,7 +300,7 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
 
 def _run_phase(
     name: str, options: DemoOptions, stores: Sequence[str], advance: Advance
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Let a new process answer the first prompts, each with the store at its URL in `stores`;
     `advance` is called after each answer."""
     context = multiprocessing.get_context("spawn")
@@ -218,7 +308,7 @@ def _run_phase(
     process = context.Process(target=_answer_all, args=(options, stores, theirs))
     process.start()
     theirs.close()
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     try:
         while len(answers) < len(stores):
             if not ours.poll(_ANSWER_SECONDS):
@@ -246,7 +336,7 @@ def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection
     """
     # Ctrl-C reaches the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger().addHandler(logging.NullHandler())  # the report says all that matters
+    logging.getLogger().addHandler(logging.NullHandler())  # the report has all that matters
     with closing(answers):
         try:
             # Prompts with the same store share an engine, whose own prefix cache is off.
@@ -275,7 +365,7 @@ def _answer_from(
             [found] = llm.generate([prompt], params)
             if found.first_logits is None or found.ttft_seconds is None:
                 raise StoreError("the engine ended a request before its first token")
-            answer = Answer(
+            answer = TimedAnswer(
                 prompt_tokens=len(prompt),
                 hit_tokens=found.num_external_tokens,
                 ttft_seconds=found.ttft_seconds,
@@ -287,7 +377,7 @@ def _answer_from(
 
 
 def _middle_record(store: Path, options: DemoOptions) -> Path:
-    """The record in the middle of what all prompts share. Its header says which it is: records are
+    """The record in the middle of what all prompts share. Its header names it: records are
     safetensors files, so none of our own code is needed to read it."""
     columns = zip(*options.prompts, strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

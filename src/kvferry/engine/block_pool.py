@@ -49,10 +49,20 @@ class BlockPool:
         """Blocks that requests can have at all."""
         return self.num_blocks - 1
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content a prompt can find, held or free."""
+        return len(self._hash_of)
+
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` free blocks, or none at all if there are fewer; their content is
+        """Hold `count` free blocks, or none at all if there are fewer; their content is
         forgotten."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
@@ -105,7 +115,7 @@ class BlockPool:
             children.setdefault(block_hash.parent, []).append(block_hash.digest)
         while pending:
             digest = pending.pop()
-            # Already gone if one of the given blocks stems from another.
+            # Another given block may be its ancestor, and have taken it along.
             if digest in self._block_of:
                 self._forget(self._block_of[digest])
             pending.extend(children.pop(digest, ()))
@@ -123,7 +133,7 @@ class BlockPool:
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
         assert NULL_BLOCK not in self._free, "the null block is free"
         assert held.isdisjoint(self._free), "a block is both held and free"
-        assert len(held) + len(self._free) == self.num_usable, "a block is neither held nor free"
+        assert len(held) + self.num_free == self.num_usable, "a block is neither held nor free"
         assert len(self._block_of) == len(self._hash_of), "cache maps differ in size"
         for block_id, block_hash in self._hash_of.items():
             assert self._block_of[block_hash.digest] == block_id, "cache maps disagree"
@@ -165,7 +175,7 @@ class KVCache:
     def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
         """Give a request without blocks the blocks of its local hit and new ones for the rest of
         its first `num_tokens` tokens; all or nothing."""
-        # First, so that making room does not take what was found.
+        # Acquire the hit first: `allocate` may evict, and must not evict it.
         self.pool.acquire(hit)
         new = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hit))
         if new is None:
@@ -210,7 +220,7 @@ class KVCache:
                 return True
         return False
 
-    def take(self, request: Request) -> list[int]:
+    def detach(self, request: Request) -> list[int]:
         """Take the blocks from the request, whose computed tokens are gone; the caller holds them
         now."""
         block_ids = request.block_ids
@@ -222,7 +232,7 @@ class KVCache:
 
     def release(self, request: Request) -> None:
         """Free the request's blocks; its computed tokens are gone."""
-        self.pool.free(self.take(request))
+        self.pool.free(self.detach(request))
 
     def _hashes(self, request: Request) -> list[BlockHash]:
         """Of all full blocks; none without prefix caching."""

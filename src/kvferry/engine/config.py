@@ -40,7 +40,7 @@ class EngineConfig:
         max_num_seqs: requests that run or load at the same time.
         kv_layout: order of the KV pool's axes in memory, a key of `KV_LAYOUTS`. Stored KV does not
             depend on it.
-        dtype: "float32", "bfloat16", "float16", or "auto" for what the model's config says.
+        dtype: "float32", "bfloat16", "float16", or "auto" for that of the model's config.
         device: torch device of weights and KV; with ranks on "cuda", each has the device of its
             number.
         tensor_parallel_size: processes that share the model; this one is the first of them.

@@ -14,9 +14,10 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model_config import ModelConfig, is_library_class
+from kvferry.engine.model_config import ModelConfig, ModelGeometry, is_library_class
 from kvferry.errors import ConfigError
 from kvferry.identity import identify, weights_digest, written_config
+from kvferry.keys import JsonValue
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
@@ -46,7 +47,7 @@ def cache_arguments(
             raise ConfigError("connector_options are given without a store")
         return None
     return CacheArguments(
-        spec=engine_spec(model, engine), options={"store": store, **(options or {})}
+        spec=engine_spec(model, engine, deviations={}), options={"store": store, **(options or {})}
     )
 
 
@@ -69,12 +70,15 @@ def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int =
 
 
 def engine_spec(
-    model: ModelConfig, engine: EngineConfig, weights_version: str | None = None
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    deviations: Mapping[str, JsonValue],
+    weights_version: str | None = None,
+    name: str | None = None,
 ) -> EngineSpec:
     """What the connector on rank 0 must know of an engine that runs `model` with these options.
-
-    Layers of one window are a group. All are in one block table without a window, because the
-    engine keeps the KV of every token in every layer.
+    `deviations`, `weights_version` and `name` as for `identify`; the engine deviates in nothing.
 
     Raises:
         ConfigError: a model whose weights or code have no digest.
@@ -87,6 +91,28 @@ def engine_spec(
             f"{model.model_dir}; only classes of Transformers have an identity, so run it without "
             "a store"
         )
+    groups, parts = _groups(geometry, engine.block_size)
+    return EngineSpec(
+        identity=identify(
+            weights_digest(model.model_dir, weights_version=weights_version),
+            written_config(model.model_dir),
+            dtype=geometry.dtype,
+            deviations=deviations,
+            weights_version=weights_version,
+            name=name or str(model.model_dir),
+        ),
+        groups=groups,
+        shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
+        tables=parts,
+        recomputes=True,
+    )
+
+
+def _groups(
+    geometry: ModelGeometry, block_size: int
+) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
+    """Layers of one window are a group. All are in one block table without a window, because the
+    engine keeps the KV of every token in every layer."""
     groups, parts = [], []
     for index, window in enumerate(dict.fromkeys(geometry.windows)):
         layers = [layer for layer, each in enumerate(geometry.windows) if each == window]
@@ -96,7 +122,7 @@ def engine_spec(
                 num_kv_heads=geometry.num_kv_heads,
                 content_size=geometry.content_size,
                 dtype=geometry.dtype,
-                block_size=engine.block_size,
+                block_size=block_size,
                 window=window,
             )
         )
@@ -106,23 +132,10 @@ def engine_spec(
                 group=index,
                 layers=tuple(range(len(layers))),
                 layer_names=tuple(geometry.layer_names[layer] for layer in layers),
-                block_size=engine.block_size,
+                block_size=block_size,
             )
         )
-    return EngineSpec(
-        identity=identify(
-            weights_digest(model.model_dir, weights_version=weights_version),
-            written_config(model.model_dir),
-            dtype=geometry.dtype,
-            deviations={},
-            weights_version=weights_version,
-            name=str(model.model_dir),
-        ),
-        groups=tuple(groups),
-        shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
-        tables=tuple(parts),
-        recomputes=True,
-    )
+    return tuple(groups), tuple(parts)
 
 
 class NoScheduler(SchedulerRole):

@@ -53,9 +53,7 @@ def allocate_pool(
     Args:
         layer_names: in layer order.
         shape: of each view: `[num_blocks, num_kv_heads, block_size, content]`.
-        dtype: of the KV.
         kv_layout: one of `KV_LAYOUTS`.
-        device: of the KV.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -71,6 +69,17 @@ def allocate_pool(
         ) from error
     layers = pool.permute([order.index(axis) for axis in range(len(order))])
     return list(zip(layer_names, layers, strict=True))
+
+
+def pairs_together(rotated: torch.Tensor) -> torch.Tensor:
+    """Rotated keys with the two numbers of each pair side by side, as vLLM and records have them,
+    from keys with the first numbers of all pairs first, as Transformers' DeepSeek-V3 has them."""
+    return torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def pairs_apart(rotated: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pairs_together`."""
+    return torch.unflatten(rotated, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class KVCodec:
@@ -97,24 +106,20 @@ class LatentCodec(KVCodec):
     Layers pass the latent to the `update` of a Transformers cache before they expand it. The model
     gets this object in place of that cache; `encode` hands out what `update` got.
 
-    Rows hold the latent, then the rotated key with the two numbers of each rotated pair side by
-    side, as vLLM keeps them; Transformers' DeepSeek-V3 has the first numbers of all pairs first.
+    Rows hold the latent, then the rotated key (`pairs_together`).
     """
 
-    def __init__(self, attention_layers: dict[int, Any], *, pairs_apart: bool) -> None:
-        """`attention_layers`, by number, have Transformers' `expand_kv` and `kv_lora_rank`. With
-        `pairs_apart` their rotated keys have the first numbers of all pairs first."""
+    def __init__(self, attention_layers: dict[int, Any], *, has_pairs_apart: bool) -> None:
+        """`attention_layers`, by number, have Transformers' `expand_kv` and `kv_lora_rank`."""
         self._layers = attention_layers
-        self._pairs_apart = pairs_apart
+        self._has_pairs_apart = has_pairs_apart
         self._offered: dict[int, torch.Tensor] = {}
 
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the layer as a cache's `update`; `[1, 1, num_tokens, size]` each."""
-        rows = rotated
-        if self._pairs_apart:
-            rows = torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
+        rows = pairs_together(rotated) if self._has_pairs_apart else rotated
         self._offered[layer_index] = torch.cat((latent, rows), dim=-1)
         return latent, rotated
 
@@ -128,7 +133,7 @@ class LatentCodec(KVCodec):
         """See `KVCodec`."""
         layer = self._layers[layer_index]
         latent, rotated = rows[..., : layer.kv_lora_rank], rows[..., layer.kv_lora_rank :]
-        if self._pairs_apart:
-            rotated = torch.unflatten(rotated, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if self._has_pairs_apart:
+            rotated = pairs_apart(rotated)
         key, value = layer.expand_kv(latent, rotated)
         return key, value

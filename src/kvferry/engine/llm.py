@@ -31,7 +31,7 @@ from kvferry.engine.generation import (
 from kvferry.engine.kv_pool import num_blocks_for
 from kvferry.engine.model import PagedModel, load_tokenizer
 from kvferry.engine.model_config import ModelConfig
-from kvferry.engine.ranks import ParallelRunner, Ranks, launch_process
+from kvferry.engine.ranks import ParallelRunner, Ranks, Start, launch_process
 from kvferry.engine.request import FinishReason, Request
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.scheduler import Scheduler
@@ -59,6 +59,10 @@ class LLM:
     """A causal LM that generates text, and reads and writes its KV cache through a connector.
 
     A context manager. Not thread-safe: one thread at a time.
+
+    Attributes:
+        tokenizer: that of the model directory; None without one.
+        scheduler: the requests and their blocks; to look at only.
 
     Example:
         >>> with LLM("path/to/model", store="file:///var/cache/kvferry") as llm:  # doctest: +SKIP
@@ -93,40 +97,26 @@ class LLM:
             ConfigError: a model, option or store that cannot be used.
         """
         engine = build_config(EngineConfig, config, where="engine")
-        if roles is not None and store is not None:
-            raise ConfigError("both store and roles are given; the engine has one connector")
-        if roles is not None and engine.tensor_parallel_size > 1:
-            raise ConfigError("roles serve one rank; give a store, or tensor_parallel_size=1")
+        if roles is not None:
+            _refuse_beside_roles(store, engine)
         self._closed = False
         self._observer = observer or Observer()
         model = ModelConfig(Path(model_dir), engine)
         num_blocks = num_blocks_for(engine, model.geometry)
+        hashed = None if store is None else weights_state(model.model_dir)
         arguments = None
-        stored = None if store is None else weights_state(model.model_dir)
         if roles is None:
             arguments = cache_arguments(store, connector_options, model, engine)
             # Before the weights, so that the store's index fills while they are read.
             roles = open_roles(arguments, self._observer)
-        self._roles = replace(
-            roles,
-            scheduler=GuardedScheduler(
-                roles.scheduler, self._observer, block_size=engine.block_size
-            ),
-            worker=GuardedWorker(roles.worker, self._observer),
-        )
+        self._roles = _guarded(roles, self._observer, engine.block_size)
         self._ranks: Ranks | None = None
         try:
             if engine.tensor_parallel_size > 1:
-                self._ranks = Ranks(
-                    model.model_dir,
-                    engine,
-                    num_blocks,
-                    arguments,
-                    self._observer,
-                    launch=self._launch,
-                )
+                start = Start(model.model_dir, engine, num_blocks, arguments)
+                self._ranks = Ranks(start, self._observer, launch=self._launch)
             self._load(model, engine, num_blocks)
-            _refuse_changed(model.model_dir, stored)
+            _refuse_changed(model.model_dir, hashed)
             self._roles.wait_ready(READY_SECONDS)
         except BaseException:
             self._close_parts()
@@ -146,7 +136,7 @@ class LLM:
         if self._ranks is not None:
             self._ranks.wait_ready()
             self._runner = ParallelRunner(first, self._ranks, self._observer)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             engine, BlockPool(num_blocks), self._roles.scheduler, observer=self._observer
         )
         self._eos_token_ids = paged.eos_token_ids
@@ -187,13 +177,13 @@ class LLM:
             for generation in generations:
                 self._add(generation)
             while any(request.outcome is None for request in requests):
-                self._step()
+                self.step()
         finally:
             for generation in generations:
                 self._drop(generation)
         # The connector learns of the ends now, and not only when the next request comes.
         if not self._generations:
-            self._step()
+            self.step()
         return [generation.completion() for generation in generations]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -215,7 +205,7 @@ class LLM:
         try:
             self._add(generation)
             while request.outcome is None:
-                self._step()
+                self.step()
                 # Steps of other requests, between two events, add to these as well.
                 yield from generation.new_events()
         finally:
@@ -235,7 +225,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the engine's own prefix cache. What a store holds stays."""
-        self._scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
@@ -275,15 +265,15 @@ class LLM:
     def _add(self, generation: Generation) -> None:
         self._check_open()
         self._generations[generation.request.request_id] = generation
-        self._scheduler.add(generation.request)
+        self.scheduler.add(generation.request)
 
     def _drop(self, generation: Generation) -> None:
         """Forget a generation, and abort its request if it has not ended."""
         request_id = generation.request.request_id
         self._generations.pop(request_id, None)
-        self._scheduler.abort(request_id)
+        self.scheduler.abort(request_id)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """One engine step: schedule, run, update. A step without tokens still runs the connector,
         then pauses.
 
@@ -291,7 +281,7 @@ class LLM:
         blocks is unknown; the scheduler still gets the connector's report, and the error is raised.
         """
         self._check_open()
-        step = self._scheduler.schedule()
+        step = self.scheduler.schedule()
         work = step.run_step()
         logits: dict[str, torch.Tensor] = {}
 
@@ -304,10 +294,10 @@ class LLM:
             logits.update(zip(wanted, rows, strict=True))
         except BaseException:
             for entry in step.scheduled:
-                self._scheduler.abort(entry.request.request_id)
+                self.scheduler.abort(entry.request.request_id)
             raise
         finally:
-            self._scheduler.update(step, self._runner.output, sample)
+            self.scheduler.update(step, self._runner.output, sample)
         if not step.scheduled:
             time.sleep(IDLE_STEP_SECONDS)
 
@@ -324,10 +314,10 @@ class LLM:
         if self._generations:
             raise ContractError("drain is called while requests are running")
         deadline = time.monotonic() + timeout_seconds
-        while self._scheduler.has_work():
+        while self.scheduler.has_work():
             if time.monotonic() >= deadline:
                 return False
-            self._step()
+            self.step()
         return True
 
     def close(self) -> None:
@@ -366,6 +356,18 @@ class LLM:
         self.close()
 
 
+def _refuse_beside_roles(store: object, engine: EngineConfig) -> None:
+    if store is not None:
+        raise ConfigError("both store and roles are given; the engine has one connector")
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError("roles serve one rank; give a store, or tensor_parallel_size=1")
+
+
+def _guarded(roles: Roles, observer: Observer, block_size: int) -> Roles:
+    scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
+    return replace(roles, scheduler=scheduler, worker=GuardedWorker(roles.worker, observer))
+
+
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """Python's integers from those of any kind (NumPy's, torch's)."""
     try:
@@ -374,10 +376,10 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         raise ConfigError(f"a prompt is neither a text nor a list of token ids: {error}") from error
 
 
-def _refuse_changed(model_dir: Path, stored: object) -> None:
-    """Refuse weights that are not in the state in which they were hashed: what is run must be what
-    was hashed. None: they were not."""
-    if stored is not None and weights_state(model_dir) != stored:
+def _refuse_changed(model_dir: Path, hashed: object) -> None:
+    """Refuse weights that changed after they were hashed in the state `hashed`, None if they were
+    not: what runs must be what was hashed."""
+    if hashed is not None and weights_state(model_dir) != hashed:
         raise ConfigError(
             f"the weights in {model_dir} changed while they were loaded: start again when they are "
             "complete"

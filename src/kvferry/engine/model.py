@@ -139,6 +139,7 @@ class PagedModel:
     """The loaded model, ready for flattened batches.
 
     Attributes:
+        model: Transformers' own, with our attention.
         geometry: of the whole model.
         num_kv_heads: kv heads that this rank computes.
         codec: what of a token is kept as KV.
@@ -147,7 +148,7 @@ class PagedModel:
     """
 
     def __init__(self, config: ModelConfig, device: str) -> None:
-        """Load weights and check, on a few tokens, that attention is what the config says.
+        """Load weights and check, on a few tokens, that attention has the shape in the config.
 
         Raises:
             ConfigError: weights missing or unreadable, or attention the engine cannot page.
@@ -157,12 +158,12 @@ class PagedModel:
         self.num_kv_heads = config.geometry.num_kv_heads
         self.device = _usable_device(device)
         self._model_dir = config.model_dir
-        self._model = _load_weights(config).to(self.device).eval()
-        latents = _latent_codec(self._model, config)
+        self.model = _load_weights(config).to(self.device).eval()
+        latents = _latent_codec(self.model, config)
         self.codec = latents or KVCodec()
         # Only latents are taken from the model where it would hand them to a cache.
-        self._cache = {} if latents is None else {cache_argument(self._model): latents}
-        self.eos_token_ids = _eos_token_ids(self._model)
+        self._cache = {} if latents is None else {cache_argument(self.model): latents}
+        self.eos_token_ids = _eos_token_ids(self.model)
         try:
             self._probe()
         except _UNRUNNABLE as error:
@@ -180,7 +181,7 @@ class PagedModel:
         """
         geometry = self.geometry
         whole = self._probe()
-        num_split = split_layers(self._model, geometry, group)
+        num_split = split_layers(self.model, geometry, group)
         if num_split != geometry.num_layers:
             raise ConfigError(
                 f"{self._model_dir}: {num_split} of {geometry.num_layers} attention layers are of "
@@ -230,7 +231,7 @@ class PagedModel:
         Returns:
             `[len(logit_rows), vocab]` float32.
         """
-        output = self._model(
+        output = self.model(
             input_ids=token_ids[None].to(self.device),
             position_ids=positions[None].to(self.device),
             use_cache=False,
@@ -253,7 +254,7 @@ def _latent_codec(model: Any, config: ModelConfig) -> LatentCodec | None:
             f"{config.model_dir} holds latent attention, which this Transformers expands before it "
             "is kept; install 5.23 or newer"
         )
-    return LatentCodec(layers, pairs_apart=LATENT_MODELS[config.transformers_config.model_type])
+    return LatentCodec(layers, has_pairs_apart=LATENT_MODELS[config.transformers_config.model_type])
 
 
 def _load_weights(config: ModelConfig) -> Any:
@@ -311,7 +312,7 @@ def load_tokenizer(model_dir: Path) -> Any | None:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         try:
-            # Saved by a Transformers that has another class for it: tokenizer.json says all.
+            # Saved by a Transformers that has another class for it: tokenizer.json is enough.
             return PreTrainedTokenizerFast.from_pretrained(model_dir, local_files_only=True)
         except Exception:
             raise ConfigError(

@@ -58,14 +58,14 @@ class ModelGeometry:
 
 
 class ModelConfig:
-    """The config of a model directory that the engine can serve.
+    """The config of a model directory that the engine or `StoredKV` can serve.
 
     Attributes:
         transformers_config: Transformers' own object.
         geometry: what the KV pool must know of the model.
 
     Raises:
-        ConfigError: not a model directory, or a model that the engine cannot serve.
+        ConfigError: not a model directory, or a model that is not served.
     """
 
     def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
@@ -106,15 +106,15 @@ class ModelConfig:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     def _refusals(self) -> Iterator[str]:
-        """Why the engine cannot serve this model; ends of sentences about it."""
+        """Why this model is not served, here or by `StoredKV`; ends of sentences about it."""
         config = self.transformers_config
         if getattr(config, "is_encoder_decoder", False):
-            yield ", an encoder-decoder; the engine serves decoders only"
+            yield ", an encoder-decoder; only decoders are served"
         if config.get_text_config() is not config or _has_other_inputs(config):
-            yield ", which takes more than text; the engine serves text only"
+            yield ", which takes more than text; only text is served"
         model_class = self.model_class()
         if getattr(model_class, "_is_stateful", False):
-            yield " with recurrent layers; the engine pages attention KV only"
+            yield " with recurrent layers; only the KV of attention is kept"
         if not getattr(model_class, "_supports_attention_backend", False):
             yield ", whose attention does not go through Transformers' attention interface"
         if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
@@ -123,12 +123,12 @@ class ModelConfig:
         if unknown:
             yield (
                 f" with layers of type {', '.join(sorted(unknown))}; "
-                f"the engine serves {' and '.join(_KNOWN_LAYER_TYPES)}"
+                f"{' and '.join(_KNOWN_LAYER_TYPES)} are served"
             )
         if config.model_type in LATENT_MODELS and not getattr(config, "rope_interleave", True):
             yield " with rope_interleave=false; other engines would read its latents wrongly"
         if getattr(config, "use_bidirectional_attention", None):
-            yield " with bidirectional attention; the engine's is causal"
+            yield " with bidirectional attention; only causal attention is served"
         if rope_type := length_dependent_rope(config.to_dict()):
             yield (
                 f" with {rope_type!r} rotary embeddings: its keys depend on how long other "

@@ -97,15 +97,15 @@ class Channel:
 class Start(NamedTuple):
     """Load this model. All but `rank` is the same for all ranks."""
 
-    rank: int
     model_dir: Path
     engine: EngineConfig
     num_blocks: int
     """Of the KV pool."""
     cache: CacheArguments | None
     """None for an engine without a store."""
-    rendezvous: Path
-    """Where the ranks meet."""
+    rank: int = 0
+    rendezvous: Path = Path()
+    """Where the ranks meet. `Ranks` sets this and `rank`."""
 
 
 class Connect(NamedTuple):
@@ -163,29 +163,22 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        model_dir: Path,
-        engine: EngineConfig,
-        num_blocks: int,
-        cache: CacheArguments | None,
-        observer: Observer,
-        *,
-        launch: Launch = launch_process,
+        self, start: Start, observer: Observer, *, launch: Launch = launch_process
     ) -> None:
         """Start the processes; they begin to load."""
         self._observer = observer
-        self.size = engine.tensor_parallel_size
+        self.size = start.engine.tensor_parallel_size
         self._children: list[_Child] = []
         self._failed: dict[int, Failed] = {}
         self._failure: KVError | None = None
         self._rendezvous = Path(tempfile.mkdtemp(prefix="kvferry-ranks-")) / "rendezvous"
         try:
             for rank in range(1, self.size):
-                start = Start(rank, model_dir, engine, num_blocks, cache, self._rendezvous)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._children.append(_Child(rank, launch(theirs), Channel(ours)))
-                self._send_to(self._children[-1], start)
+                order = start._replace(rank=rank, rendezvous=self._rendezvous)
+                self._send_to(self._children[-1], order)
         except BaseException:
             self._end(RankError("the engine could not start"))
             raise
@@ -296,7 +289,7 @@ class Ranks:
 
     def _blame(self) -> KVError | None:
         """The error of a rank that ended. A rank that died without a message is named before the
-        ranks that say why they end: they may only have lost that one."""
+        ranks that give a reason: they may only have lost that one."""
         failures: list[tuple[bool, int, Failed]] = []
         for child in self._children:
             status = child.process.poll()
@@ -336,7 +329,7 @@ class ParallelRunner:
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
         """Run `first` here and the rest on `ranks`, which are ready."""
         self.output: WorkerOutput = EMPTY_OUTPUT
-        self._first = first
+        self.first = first
         self._ranks = ranks
         self._fold = WorkerOutputFold(ranks.size, observer=observer)
 
@@ -349,15 +342,15 @@ class ParallelRunner:
         self.output = EMPTY_OUTPUT
         self._ranks.start_step(step)
         try:
-            logits = self._first.run(step)
+            logits = self.first.run(step)
         except RankError as error:
-            # It says only that a peer is gone; the processes say which, and why.
+            # The error names no peer; the processes show which one is gone, and why.
             raise self._ranks.explain(str(error), patience_seconds=_DYING_SECONDS) from error
         except BaseException as error:
             # The others wait in the middle of a layer for a sum that never comes.
             self._ranks.explain(f"a step failed: {error!r}")
             raise
         finally:
-            self.output = self._first.output
+            self.output = self.first.output
         self.output = self._fold.fold([self.output, *self._ranks.finish_step()])
         return logits

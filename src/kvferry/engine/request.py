@@ -98,7 +98,7 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a generated token; says why the request is over now, if it is."""
+        """Add a generated token; the reason if the request ends with it."""
         self.all_token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP

@@ -40,7 +40,7 @@ class ModelRunner:
             LayoutError: the worker cannot serve this layout.
         """
         geometry = model.geometry
-        self._model = model
+        self.model = model
         kv_caches = allocate_pool(
             geometry.layer_names,
             (num_blocks, model.num_kv_heads, engine.block_size, geometry.content_size),
@@ -74,4 +74,4 @@ class ModelRunner:
             wanted = [
                 end - 1 for end, entry in zip(ends, step.batch, strict=True) if entry.wants_logits
             ]
-            return self._model.forward(torch.tensor(token_ids), positions, self._attention, wanted)
+            return self.model.forward(torch.tensor(token_ids), positions, self._attention, wanted)

@@ -48,7 +48,7 @@ class Scheduler:
     Requests run first come, first served, and the last to come is the first to be preempted. The
     order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
 
-    A request is in one place, which says what blocks it owns:
+    A request is in one place, which decides what blocks it owns:
         waiting   none; or, at the head of the queue, those that its async load filled
         loading   those that its async load fills
         running   those of all its computed tokens
@@ -95,10 +95,10 @@ class Scheduler:
         if request_id in self._requests or request_id in {lender for lender, _ in self._lent}:
             raise ContractError(f"request id {request_id!r} is in use; ids are used once")
         needed = self._kv.num_blocks_for(request.max_total_tokens)
-        if needed > self._kv.pool.num_usable:
+        if needed > self.pool.num_usable:
             raise ContractError(
                 f"request {request_id!r} may need {needed} blocks, the pool has "
-                f"{self._kv.pool.num_usable}; lower max_total_tokens"
+                f"{self.pool.num_usable}; lower max_total_tokens"
             )
         self._requests[request_id] = request
         self._waiting.append(request)
@@ -112,6 +112,19 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of all requests."""
+        return self._kv.pool
+
+    def state_of(self, request_id: str) -> Literal["waiting", "loading", "running", "finished"]:
+        """Where a request is; `finished` for an unknown one."""
+        if request_id not in self._requests:
+            return "finished"
+        if request_id in self._loading:
+            return "loading"
+        return "running" if request_id in self._running else "waiting"
+
     def has_work(self) -> bool:
         """True while there is a reason to step: requests, ended requests that the workers do not
         know of yet, lent blocks that are not overdue, or work of the connector."""
@@ -124,7 +137,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all local prefixes."""
-        self._kv.pool.reset()
+        self.pool.reset()
 
     def schedule(self) -> EngineStep:
         """Decide the next step. The connector builds its plan last, also for a step without
@@ -307,7 +320,7 @@ class Scheduler:
                 "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
                 request,
                 sum(map(len, self._lent_tables())),
-                self._kv.pool.num_usable,
+                self.pool.num_usable,
             )
             self._finish(request, FinishReason.ERROR)
 
@@ -333,7 +346,7 @@ class Scheduler:
                 request.limit_hit()
                 request.num_failed_loads += 1
                 spoiled.add(request.request_id)
-        self._kv.pool.uncache(invalid_block_ids)
+        self.pool.uncache(invalid_block_ids)
         self._observer.count("load_failed")
         return spoiled
 
@@ -361,7 +374,7 @@ class Scheduler:
             del self._loading[request_id]
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
-            self._lent[request_id, "load"] = _Loan(self._kv.take(request), now)
+            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), now)
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -369,7 +382,7 @@ class Scheduler:
         if loan is None:
             self._observer.count("unknown_report")
         else:
-            self._kv.pool.free(loan.block_ids)
+            self.pool.free(loan.block_ids)
 
     def _awaits_lent_blocks(self) -> bool:
         now = self._clock()
@@ -397,16 +410,16 @@ class Scheduler:
         request.outcome = Outcome(reason, result.params)
         if deadline is not None:
             # Even without `delay_free`: the load is reported once, and that gives the blocks back.
-            self._lent[request_id, "load"] = _Loan(self._kv.take(request), deadline)
+            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), deadline)
         elif result.delay_free:
-            self._lent[request_id, "save"] = _Loan(self._kv.take(request), self._deadline())
+            self._lent[request_id, "save"] = _Loan(self._kv.detach(request), self._deadline())
         else:
             self._kv.release(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks and queues contradict each other; for tests."""
         tables = [request.block_ids for request in self._requests.values()]
-        self._kv.pool.check_integrity([*tables, *self._lent_tables()])
+        self.pool.check_integrity([*tables, *self._lent_tables()])
         ids = [*(request.request_id for request in self._waiting), *self._running, *self._loading]
         assert sorted(ids) == sorted(self._requests), "a request is in no queue, or in two"
         assert all(self._requests[request_id].block_ids for request_id in self._running)

@@ -4,8 +4,8 @@ As in Megatron-LM, each rank keeps the rows of the projections that make its hea
 of the projection that reads them. Its outputs add up over the ranks. MLPs are split likewise, where
 their shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
 
-The names of a layer's projections say how to split it. `PagedModel.split` checks the result against
-the whole model.
+The names of a layer's projections decide how it is split. `PagedModel.split` checks the result
+against the whole model.
 
 Process groups are made directly. Torch's process-wide default group may belong to the application,
 and a process may hold several engines.
@@ -55,8 +55,6 @@ class RankGroup:
         """Meet the other ranks, all of which call this with the same `rendezvous`.
 
         Args:
-            rank: in `[0, size)`.
-            size: number of ranks.
             rendezvous: a file that does not exist yet, in a directory of our own.
             device: of the tensors: NCCL on CUDA, gloo elsewhere.
 

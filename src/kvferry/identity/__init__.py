@@ -1,8 +1,7 @@
 """Which model runs: the content of its weights, the configuration in its directory, and in what the
 running model differs from that."""
 
-from kvferry.identity.directory import length_dependent_rope, written_config
-from kvferry.identity.running import identify
+from kvferry.identity.directory import identify, length_dependent_rope, written_config
 from kvferry.identity.weights import newest_change, weights_digest, weights_state
 
 __all__ = [

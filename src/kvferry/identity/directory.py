@@ -1,4 +1,4 @@
-"""The configuration of a model directory, and what it means for KV that is kept."""
+"""The identity of a running model: the configuration in its directory, and in what it differs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, relevant_config
+from kvferry.keys import JsonValue, ModelIdentity, relevant_config
 
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
 """Rotary embeddings whose angles depend on the longest sequence of a forward, or on the longest
@@ -62,3 +62,33 @@ def length_dependent_rope(config: object) -> str | None:
         return kind
     inner = map(length_dependent_rope, config.values())
     return next((found for found in inner if found is not None), None)
+
+
+def identify(
+    weights: bytes,
+    written: Mapping[str, JsonValue],
+    *,
+    dtype: str,
+    deviations: Mapping[str, JsonValue],
+    weights_version: str | None,
+    name: str | None,
+) -> ModelIdentity:
+    """The identity of a running model. Engines that deviate in nothing from one directory agree on
+    it, whatever library read the directory.
+
+    Args:
+        weights: from `weights_digest`.
+        written: from `written_config`.
+        dtype: of the computation, such as "bfloat16"; replaces the written one, which two fields
+            may name.
+        deviations: all else that decides KV bytes and is not written: overrides, quantisation while
+            loading, foreign code. Every host answers this one question with its own function.
+        weights_version, name: see `ModelIdentity`.
+    """
+    config = {field: value for field, value in written.items() if field != "torch_dtype"}
+    return ModelIdentity(
+        weights=weights,
+        config={**config, "dtype": dtype, **deviations},
+        weights_version=weights_version,
+        name=name,
+    )

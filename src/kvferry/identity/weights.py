@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 WEIGHTS_TAG = b"kvferry.weight.1"
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json")
-"""Files that hold tensors, and the index that says which shard a tensor is read from."""
+"""Files that hold tensors, and the index that names the file of each tensor."""
 
 NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
@@ -41,7 +41,7 @@ was hashed may change again without its times showing it."""
 
 _BUFFER_BYTES = 16 * 1024 * 1024
 _LONG_BYTES = 1 << 30
-"""Hashing so much takes a while: a line says so."""
+"""Hashing so much takes a while, and is logged."""
 
 
 def weights_digest(
@@ -50,7 +50,6 @@ def weights_digest(
     weights_version: str | None = None,
     cache_dir: Path | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bytes:
     """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
 
@@ -66,7 +65,6 @@ def weights_digest(
             cache directory. A cache that cannot be written, is damaged, or is not private to this
             user is ignored: it costs time, never correctness.
         clock_ns: wall clock, in the epoch of the file system's time stamps.
-        progress: called with (bytes done, bytes in all) during hashing.
 
     Raises:
         ConfigError: no such directory, no weights in it, an index that names a file outside of it,
@@ -75,19 +73,11 @@ def weights_digest(
     files = _weight_files(model_dir, may_be_none=weights_version is not None)
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
-    total = sum(_stat(path).st_size for path in files.values())
     cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
-    num_done = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal num_done
-        num_done += num_bytes
-        progress(num_done, total)
-
     hasher = blake3(WEIGHTS_TAG)
     for name, path in files.items():
         try:
-            digest = _file_digest(path, cache, clock_ns, advance)
+            digest = _file_digest(path, cache, clock_ns)
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
         hasher.update(canonical([name, digest.hex()]))
@@ -159,15 +149,12 @@ def _stat(path: Path) -> os.stat_result:
         raise ConfigError(f"cannot look at {path}: {error.strerror}") from error
 
 
-def _file_digest(
-    path: Path, cache: _DigestCache, clock_ns: Callable[[], int], advance: Callable[[int], None]
-) -> bytes:
+def _file_digest(path: Path, cache: _DigestCache, clock_ns: Callable[[], int]) -> bytes:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         started = clock_ns()
         cached = cache.get(before)
         if cached is not None:
-            advance(before.st_size)
             return cached
         if before.st_size >= _LONG_BYTES:
             logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
@@ -176,7 +163,6 @@ def _file_digest(
         for piece in _pieces(file.readinto):
             hasher.update(piece)
             num_bytes += len(piece)
-            advance(len(piece))
             if num_bytes > before.st_size:  # one that grows as fast as we read would never end
                 break
         after = os.fstat(file.fileno())

@@ -1,16 +1,15 @@
 """Replay of eviction orders as the host pool uses them.
 
-`pool` is the order of the host pool. The others have the same interface, so that a trace can show
-whether one of them earns its place (docs/simulate.md says what they gained).
+`pool` is the order of the host pool; `docs/simulate.md` has what the others would gain.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -24,62 +23,40 @@ from kvferry.simulate.trace import Trace
 MAX_CHANCES = 2
 """More keep blocks that were popular once; the traces gain nothing from three."""
 
-K = TypeVar("K", bound=Hashable)
 
+class Lru:
+    """The idle chunks, the least recently used first: the order in which `HostPool` evicts.
 
-class EvictionOrder(Protocol[K]):
-    """The idle chunks, ordered by their worth.
-
-    A chunk that a request uses is removed, and added again at the end of the use.
+    A chunk that a request uses is removed, and added again at the end of the use. The chunks of a
+    prefix are used together, and `touch` puts the root last. So a prompt loses its end first, and a
+    chunk never stays behind without its parents.
     """
-
-    def add(self, key: K) -> None:
-        """A chunk became idle, just after its use. Adding an idle chunk counts as a use."""
-
-    def remove(self, key: K) -> None:
-        """A chunk is used, or was given up; without effect if it is not idle."""
-
-    def touch(self, keys: Sequence[K]) -> None:
-        """A request used a prefix: of its idle chunks, the root is evicted last."""
-
-    def evict(self) -> K:
-        """Remove and return the chunk of the least worth.
-
-        Raises:
-            KeyError: no chunk is idle.
-        """
-
-    def __contains__(self, key: object) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-
-class Lru(Generic[K]):
-    """Evicts the least recently used chunk, as `HostPool` does. See `EvictionOrder`.
-
-    The chunks of a prefix are used together, and `touch` puts the root last. So a prompt loses its
-    end first, and a chunk never stays behind without its parents.
-    """
-
-    __slots__ = ("_order",)
 
     def __init__(self) -> None:
-        self._order: OrderedDict[K, None] = OrderedDict()
+        self._order: OrderedDict[int, int] = OrderedDict()  # to the chances that are left
 
-    def add(self, key: K) -> None:
-        self._order[key] = None
+    def add(self, key: int) -> None:
+        """A chunk became idle, just after its use. Adding an idle chunk counts as a use."""
+        self._order[key] = 0
         self._order.move_to_end(key)
 
-    def remove(self, key: K) -> None:
+    def remove(self, key: int) -> None:
+        """A chunk is used, or was given up; without effect if it is not idle."""
         self._order.pop(key, None)
 
-    def touch(self, keys: Sequence[K]) -> None:
+    def touch(self, keys: Sequence[int]) -> None:
+        """A request used a prefix: of its idle chunks, the root is evicted last."""
         order = self._order
         for key in reversed(keys):
             if key in order:
                 order.move_to_end(key)
 
-    def evict(self) -> K:
+    def evict(self) -> int:
+        """Remove and return the chunk of the least worth.
+
+        Raises:
+            KeyError: no chunk is idle.
+        """
         return self._order.popitem(last=False)[0]
 
     def __contains__(self, key: object) -> bool:
@@ -89,10 +66,10 @@ class Lru(Generic[K]):
         return len(self._order)
 
 
-class Chances(Generic[K]):
+class Chances(Lru):
     """LRU with second chances: a chunk that was used again goes through the order once more for
     each use, `MAX_CHANCES` at most, before it is evicted. One that returns soon after its eviction
-    counts as used again. See `EvictionOrder`.
+    counts as used again.
 
     Most chunks of a trace are never used again. They leave first, and those of conversations that
     go on stay longer than under LRU.
@@ -101,31 +78,29 @@ class Chances(Generic[K]):
         num_remembered: chunks that are not idle whose use is remembered; the pool's size.
     """
 
-    __slots__ = ("_left", "_num_remembered", "_order")
-
     def __init__(self, num_remembered: int) -> None:
+        super().__init__()
         self._num_remembered = num_remembered
-        self._order: OrderedDict[K, int] = OrderedDict()  # to the chances that are left
-        self._left: OrderedDict[K, int] = OrderedDict()  # to those on return
+        self._left: OrderedDict[int, int] = OrderedDict()  # to the chances on return
 
-    def add(self, key: K) -> None:
+    def add(self, key: int) -> None:
         # The touch at the end of the request that brings a new chunk is not yet a use.
         chances = self._order.pop(key, None)
         self._order[key] = self._left.pop(key, -1) if chances is None else chances
 
-    def remove(self, key: K) -> None:
+    def remove(self, key: int) -> None:
         chances = self._order.pop(key, None)
         if chances is not None:
             self._remember(key, chances)
 
-    def touch(self, keys: Sequence[K]) -> None:
+    def touch(self, keys: Sequence[int]) -> None:
         order = self._order
         for key in reversed(keys):
             if key in order:
                 order[key] = min(order[key] + 1, MAX_CHANCES)
                 order.move_to_end(key)
 
-    def evict(self) -> K:
+    def evict(self) -> int:
         order = self._order
         key, chances = order.popitem(last=False)
         while chances > 0:
@@ -134,21 +109,13 @@ class Chances(Generic[K]):
         self._remember(key, 0)
         return key
 
-    def _remember(self, key: K, chances: int) -> None:
+    def _remember(self, key: int, chances: int) -> None:
         self._left[key] = chances
         if len(self._left) > self._num_remembered:
             self._left.popitem(last=False)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._order
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-
-ORDERS: Final[Mapping[str, Callable[[int], EvictionOrder[int]]]] = MappingProxyType(
-    {"pool": lambda _capacity: Lru(), "chances": Chances}
-)
+ORDERS: Final = MappingProxyType({"pool": lambda _capacity: Lru(), "chances": Chances})
 """By name: makes the order of a pool of so many blocks."""
 
 LRU = "lru"
@@ -166,9 +133,7 @@ def check_policy(name: str) -> None:
         raise ConfigError(unknown("policy", name, POLICIES))
 
 
-def replay(
-    trace: Trace, capacity: int, order: EvictionOrder[int], *, repeated: bool = False
-) -> Replay:
+def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -> Replay:
     """One request after another through a pool of `capacity` blocks, as the host pool works.
 
     A request pins the leading blocks that are held; these are its hits. The others take a place

@@ -58,11 +58,7 @@ class Rates:
 
 
 class Simulator:
-    """One trace, and what is computed from it once.
-
-    Attributes:
-        trace: the requests.
-    """
+    """One trace, and what is computed from it once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -110,9 +106,7 @@ class Simulator:
         prefix in each. A block that several tiers hold is a hit of the nearest.
 
         Args:
-            policies: of `POLICIES`.
             capacities: of the tiers in blocks, nearest first, each larger than the one before.
-            rates: what turns blocks into bytes and seconds.
         """
         best = [self.outcome(OPTIMUM, capacity) for capacity in capacities]
         rows = []
@@ -194,13 +188,7 @@ def write_csv(path: Path, rows: Curve) -> None:
 
 
 def write_png(path: Path, rows: Curve, title: str, tiers: Mapping[int, str]) -> None:
-    """Draw a curve; needs no display.
-
-    Args:
-        path: replaced.
-        rows: of `Simulator.curve`.
-        title: above the picture.
-        tiers: names by capacity, drawn as vertical lines.
+    """Draw a curve, and the names in `tiers` at their capacities; needs no display.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -48,9 +48,6 @@ def reuse_distances(previous: Ints) -> Ints:
     are the j < i with p[j] > p[i]. A Fenwick tree counts them. Blocks of a prefix are referenced
     together again and again, and all references of such a run have the same distance, so a run is
     counted as one.
-
-    Args:
-        previous: of `previous_references`: [num_references].
     """
     seen = np.flatnonzero(previous >= 0)
     before = previous[seen]
@@ -101,10 +98,6 @@ def optimum(previous: Ints, capacity: int) -> Replay:
 
     A hit needs its block to be kept from the reference before. Of all blocks that are kept at one
     time, the one needed last is given up when they become too many.
-
-    Args:
-        previous: of `previous_references`: [num_references].
-        capacity: in blocks.
     """
     following = np.full(len(previous), -1)
     seen = np.flatnonzero(previous >= 0)

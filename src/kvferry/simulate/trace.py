@@ -26,7 +26,6 @@ Ints = NDArray[np.int64]
 
 MOONCAKE_BLOCK_TOKENS = 512
 
-
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_TOKENS = 1 << 40
 """Of one prompt. More is no journal."""
@@ -82,25 +81,10 @@ class Trace:
         return tokens
 
 
-def make_trace(
-    prompts: Sequence[Sequence[int]], block_tokens: int, num_tokens: Sequence[int] | None = None
-) -> Trace:
-    """A trace of these blocks by request.
-
-    Args:
-        prompts: any number for each block, one sequence for each request.
-        block_tokens: tokens of a block.
-        num_tokens: of each prompt; None: all blocks are whole.
-    """
-    counts = [len(blocks) for blocks in prompts]
-    flat = np.fromiter((block for blocks in prompts for block in blocks), np.int64, sum(counts))
-    whole = [count * block_tokens for count in counts]
-    return _trace(flat, counts, num_tokens or whole, block_tokens, 0.0)
-
-
-def _trace(
+def trace_of(
     flat: Ints, counts: Sequence[int], num_tokens: Sequence[int], block_tokens: int, seconds: float
 ) -> Trace:
+    """The trace of these blocks, whatever their numbers, `counts` of them for each request."""
     return Trace(
         block_tokens=block_tokens,
         blocks=np.unique(flat, return_inverse=True)[1].astype(np.int64),
@@ -183,7 +167,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"trace {path}, line {number}: {error}") from error
     if not rows.blocks:
         raise ConfigError(f"trace {path} has no blocks: {len(rows.counts)} requests")
-    return _trace(
+    return trace_of(
         np.frombuffer(rows.blocks, np.int64),
         rows.counts,
         rows.num_tokens,

@@ -114,7 +114,7 @@ class _FaultyShardedWrite:
 class FaultyStore(WrapperStore):
     """Asks `enter` before each of `operations`; what enters goes on to the inner store.
 
-    An operation that may not enter fails as the contract says: `read` raises StoreError, writes
+    An operation that may not enter fails as in the contract: `read` raises StoreError, writes
     answer FAILED, `delete` and `discard` do nothing.
     """
 

@@ -88,9 +88,7 @@ def make_tiny_model(
 
     Args:
         path: directory; made if absent.
-        arch: one of llama, qwen3, mistral, gpt_neox, gemma3_text, olmo2, phi3, internlm3,
-            iquestcoder, deepseek_v3, deepseek_v2, gemma2, gpt_oss, bert, youtu.
-        seed: of the weights.
+        arch: a key of `_ARCHITECTURES`; the error for another one lists them.
         overrides: config values, for example `num_hidden_layers=2`.
 
     Raises:
@@ -110,7 +108,6 @@ def write_random_model(path: str | Path, build: Callable[[], Any], seed: int = 0
     Args:
         path: directory; made if absent.
         build: makes the model. Weights depend on this and the seed alone.
-        seed: of the weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers import StoredKV
+from kvferry.adapters.transformers import StoredKV, StoredKVConfig
+from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.records import RecordIO, record_layout
+from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
+from kvferry.store.url import open_store
 from tests.transformers_cache import with_cache
 
 CHUNK = 16
@@ -71,6 +75,30 @@ def reuse(model, store_url: str, input_ids, *, save: bool = True, **options) -> 
         sequences, logits = generate(model, input_ids, cache)
         num_saved = kv.save(sequences, cache) if save else 0
     return Generated(num_loaded, num_saved, sequences[0].tolist(), logits, counts)
+
+
+class RecordWriter:
+    """Writes records under the keys of a model's prompts, whatever KV is in them."""
+
+    def __init__(self, model, url: str, **config) -> None:
+        self.config = StoredKVConfig(chunk_tokens=CHUNK, **config)
+        self.host = HostModel(model, None, self.config.weights_version)
+        self.namespace, self.rows = record_layout(self.host, self.config)
+        self.store = open_store(url, namespace=self.namespace.digest)
+        self.records = RecordIO(self.store, self.rows, self.config, Counters())
+
+    def keys(self, input_ids):
+        """Of the chunks of one prompt."""
+        chain = ChunkKeys(self.namespace.digest, CHUNK)
+        chain.extend(input_ids[0].tolist())
+        return chain.keys
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.records.close(10.0)
+        self.store.close()
 
 
 def assert_same_as_cold(model, input_ids, generated: Generated, within: float = 1e-4) -> None:

@@ -23,6 +23,7 @@ from kvferry.testing.faults import (
 )
 from tests.adapters.transformers.generating import (
     CHUNK,
+    RecordWriter,
     assert_same_as_cold,
     generate,
     prompt,
@@ -143,17 +144,13 @@ def test_a_store_that_cannot_be_written_stores_nothing(load_model):
 
 def test_a_full_store_keeps_the_start_or_the_end_but_nothing_wrong(load_model, store_url):
     model = load_model()
-    size = next(iter(_record_sizes(model)))
+    with RecordWriter(model, "memory://sizes") as writer:
+        size = writer.rows.schema.record_bytes
     url = f"{store_url}?max_bytes={3 * size}"
     for seed in range(4):
         run = reuse(model, url, prompt(64, seed=seed))
         assert_same_as_cold(model, prompt(64, seed=seed), run)
     assert sum(path.stat().st_size for path in records(store_url)) <= 3 * size
-
-
-def _record_sizes(model):
-    with StoredKV(model, "memory://sizes", chunk_tokens=CHUNK) as kv:
-        yield kv._rows.schema.record_bytes
 
 
 def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, store_url):

@@ -17,11 +17,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.adapters.transformers.recompute import CachedChunk, Recomputer
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from tests.adapters.transformers.generating import (
     CHUNK,
+    RecordWriter,
     assert_same_as_cold,
     batch,
     generate,
@@ -310,22 +312,23 @@ def test_a_save_that_computes_again_ends_in_time(load_model, store_url):
 
 def test_what_was_computed_again_in_time_is_stored(load_model, store_url):
     model, long = load_model(), prompt(600, 3)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = edited(bare(model, long), torch.clone)
-        [one], ids = kv._prompts_of(cache, long.tolist(), None), long[0].tolist()
-        keys = kv._keys(one, len(ids))
+    cache = edited(bare(model, long), torch.clone)
+    with RecordWriter(model, store_url) as writer:
+        one = Prompt(0, long[0].tolist())
+        keys = writer.keys(long)
         chunks = {key: CachedChunk(0, one, n * CHUNK) for n, key in enumerate(keys)}
         deadline = time.monotonic() + 0.5
 
         def compute_until_the_deadline(rows, into):
-            kv._model.compute(rows, into)
+            writer.host.compute(rows, into)
             while time.monotonic() < deadline:
                 time.sleep(0.01)
             return True
 
-        late = Recomputer(kv._model, kv._rows, Counters(), compute_until_the_deadline)
+        late = Recomputer(writer.host, writer.rows, Counters(), compute_until_the_deadline)
         images = late.images(cache, chunks, (), deadline)
-        assert kv._records.write(images) in (0, 512 // CHUNK)  # 0 if this machine stalled
+        assert writer.records.write(images) in (0, 512 // CHUNK)  # 0 if this machine stalled
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         kv.save(long, cache)
     again = reuse(model, store_url, long)
     assert again.num_loaded == 592

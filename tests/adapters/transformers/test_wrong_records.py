@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.records import gather
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
-from tests.adapters.transformers.generating import CHUNK, generate, prompt
+from kvferry.store.url import open_store
+from tests.adapters.transformers.generating import CHUNK, RecordWriter, generate, prompt
 
 NAMED = {"weights_version": "one"}
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
@@ -37,18 +39,19 @@ def write(
     from transformers import DynamicCache
 
     ids = prompt(LENGTH, seed)
-    with StoredKV(model, url, chunk_tokens=CHUNK, **named) as kv:
+    with RecordWriter(model, url, **named) as writer:
         cache = kv_of
         if cache is None:
             cache = DynamicCache()
-            kv._model.compute(ids.tolist(), cache)
-        chain = kv._keys(kv._prompts_of(cache, ids.tolist(), None)[0], LENGTH)
-        images = []
+            writer.host.compute(ids.tolist(), cache)
+        chain, images = writer.keys(ids), []
         for number in numbers:
-            image = gather(kv._rows, cache, kv._model, 0, number * CHUNK)
-            change(torch.frombuffer(kv._rows.image_of(image), dtype=torch.float32))
+            image = gather(writer.rows, cache, writer.host, 0, number * CHUNK)
+            change(torch.frombuffer(writer.rows.image_of(image), dtype=torch.float32))
             images.append((chain[number], number * CHUNK, image))
-        assert kv._records.write(images) == len(images)
+        for key, _, _ in images:
+            writer.store.delete(key)
+        assert writer.records.write(images) == len(images)
         return chain
 
 
@@ -61,9 +64,9 @@ def write_on_another(model, url, seed, named=NAMED):
     from transformers import DynamicCache
 
     cache, ids = DynamicCache(), prompt(LENGTH, seed)
-    with StoredKV(model, url, chunk_tokens=CHUNK, **NAMED) as kv:
-        kv._model.compute(prompt(LENGTH, seed + 100)[:, : 2 * CHUNK].tolist(), cache)
-        kv._model.compute(ids[:, 2 * CHUNK :].tolist(), cache)
+    host = HostModel(model, None, None)
+    host.compute(prompt(LENGTH, seed + 100)[:, : 2 * CHUNK].tolist(), cache)
+    host.compute(ids[:, 2 * CHUNK :].tolist(), cache)
     return write(model, url, seed, cache, named=named)
 
 
@@ -78,6 +81,15 @@ def read(model, url, seeds, **options):
             _, cold = generate(model, prompt(LENGTH, seed))
             assert (logits - cold).abs().max() < 1e-3
     return found, counts
+
+
+def loaded_when_audited(kv, counts):
+    """Tokens of the first prompt that are loaded when the wrong one of its chunks is compared."""
+    for _ in range(40):  # the chunk that is compared is drawn
+        loaded = kv.load(prompt(LENGTH, 1)).get_seq_length()
+        if counts["audit_mismatch"]:
+            break
+    return loaded
 
 
 WHOLE = NUM_CHUNKS * CHUNK
@@ -116,15 +128,13 @@ def test_one_record_among_right_ones_is_known_at_once(model, store_url):
     chain = write(model, store_url, 1, numbers=[0, 2, 3])
     write(model, store_url, 1, numbers=[1], change=scale)
     counts = Counters()
-    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, audit=1.0, **NAMED) as kv:
-        for _ in range(40):  # the chunk that is compared is drawn
-            loaded = kv.load(prompt(LENGTH, 1)).get_seq_length()
-            if counts["audit_mismatch"]:
-                break
-        assert loaded == CHUNK
-        assert not kv._auditor.is_undecided
-        assert not kv._store.contains(chain[1])
-        assert kv._store.contains(chain[2])
+    store = open_store(store_url)
+    with StoredKV(model, store, observer=counts, chunk_tokens=CHUNK, audit=1.0, **NAMED) as kv:
+        assert loaded_when_audited(kv, counts) == CHUNK
+        assert not store.contains(chain[1])
+        assert store.contains(chain[2])
+        sequences, _ = generate(model, prompt(LENGTH, 3), cache := kv.load(prompt(LENGTH, 3)))
+        assert kv.save(sequences, cache) == WHOLE
     assert counts["audit_bad_records"] == 1
 
 
@@ -147,11 +157,13 @@ def test_two_prompts_that_differ_are_another_model(model, store_url, caplog):
 
 
 def test_what_was_computed_on_a_wrong_record_is_not_saved(model, store_url):
-    chain = write(model, store_url, 1)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK, **NAMED) as kv:
+    write(model, store_url, 1)
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, audit=1.0, **NAMED) as kv:
         old = kv.load(prompt(LENGTH, 1))
         sequences, _ = generate(model, prompt(LENGTH, 1), old, new_tokens=2 * CHUNK)
-        kv._auditor._differed[chain[1]] = False  # as if found since
+        write(model, store_url, 1, numbers=[1], change=scale)
+        assert loaded_when_audited(kv, counts) == CHUNK
         assert kv.save(sequences, old) == 0
 
 

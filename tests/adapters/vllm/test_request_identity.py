@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 
 import pytest
 
-from kvferry.adapters.vllm.request_identity import LoraIdentities
+from kvferry.adapters.vllm.request_identity import RECHECK_SECONDS, LoraIdentities
+from kvferry.testing.clock import FakeClock
 
 from .fakes import write_model
 
@@ -54,15 +56,16 @@ def test_the_first_request_under_an_adapter_waits_for_nothing(tmp_path):
 def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
     identities = LoraIdentities()
     assert identities(lora) is None
-    assert identities._jobs == {}
+    assert all(thread.name != "kvferry-lora" for thread in threading.enumerate())
     identities.close()
 
 
 def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
     path = write_adapter(tmp_path / "a", 1.0)
-    identities = LoraIdentities(recheck_seconds=0.05)
+    clock = FakeClock()
+    identities = LoraIdentities(clock)
     assert settled(identities, Lora(path)) is not None
-    time.sleep(0.06)
+    clock.advance(RECHECK_SECONDS)
     write_adapter(path, 2.0)
     deadline = time.monotonic() + 20
     while "cannot be relied on" not in caplog.text and time.monotonic() < deadline:
@@ -77,9 +80,11 @@ def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_
 
 def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(tmp_path):
     path = write_adapter(tmp_path / "a", 1.0)
-    identities = LoraIdentities(recheck_seconds=0.01)
+    clock = FakeClock()
+    identities = LoraIdentities(clock)
     first = settled(identities, Lora(path))
-    time.sleep(0.02)
+    assert identities(Lora(path)) == first
+    clock.advance(RECHECK_SECONDS)
     assert identities(Lora(path)) is None
     assert settled(identities, Lora(path)) == first
     identities.close()

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import StoredRow, fill, gather
+from kvferry.adapters.transformers.records import cache_of, gather
 from kvferry.blocks.audit import Difference, largest_difference, tensors_of
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import OTHER_KV
@@ -21,7 +20,7 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 
-class Hit(NamedTuple):
+class StoredPrefix(NamedTuple):
     """The leading chunks of a prompt that are stored."""
 
     keys: Sequence[ChunkKey]
@@ -31,8 +30,8 @@ class Hit(NamedTuple):
 
 
 class Auditor:
-    """Says how much of a hit may be used. A model that differs and a record that differs look alike
-    at first: another prompt of the same store tells them apart. Until then nothing is saved.
+    """Decides how much of a hit may be used. A wrong model and a wrong record look alike at first:
+    another prompt of the same store tells them apart. Until then nothing is saved.
 
     Args:
         rows: the record layout.
@@ -88,7 +87,7 @@ class Auditor:
         """These were computed by the model itself, and stored."""
         self._differed.update(dict.fromkeys(self._differed.keys() & set(keys), True))
 
-    def num_right(self, hit: Hit) -> int | None:
+    def num_right(self, hit: StoredPrefix) -> int | None:
         """How many leading chunks of a hit may be used; the records behind them are not read again.
         None if the model failed.
 
@@ -124,16 +123,15 @@ class Auditor:
 
     # ---- comparisons
 
-    def _difference(self, hit: Hit, number: int) -> Difference | None:
+    def _difference(self, hit: StoredPrefix, number: int) -> Difference | None:
         """Of one chunk, computed on top of those before it. None if the model failed."""
-        cache, first = _new_cache(hit), number * self._rows.schema.chunk_tokens
-        if first:
-            fill(cache, [StoredRow(0, hit.images[:number])], self._rows, self._model, first)
+        cache = cache_of(hit.token_ids, hit.images[:number], self._rows, self._model)
         return self._of_next(hit, number, cache)
 
-    def _all_differences(self, hit: Hit) -> dict[int, Difference] | None:
+    def _all_differences(self, hit: StoredPrefix) -> dict[int, Difference] | None:
         """The chunks that differ from what the model computes from nothing. None if it failed."""
-        cache, differ = _new_cache(hit), {}
+        cache = cache_of(hit.token_ids, (), self._rows, self._model)
+        differ = {}
         for number in range(len(hit.images)):
             found = self._of_next(hit, number, cache)
             if found is None:
@@ -142,7 +140,7 @@ class Auditor:
                 differ[number] = found
         return differ
 
-    def _of_next(self, hit: Hit, number: int, cache: Any) -> Difference | None:  # noqa: ANN401
+    def _of_next(self, hit: StoredPrefix, number: int, cache: Any) -> Difference | None:  # noqa: ANN401
         """Append a chunk to a cache, and compare it with its record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
@@ -156,14 +154,14 @@ class Auditor:
 
     # ---- verdicts
 
-    def _pass(self, hit: Hit) -> None:
+    def _pass(self, hit: StoredPrefix) -> None:
         """A whole hit agrees with the model."""
         if self._suspects and set(hit.keys) <= self._not_evidence:
             return
         self._has_passed = True
         self._clear(())
 
-    def _judge(self, hit: Hit, differ: dict[int, Difference]) -> None:
+    def _judge(self, hit: StoredPrefix, differ: dict[int, Difference]) -> None:
         """Some records differ from what the model computes for their tokens."""
         first = min(differ)
         bad = [hit.keys[number] for number in differ]
@@ -214,9 +212,3 @@ class Auditor:
             )
         self._suspects = []
         self._not_evidence = set()
-
-
-def _new_cache(hit: Hit) -> Any:  # noqa: ANN401 - caches share no typed surface
-    from kvferry.adapters.transformers.loaded_cache import LoadedCache
-
-    return LoadedCache([hit.token_ids], [Prompt(0, hit.token_ids)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +53,8 @@ class CacheLayer(NamedTuple):
     """Elements per token and head of the cache's keys; the latent of latent attention."""
     value_size: int
     """Of the cache's values; the rotated key of latent attention."""
-    pairs_apart: bool
-    """Whether the values have the first numbers of all rotated pairs first. In records, as in vLLM,
-    the two numbers of a pair are side by side."""
+    has_pairs_apart: bool
+    """Of the values, where they are rotated keys; see `pairs_together`."""
     dtype: torch.dtype
 
     def mismatch(
@@ -101,14 +99,16 @@ class HostModel:
         if weights_version is None:
             refuse_other_code(model)
             refuse_other_weights(model.state_dict(), directory)
-        spec = engine_spec(config, engine, weights_version)
+        spec = engine_spec(
+            config,
+            engine,
+            deviations=deviations(model, config.transformers_config),
+            weights_version=weights_version,
+            name=getattr(model, "name_or_path", None),
+        )
         self.groups = spec.groups
         self.layers = _layers(config, spec)
-        self.identity = replace(
-            spec.identity,
-            config={**spec.identity.config, **deviations(model, config.transformers_config)},
-            name=getattr(model, "name_or_path", None) or str(directory),
-        )
+        self.identity = spec.identity
         self.tolerances = tolerances_for(spec.identity.config)
         self.layer_devices = self._probe(directory)
         self._samples = [(each, _sample(each)) for each in model.parameters()]
@@ -145,28 +145,28 @@ class HostModel:
         """The number of leading tokens before the first that seems to be masked padding. Without a
         mask, `generate` masks padding tokens unless the token also ends sequences. A prompt that
         starts with several of them comes from a padded batch."""
-        generation = getattr(self._model, "generation_config", None)
-        padding = getattr(generation, "pad_token_id", None)
+        padding, ends = self._padding_and_ends()
         if padding is None or padding not in token_ids:
             return len(token_ids)
-        ends = getattr(generation, "eos_token_id", None)
-        if padding in (ends if isinstance(ends, list) else [ends]):
+        if padding in ends:
             return 0 if token_ids[:2] == [padding, padding] else len(token_ids)
         return token_ids.index(padding)
 
     def num_answered(self, token_ids: list[int], first: int) -> int:
         """The number of leading tokens up to the one that ends a sequence, at `first` or later. In
         a batch, padding follows, which a later turn may hide."""
-        generation = getattr(self._model, "generation_config", None)
-        ends = getattr(generation, "eos_token_id", None)
-        ends = ends if isinstance(ends, list) else [ends]
-        padding = getattr(generation, "pad_token_id", None)
+        padding, ends = self._padding_and_ends()
         for position in range(first, len(token_ids)):
             if token_ids[position] in ends:
                 return position + 1
             if token_ids[position] == padding:
                 return position
         return len(token_ids)
+
+    def _padding_and_ends(self) -> tuple[int | None, list[int | None]]:
+        generation = getattr(self._model, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        return getattr(generation, "pad_token_id", None), ends if isinstance(ends, list) else [ends]
 
     def _look(self) -> object:
         """A value that changes with an optimizer step, a merge, a move, a cast, a switch to

@@ -218,7 +218,7 @@ def _name(code: Any) -> str:
 def _unsure_attention(model: Any) -> list[str]:
     """Implementations of the model's attention, if it asks for more than plain attention: only
     "eager" is certain to do so. Others may ignore it (Gemma 2's soft-capping by "sdpa" before
-    Transformers 5, sinks), as their versions say. Empty if all compute the same."""
+    Transformers 5, sinks), which depends on their versions. Empty if all compute the same."""
     names = {config._attn_implementation for config in _attention_configs(model)} - {None, "eager"}
     if not names or not _asks_for_more(model):
         return []

@@ -77,7 +77,7 @@ class _Trace:
         self._loaded = loaded
         self._num_loaded = num_loaded
         self._forwards: list[_Forward] = []
-        self._left: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -86,22 +86,22 @@ class _Trace:
     def append(self, forward: _Forward) -> None:
         self._forwards.append(forward)
 
-    def leave(self, cache: Any) -> bool:
+    def note_tensors(self, cache: Any) -> bool:
         """Note the tensors of a cache; False if edits of them would not be seen."""
-        self._left = []
+        self._noted = []
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values):
                 if not isinstance(tensor, torch.Tensor) or tensor.is_inference():
                     return False
-                self._left.append((weakref.ref(tensor), tensor._version))
+                self._noted.append((weakref.ref(tensor), tensor._version))
         return True
 
-    def is_as_left(self, cache: Any) -> bool:
+    def is_unchanged(self, cache: Any) -> bool:
         """Whether a cache has the tensors that were noted, unchanged."""
         tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
-        return len(tensors) == len(self._left) and all(
-            (one := noted()) is not None and one is tensor and one._version == version
-            for tensor, (noted, version) in zip(tensors, self._left, strict=True)
+        return len(tensors) == len(self._noted) and all(
+            (one := reference()) is not None and one is tensor and one._version == version
+            for tensor, (reference, version) in zip(tensors, self._noted, strict=True)
         )
 
     def prompts(self) -> list[Prompt | None]:
@@ -161,14 +161,14 @@ class Provenance(Watcher):
     def loaded(self, cache: Any, prompts: Sequence[Prompt]) -> None:
         """A new cache was filled from the store."""
         trace = _Trace(prompts, cache.get_seq_length())
-        if trace.leave(cache):
+        if trace.note_tensors(cache):
             self._traces[cache] = trace
 
     def prompts_of(self, cache: Any) -> list[Prompt | None]:
         """What each row of a cache was computed from, its padding included; None if that is not
         certain. No rows if nothing is known."""
         trace = self._traces.get(cache)
-        return trace.prompts() if trace is not None and trace.is_as_left(cache) else []
+        return trace.prompts() if trace is not None and trace.is_unchanged(cache) else []
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -184,7 +184,7 @@ class Provenance(Watcher):
         if cache is None:
             return
         trace = self._traces.get(cache)
-        if trace is not None and not trace.is_as_left(cache):
+        if trace is not None and not trace.is_unchanged(cache):
             del self._traces[cache]
             trace = None
         if trace is None and cache.get_seq_length() == 0:
@@ -207,7 +207,7 @@ class Provenance(Watcher):
         if forward is None or cache.get_seq_length() != forward.num_after:
             return
         trace.append(forward)
-        if trace.leave(cache):
+        if trace.note_tensors(cache):
             self._traces[cache] = trace
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Computes again what a cache holds that nobody watched, before it is stored.
+"""Computes a cache of unknown origin again before it is stored.
 
 A cache does not show what it was computed from: another prompt, other positions, another model or
 an edit leave tensors of the same shapes. What the model computes for the given tokens shows it.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import StoredRow, fill, gather
+from kvferry.adapters.transformers.records import cache_of, gather
 from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.rows import RankRows
 from kvferry.errors import ConfigError
@@ -44,9 +44,7 @@ Image = tuple[ChunkKey, int, memoryview]
 class Recomputer:
     """Computes chunks of a cache again, and refuses a cache that has others.
 
-    Args:
-        rows: the record layout.
-        computes: appends the KV of tokens to a cache; False if the model fails.
+    `computes` appends the KV of tokens to a cache; False if the model fails.
     """
 
     def __init__(
@@ -117,12 +115,8 @@ class Recomputer:
         self, token_ids: list[int], stored: Sequence[memoryview], deadline: float
     ) -> Any | None:
         """A cache of these tokens, as far as time allows; None if the model fails."""
-        from kvferry.adapters.transformers.loaded_cache import LoadedCache
-
-        cache: Any = LoadedCache([token_ids], [Prompt(0, token_ids)])
+        cache = cache_of(token_ids, stored, self._rows, self._model)
         first = len(stored) * self._rows.schema.chunk_tokens
-        if first:
-            fill(cache, [StoredRow(0, list(stored))], self._rows, self._model, first)
         for start in range(first, len(token_ids), _TOKENS_AT_ONCE):
             if time.monotonic() >= deadline:
                 self._observer.count("save_deadline")

@@ -23,12 +23,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.arguments import StoredKVConfig
+from kvferry.adapters.transformers.arguments import Prompt, StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
+from kvferry.engine.kv_pool import pairs_apart, pairs_together
+from kvferry.keys import Namespace
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
+from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, put_record, read_record
@@ -41,6 +45,15 @@ logger = logging.getLogger(__name__)
 
 STALLED_SECONDS = 30.0
 """How long a store that brought nothing before the deadline is not asked again."""
+
+
+def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
+    """The namespace of a model's records, and where each layer's rows stand in one."""
+    namespace = Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
+    schema = RecordSchema.for_groups(
+        namespace=namespace.digest, chunk_tokens=config.chunk_tokens, groups=model.groups
+    )
+    return namespace, RankRows(model.groups, tensor_parallel_shard(model.groups, 0, 1), schema)
 
 
 def _new_image(rows: RankRows) -> memoryview:
@@ -70,8 +83,8 @@ def copy_tokens(
         start = first_token - (length - layer.keys.shape[-2])
         tokens = slice(start, start + target.shape[-2])
         keys, values = layer.keys[row, :, tokens].detach(), layer.values[row, :, tokens].detach()
-        if place.pairs_apart:
-            values = torch.unflatten(values, -1, (2, -1)).transpose(-1, -2).flatten(-2)
+        if place.has_pairs_apart:
+            values = pairs_together(values)
         target.copy_(torch.cat((keys, values), dim=-1))
 
 
@@ -87,7 +100,7 @@ class StoredRow(NamedTuple):
 
     num_padding: int
     images: list[memoryview]
-    """Of its leading chunks, behind the padding. None begins behind the tokens to fill."""
+    """Of its leading chunks after the padding. All of them start within the tokens to fill."""
 
 
 def fill(
@@ -111,9 +124,22 @@ def fill(
                 both[row, :, start : start + size] = kept
         both = both.to(model.layer_devices[number])
         keys, values = both[..., : place.key_size], both[..., place.key_size :]
-        if place.pairs_apart:
-            values = torch.unflatten(values, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if place.has_pairs_apart:
+            values = pairs_apart(values)
         cache.fill(number, keys, values)
+
+
+def cache_of(
+    token_ids: list[int], images: Sequence[memoryview], rows: RankRows, model: HostModel
+) -> LoadedCache:
+    """A new cache of one prompt without padding, with its leading chunks in it."""
+    from kvferry.adapters.transformers.loaded_cache import LoadedCache
+
+    cache = LoadedCache([token_ids], [Prompt(0, token_ids)])
+    if images:
+        num_tokens = len(images) * rows.schema.chunk_tokens
+        fill(cache, [StoredRow(0, list(images))], rows, model, num_tokens)
+    return cache
 
 
 class RecordIO:

@@ -18,7 +18,7 @@ from kvferry.adapters.transformers.arguments import (
     read_rows,
     shape_of,
 )
-from kvferry.adapters.transformers.audit import Auditor, Hit
+from kvferry.adapters.transformers.audit import Auditor, StoredPrefix
 from kvferry.adapters.transformers.host_model import HostModel, require_transformers
 from kvferry.adapters.transformers.provenance import Provenance
 from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
@@ -28,14 +28,12 @@ from kvferry.adapters.transformers.records import (
     fill,
     first_kept,
     gather,
+    record_layout,
 )
-from kvferry.blocks.rows import RankRows
 from kvferry.config import build_config
 from kvferry.errors import ContractError
-from kvferry.keys import ChunkKeys, Namespace
-from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, refuse_small_quota
@@ -107,19 +105,14 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        groups, chunk_tokens = self._model.groups, self._config.chunk_tokens
-        namespace = Namespace.of(self._model.identity, groups, chunk_tokens, self._config.tenant)
-        schema = RecordSchema.for_groups(
-            namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=groups
-        )
-        self._rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
+        namespace, self._rows = record_layout(self._model, self._config)
         if not isinstance(store, Store):
-            refuse_small_quota(store, schema.record_bytes)
+            refuse_small_quota(store, self._rows.schema.record_bytes)
             store = open_store(
                 store,
                 observer=self._observer,
                 namespace=namespace.digest,
-                check=value_check(schema),
+                check=value_check(self._rows.schema),
             )
         self._store = store
         self._store.describe(namespace.digest, namespace.as_text())
@@ -157,11 +150,11 @@ class StoredKV:
 
         Returns:
             A `DynamicCache` to pass to `generate` as `cache` (`past_key_values` before Transformers
-            5.24), with all of `input_ids` and the mask. `get_seq_length()` says how many tokens of
+            5.24), with all of `input_ids` and the mask. `get_seq_length()` is how many tokens of
             a row are there, padding included.
 
         Raises:
-            ConfigError: ids or a mask that are none.
+            ConfigError: malformed ids or a malformed mask.
         """
         from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
@@ -200,7 +193,9 @@ class StoredKV:
             if not images:
                 break
             keys = chains[longest][: len(images)]
-            num_right = self._auditor.num_right(Hit(keys, images, prompts[longest].token_ids))
+            num_right = self._auditor.num_right(
+                StoredPrefix(keys, images, prompts[longest].token_ids)
+            )
             if num_right == len(images):
                 return stored, num_tokens
             if num_right is None:
@@ -285,13 +280,20 @@ class StoredKV:
             for prompt in prompts
         ]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
+        return self._write(cache, wanted, chains) * self._config.chunk_tokens
+
+    def _write(
+        self, cache: Any, wanted: dict[ChunkKey, CachedChunk], chains: list[list[ChunkKey]]
+    ) -> int:
+        """Store these chunks of a cache; the number of those stored. All of `chains` count as
+        used."""
         num_stored = self._records.write(self._images(cache, wanted, chains))
         if num_stored == len(wanted):
             self._auditor.stored(wanted)
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
         for keys in chains:
             self._store.touch(keys)
-        return num_stored * self._config.chunk_tokens
+        return num_stored
 
     def _prompts_of(self, cache: Any, rows: list[list[int]], attention_mask: Any) -> list[Prompt]:
         """What can be stored of each row, by the mask or by the one that `load` was given."""

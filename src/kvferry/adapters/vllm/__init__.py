@@ -10,7 +10,7 @@ host.py       the types and functions of this vLLM; the only file that knows ver
 plugin.py     the class that vLLM constructs, on vLLM's own base class
 connector.py  how such a class is made for any host; its options, its log at start
 spec.py       vLLM's configuration as an `EngineSpec`, its tensors in a layout of ours
-identity.py   the identity of the model, of LoRA adapters and of multimodal items
+request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events
 """

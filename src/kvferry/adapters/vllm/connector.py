@@ -246,8 +246,8 @@ def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: in
     logs it in a line of its own, since a store that hangs would hold up the start."""
     if not (spec.loads or spec.saves):
         logger.warning(
-            "kvferry: vLLM computes latent attention (MLA) on a CPU otherwise after a prefix hit "
-            "than without, so this model is served without the cache"
+            "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
+            "results after a prefix hit"
         )
     stat = store.stat()
     logger.info(

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class LoraIdentities:
     under a running engine. Runs in: scheduler, except for the jobs.
     """
 
-    def __init__(self, recheck_seconds: float = RECHECK_SECONDS) -> None:
-        self._recheck_seconds = recheck_seconds
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._pool: IOPool | None = None
         self._jobs: dict[tuple[int, str], Job[str]] = {}
         self._digests: dict[tuple[int, str], str | None] = {}
@@ -45,7 +46,7 @@ class LoraIdentities:
             return None
         name = (int(lora_request.lora_int_id), str(path))
         self._collect(name)
-        if name not in self._jobs and time.monotonic() >= self._next_check.get(name, 0.0):
+        if name not in self._jobs and self._clock() >= self._next_check.get(name, 0.0):
             self._pool = self._pool or IOPool(1, "kvferry-lora")
             self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
         # While its files are looked at again, they may be others.
@@ -56,7 +57,7 @@ class LoraIdentities:
         if job is None or not job.poll():
             return
         del self._jobs[name]
-        self._next_check[name] = time.monotonic() + self._recheck_seconds
+        self._next_check[name] = self._clock() + RECHECK_SECONDS
         digest = job.result
         known = self._digests.setdefault(name, digest)
         if digest is None or digest != known:
@@ -95,7 +96,6 @@ class ItemIdentities:
     """Identities of the multimodal items of one engine: vLLM's hash of an item's content, and a
     digest of the way in which this engine reads items. vLLM's hash covers the item and the
     request's options, but not the operator's. Runs in: scheduler.
-
     """
 
     def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's

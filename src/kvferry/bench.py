@@ -1,27 +1,38 @@
-"""Stores beside what their plain clients reach for the same bytes, by turns in one run.
+"""`kvferry bench stores`: stores beside what their plain clients reach for the same bytes, by turns
+in one run; and the table of a benchmark, with the machine that it ran on.
 
 Each value is a record as a small model has it. `read_gbps` is a read into given memory;
 `verified_gbps` checks every checksum as well, as an engine's read into a slot does. The plain
 clients are redis-py, obstore, Mooncake's own and file calls of Python; they return bytes, or fill a
 buffer once.
+
+No host, user or path names: a result can be published as it is. What developers measure stands in
+`benchmarks/` of the repository.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
+import platform
 import statistics
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvferry.bench.report import Row
+from rich.text import Text
+
 from kvferry.errors import ConfigError
+from kvferry.filesystem import file_system
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult, Store
@@ -29,6 +40,11 @@ from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.store.url import open_store, parse_store_url
 from kvferry.types import ChunkKey, KVGroup
+
+Row = Mapping[str, str | int | float | None]
+"""The figures of one case, and the names and values that identify it."""
+
+# --- stores ---------------------------------------------------------------------------------------
 
 CHUNK_TOKENS = 128
 GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
@@ -123,7 +139,7 @@ def _measure(url: str, directory: Path, threads: int, *, quick: bool) -> Row:
     found: dict[str, float | None] = {}
     with ExitStack() as undo:
         store = undo.enter_context(open_store(url, namespace=records.schema.namespace))
-        # First: it says in one line what is wrong with the server, or with what is known of it.
+        # First, because it names a fault of the server or of the URL in one line.
         store.read(records.keys[0], (), time.monotonic() + ASK_SECONDS)
         plain = plain_client(url, directory)
         if plain is not None:
@@ -271,3 +287,101 @@ def _copy(value: bytes, buffer: memoryview) -> None:
     if len(value) != len(buffer):
         raise ConfigError("a plain client lost a value of this benchmark; give it more room")
     buffer[:] = memoryview(value)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+_MAX_WIDTH = 80
+_MAX_LABEL = 38
+_MAX_TEXT = 18
+_GAP = 2
+
+
+def machine(directory: Path) -> Row:
+    """Facts about this machine that decide speed.
+
+    Args:
+        directory: where the benchmark writes; its file system is named.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "kvferry": version("kvferry"),
+        "file_system": file_system(directory),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(name: str, facts: Row, rows: Sequence[Row]) -> Text:
+    """A line per figure and a column per row; below them the machine, and every `note` of a row.
+
+    Columns are headed by the leading figures that tell the rows apart. Those beyond 80 characters
+    stand in further tables, which repeat the names of the figures.
+    """
+    figures = list(dict.fromkeys(figure for row in rows for figure in row if figure != "note"))
+    num_heads = 1
+    while len({tuple(map(row.get, figures[:num_heads])) for row in rows}) < len(rows):
+        num_heads += 1
+    labels = [figure.replace("_", " ") for figure in figures]
+    columns = [[_cell(row.get(figure)) for figure in figures] for row in rows]
+    parts = [name]
+    while columns:
+        ends = itertools.accumulate(map(_width, columns), initial=_width(labels, _MAX_LABEL) - _GAP)
+        count = max(1, sum(end <= _MAX_WIDTH for end in ends) - 1)
+        parts.append("\n".join(_lines(labels, columns[:count], num_heads)))
+        columns = columns[count:]
+    notes = dict.fromkeys(f"{row.get('case')}: {row['note']}" for row in rows if row.get("note"))
+    caption = textwrap.fill(_caption(facts), _MAX_WIDTH)
+    return Text("\n\n".join([*parts, "\n".join([caption, *notes])]))
+
+
+def _lines(labels: list[str], columns: list[list[str]], num_heads: int) -> Iterator[str]:
+    """Lines of one table; a figure that none of its columns has is left out."""
+    widths = [_width(labels, _MAX_LABEL) - _GAP, *map(_width, columns)]
+    for number, cells in enumerate(zip(labels, *columns, strict=True)):
+        if number == num_heads:
+            yield "-" * sum(widths)
+        if number < num_heads or any(cells[1:]):
+            texts = [textwrap.wrap(cell, _MAX_TEXT) for cell in cells[1:]]
+            label = textwrap.wrap(cells[0], _MAX_LABEL)
+            for first, *others in itertools.zip_longest(label, *texts, fillvalue=""):
+                values = zip(others, widths[1:], strict=True)
+                line = "".join(text.rjust(width) for text, width in values)
+                yield f"{first.ljust(widths[0])}{line}".rstrip()
+
+
+def _width(cells: Sequence[str], limit: int = _MAX_TEXT) -> int:
+    """Of a column, the gap before it included."""
+    return _GAP + min(limit, max(map(len, cells)))
+
+
+def _caption(facts: Row) -> str:
+    shown = {**facts, "cores": f"{facts['cores']} cores", "torch": f"torch {facts['torch']}"}
+    if isinstance(memory := facts["memory_bytes"], int):
+        shown["memory_bytes"] = f"{memory / 2**30:.0f} GiB"
+    hidden = ("python", "kvferry")
+    return ", ".join(str(fact) for name, fact in shown.items() if fact and name not in hidden)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        # No benchmark is exact to more than four digits; the JSON has them all.
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)
