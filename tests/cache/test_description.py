@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from pathlib import Path
@@ -85,17 +86,17 @@ def test_what_stands_in_the_way_of_a_description_stops_no_engine(tmp_path, in_th
 
 def test_a_medium_that_hangs_in_describe_delays_no_start(tmp_path, monkeypatch):
     go = threading.Event()
-    threads = []
+    threads = queue.Queue()
 
     def hang(self, namespace, description=None):
-        threads.append(threading.current_thread())
+        threads.put(threading.current_thread())
         go.wait(20)
 
     monkeypatch.setattr(FileStore, "describe", hang)
     started = time.monotonic()
     parts = opened(tmp_path / "store", start_timeout_seconds=0.05)
     assert time.monotonic() - started < 5
-    assert threads[0] is not threading.main_thread()
+    assert threads.get(timeout=20) is not threading.main_thread()
     assert not parts.store.contains(bytes(32))
     go.set()
     parts.close()

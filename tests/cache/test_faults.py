@@ -15,8 +15,8 @@ import pytest
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.save_plan import SAVES_SECONDS
-from kvferry.contract.faults import RepairedPlan
 from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.messages import RepairedPlan
 from kvferry.errors import TransferError
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore

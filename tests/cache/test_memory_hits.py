@@ -26,6 +26,7 @@ from .keeping import (
     records,
     wait_for,
 )
+from .pools import held_keys
 from .windowed import group, opened
 
 
@@ -192,7 +193,7 @@ def test_memory_bytes_bound_what_is_held_and_the_least_recently_used_goes(make_h
     held = [promise(host, f"asks {number}", prompts[number]) for number in (0, 2, 3)]
     assert held == [40, 40, 40]
     assert promise(host, "asks for the one that went", prompts[1]) is None
-    assert len(host.pool._by_key) <= host.pool.num_slots == 16
+    assert len(held_keys(host.pool)) <= host.pool.num_slots == 16
 
 
 def test_what_is_nearest_to_the_root_is_held_longest(make_host):

@@ -19,6 +19,7 @@ from kvferry.cache.messages import (
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
 from kvferry.store.base import PutResult
+from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import HostStep
 from tests.cache.hosts import make_groups
@@ -225,9 +226,11 @@ class Prompt:
         return self._pool.close(timeout)
 
 
-def test_what_was_copied_for_a_refused_record_is_held_and_not_written(make_host, url: str):
-    host = make_host(store=url, groups=groups(), world_size=2)
-    host.scheduler._saves._shared_writes._store = Refusing(host.parts[0].store)
+def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
+    make_host, url: str, tmp_path
+):
+    stores = (Refusing(FileStore(tmp_path / "store")), FileStore(tmp_path / "store"))
+    host = make_host(store=url, groups=groups(), world_size=2, rank_stores=stores)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
     while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:

@@ -174,6 +174,8 @@ def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
 class V1SchedulerRole(SchedulerRole):
     """The scheduler half of a V1 connector. Runs in: scheduler."""
 
+    is_asynchronous = True
+
     def __init__(self, connector: KVConnectorBase_V1) -> None:
         """Drive a connector that was built for `KVConnectorRole.SCHEDULER`.
 
@@ -307,6 +309,8 @@ class V1WorkerRole(WorkerRole):
     would store blocks that were never computed.
     """
 
+    is_asynchronous = True
+
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
         """Drive a connector that was built for `KVConnectorRole.WORKER`, and for `release`.
 
@@ -330,7 +334,7 @@ class V1WorkerRole(WorkerRole):
         """Pass the KV tensors to the connector, in the form of its release.
 
         Raises:
-            LayoutError: there is no such form of these tensors.
+            LayoutError: these tensors have no such form.
         """
         self._memory = self._make_memory(kv_caches)
         self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}

@@ -125,7 +125,7 @@ EngineId = str
 
 
 class AttentionBackend(Protocol):
-    """The part of a host's attention backend class that says what its KV tensors look like."""
+    """The part of a host's attention backend class that describes its KV tensors."""
 
     @staticmethod
     def get_kv_cache_shape(
@@ -280,7 +280,7 @@ def _require_positive(size: int, what: str) -> None:
         raise TopologyError(f"{what} is {size}: it must be at least 1")
 
 
-# --- what a host says of itself -------------------------------------------------------------------
+# --- queries of a host ----------------------------------------------------------------------------
 
 DEFAULT_CACHE_LAYOUT = "NHD"
 

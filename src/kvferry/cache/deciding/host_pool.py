@@ -293,7 +293,7 @@ class HostPool:
         return slot
 
     def end_writes(self, slot: Slot) -> None:
-        """No rank will write this slot, or write it any more."""
+        """Cancel the writes still expected of this slot."""
         if slot.num_writing:
             slot.num_writing = 0
             self._num_writing -= 1

@@ -292,7 +292,7 @@ class Lookup:
         chunk of the same hit.
         """
         numbers, keys = hit.numbers, state.keys.keys
-        # Those of an audit, too: if the hit is worth it, so is the first one.
+        # Count the audited chunk, too.
         num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
         if search.fetching_since is None:

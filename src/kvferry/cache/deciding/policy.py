@@ -29,12 +29,12 @@ the latency of a step more than the store."""
 
 MAX_LOSSES = 2.0
 MIN_LOSSES = 1.5
-"""A load is refused only after about two were slower than computing, or one was given up: one
-outlier says nothing, and the rate of a small hit says little about a large one. A load that is not
-slower halves what was counted, so that every second one is enough."""
+"""A tier counts as slow after two loads that were slower than computing, or one that was given up:
+one may be an outlier, and the rate of a small hit is a bad guide to a large one. Each fast load
+halves the count, so a tier of which every second load is slow still counts as slow."""
 
 MAX_STEP_SECONDS = 60.0
-"""The output of a step that took longer was lost."""
+"""A step whose output takes longer is taken for lost."""
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cache.config import Context
-from kvferry.cache.deciding.accounts import Accounts
+from kvferry.cache.deciding.accounts import Accounts, Announcer
 from kvferry.cache.deciding.audits import Audits
-from kvferry.cache.deciding.events import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup
 from kvferry.cache.deciding.policy import LoadPolicy

@@ -39,7 +39,7 @@ from kvferry.cache.messages import (
     Write,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import Copied, SlotIO, SlotMemory
+from kvferry.cache.moving.slot_io import SavedChunk, SlotIO, SlotMemory
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -168,8 +168,8 @@ class SharedStorageWorker(WorkerRole):
     def start_load(self) -> None:
         if not self._plan.loads:
             return
-        # A failure is counted first and taken back if there was none, so that an exception in
-        # `_load` stops this step's saves, too.
+        # Count the failure up front and undo it on success, so an exception in `_load` also stops
+        # this step's saves.
         self._ended.failures += 1
         num_failed = len(self._ended.failed_keys)
         self._load(self._plan.loads)
@@ -310,8 +310,8 @@ class SharedStorageWorker(WorkerRole):
                 if isinstance(order, Audit):
                     self._compare(order, gathered)
                 else:
-                    one = Copied(order.chunk, gathered, self._rows.schema)
-                    self._io.copied(one, write=self._writes_alone)
+                    one = SavedChunk(order.chunk, gathered, self._rows.schema)
+                    self._io.save(one, write=self._writes_alone)
 
     def _compare(self, audit: Audit, gathered: Gathered) -> None:
         self._io.overwrite(audit.chunk.slot)
