@@ -69,14 +69,14 @@ def records(directory: Path) -> list[Path]:
 def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
     """Keys of the whole chunks of a prompt, in order."""
     config = host.parts[0].config
-    keys = ChunkKeys(host.scheduler._requests.namespace, config.chunk_tokens)
+    keys = ChunkKeys(host.scheduler.requests.namespace, config.chunk_tokens)
     keys.extend(prompt)
     return list(keys.keys)
 
 
 def lose_chunk(host: Any, key: ChunkKey, rank: int = 0) -> None:
     """Let a rank hold nothing in the slot of a chunk, without the scheduler role's knowledge."""
-    host.ranks[rank].worker._io.overwrite(host.pool.find(key).index)
+    host.ranks[rank].worker.io.overwrite(host.pool.find(key).index)
 
 
 def assert_settles(host: Any) -> None:

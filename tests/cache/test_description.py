@@ -63,7 +63,7 @@ def test_a_role_that_stores_nothing_describes_nothing(tmp_path):
     opened(tmp_path / "store", query="?read_only=true").close()
     opened(tmp_path / "store", spec=spec_of(saves=False)).close()
     options = {"store": (tmp_path / "store").as_uri()}
-    PrefixCache(spec_of(), options, Counters(), schedules=False).close()
+    PrefixCache(spec_of(), options, Counters(), has_scheduler=False).close()
     assert not (tmp_path / "store" / "namespaces").exists()
 
 

@@ -78,7 +78,7 @@ def test_a_request_has_its_answer_and_the_numbers_behind_it(make_host, tmp_path)
     host.preempt(preempted)
     host.admit(preempted)  # counted again, and one line
     host.forget_memory()
-    policy = host.scheduler._policy
+    policy = host.scheduler.policy
     policy.saw_compute(10_000, 0.001)
     policy.saw_slow_load("memory", 8, 1000.0)
     host.admit(host.add("computes", PROMPT))

@@ -556,7 +556,7 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     host = make_host(store=store)
     host.run("writer", PROMPT)
     host.settle()
-    io = host.ranks[0].worker._io
+    io = host.ranks[0].worker.io
     key = keys_of(host)[-1]
     index = host.pool.find(key).index
     chunk = SlotChunk(index, key, 32)

@@ -181,10 +181,10 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
         for key in keys_of(host):
             lose_chunk(host, key, rank=rank)
     host.prefill(host.request)
-    assert host.scheduler._saves.failures_known == (1, 1)
+    assert host.scheduler.saves.failures_known == (1, 1)
     meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
     host.scheduler.update_output(WorkerOutput(meta=meta))
-    assert host.scheduler._saves.failures_known == (1, 7)
+    assert host.scheduler.saves.failures_known == (1, 7)
 
 
 def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
@@ -202,7 +202,7 @@ def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
 def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
     """Even before the plan that asks the ranks for its chunk is made."""
     host = make_host(store=url, groups=groups(), world_size=2)
-    shared = host.scheduler._saves._shared_writes
+    shared = host.scheduler.saves.shared_writes
     shared._thread = Prompt(shared._thread)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10

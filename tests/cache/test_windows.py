@@ -422,7 +422,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     wait_stored(host, 5)
     for cache in caches:
         assert cache.store.wait_indexed(10)
-        cache.store.probe(host.scheduler._requests.track(host.add("probe", prompt)).keys.keys)
+        cache.store.probe(host.scheduler.requests.track(host.add("probe", prompt)).keys.keys)
     wait_for(lambda: all(cache.store.stat().num_records == 5 for cache in caches))
     assert host.run("held", prompt).num_external_tokens == 40
     host.scheduler.pool.clear()

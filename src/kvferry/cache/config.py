@@ -71,7 +71,7 @@ class SharedStorageConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class RoleContext:
     """The values that all parts of a role share.
 
     Attributes:

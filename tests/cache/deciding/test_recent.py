@@ -76,7 +76,7 @@ def test_a_store_that_hangs_while_it_is_listed_keeps_no_host_awake():
     assert not recent.is_done
     clock.advance(FILL_SECONDS + 1)
     assert recent.is_done
-    assert recent.take() == []
+    assert recent.pop() == []
     gate.release()
     recent.close(5.0)
 

@@ -322,7 +322,7 @@ def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
     host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     host.end()
     assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
-    assert not host.worker._io.is_busy
+    assert not host.worker.io.is_busy
 
 
 def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):

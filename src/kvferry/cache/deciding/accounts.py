@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.cache.messages import Save
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
@@ -42,7 +42,7 @@ class Accounts:
             journal. Closed with this.
     """
 
-    def __init__(self, context: Context, journal: Journal | None = None) -> None:
+    def __init__(self, context: RoleContext, journal: Journal | None = None) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
         self._journal = journal
@@ -159,7 +159,7 @@ class Announcer:
         """A save failed."""
         self._pending.pop(key, None)
 
-    def take(self) -> list[ChunkStored | ChunksRemoved]:
+    def pop_events(self) -> list[ChunkStored | ChunksRemoved]:
         """The events since the last call."""
         contains = self._store.contains
         gone, self._gone = self._gone, []

@@ -87,7 +87,7 @@ class SharedWrites:
                 del self._records[index]
                 refusal = record.begun.result
                 self._count(refusal if isinstance(refusal, PutResult) else PutResult.FAILED)
-                self._pool.end_writes(record.slot)
+                self._pool.cancel_writes(record.slot)
         return tuple(writes)
 
     def report(self, rank: int, slot: Slot, saved: Saved) -> bool:
@@ -124,7 +124,7 @@ class SharedWrites:
         for record in self._records.values():
             self._abort_later(record)
             if not record.is_named:  # the ranks will report no write
-                self._pool.end_writes(record.slot)
+                self._pool.cancel_writes(record.slot)
         self._records.clear()
 
     def _abort_later(self, record: _SharedRecord) -> None:

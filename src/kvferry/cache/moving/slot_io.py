@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
@@ -114,7 +114,7 @@ class SlotIO:
         context: store, observer and options.
     """
 
-    def __init__(self, rows: RankRows, memory: SlotMemory, context: Context) -> None:
+    def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
         self._rows = rows
         self._memory = memory
         self._context = context
