@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.policy import LoadPolicy
 from kvferry.cache.deciding.requests import Search
 from kvferry.cache.messages import (
@@ -146,13 +147,12 @@ def test_a_load_that_fails_in_any_way_names_its_chunks(make_host, stored, monkey
     host = make_host(store=stored)
     request = host.add("reader", [*PROMPT, *range(50)])
     assert host.admit(request) == 40
-    copies = host.ranks[0].worker._copies
 
     def scatter(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("out of something")
 
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "scatter", scatter)
+        patch.setattr(BlockCopies, "scatter", scatter)
         host.step([request], tokens=0)
     assert host.invalid_block_ids == set(request.block_ids[0][:10])
     assert all(key in host.scheduler.requests.unreadable for key in keys_of(host))
