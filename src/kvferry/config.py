@@ -154,18 +154,27 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_audit(option: object) -> None:
-    """Check the option `audit` of a config.
+def check_cache_options(
+    chunk_tokens: int, io_threads: int, audit: object, **seconds: float
+) -> None:
+    """Check the options that the cache has under every host; `seconds` are the timeouts by name.
 
     Raises:
-        ConfigError: neither "first" nor "off" nor a number from 0 to 1.
+        ConfigError: one of them cannot be used.
     """
-    if isinstance(option, int | float) and not isinstance(option, bool):
-        is_known = 0 <= option <= 1
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    if not 1 <= io_threads <= 64:
+        raise ConfigError(f"io_threads must be between 1 and 64, not {io_threads}")
+    if isinstance(audit, int | float) and not isinstance(audit, bool):
+        is_known = 0 <= audit <= 1
     else:
-        is_known = option in ("first", "off")
+        is_known = audit in ("first", "off")
     if not is_known:
-        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {option!r}')
+        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {audit!r}')
+    for name, value in seconds.items():
+        if not value > 0:
+            raise ConfigError(f"{name} must be more than 0, not {value}")
 
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,7 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for the last write; a medium that hangs does not hold up the engine."""
 
 
-class Answer(NamedTuple):
+class JournalAnswer(NamedTuple):
     """What a request got when it was admitted first: every token of its prompt once."""
 
     local: int
@@ -59,7 +60,7 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
         num_tokens: length of the prompt.
         keys: of its whole chunks, hexadecimal.
         request: the host's id of it.
-        local, hits, misses, why: see `Answer`; empty if it ended before it was admitted.
+        local, hits, misses, why: see `JournalAnswer`; empty if it ended before it was admitted.
     """
 
     time: float
@@ -71,16 +72,6 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     hits: dict[str, int] = {}
     misses: dict[str, int] = {}
     why: str = ""
-
-
-class _Entry(NamedTuple):
-    """A line before it is written."""
-
-    arrived_at: float
-    request_id: str
-    num_tokens: int
-    keys: tuple[ChunkKey, ...]
-    answer: Answer | None
 
 
 class Journal:
@@ -104,7 +95,7 @@ class Journal:
         self._path = path
         self._chunk_tokens = chunk_tokens
         self.num_left_out = 0
-        self._waiting: deque[_Entry] = deque()
+        self._waiting: deque[Callable[[], bytes]] = deque()  # each makes a line
         self._has_failed = False
         self._ends = threading.Event()
         try:
@@ -123,14 +114,15 @@ class Journal:
         request_id: str,
         num_tokens: int,
         keys: Sequence[ChunkKey],
-        answer: Answer | None,
+        answer: JournalAnswer | None,
     ) -> None:
         """Record a request of `num_tokens` with these chunks; `answer` is None if it was never
         admitted. Never blocks, and does no I/O."""
         if self._has_failed or len(self._waiting) >= MAX_WAITING:
             self.num_left_out += 1
         else:
-            self._waiting.append(_Entry(arrived_at, request_id, num_tokens, tuple(keys), answer))
+            line = partial(self._line, arrived_at, request_id, num_tokens, tuple(keys), answer)
+            self._waiting.append(line)
 
     def close(self) -> None:
         """Write what is left, for `CLOSE_SECONDS` at most. Idempotent."""
@@ -146,23 +138,35 @@ class Journal:
                 while not is_last:
                     is_last = self._ends.wait(WRITE_SECONDS)
                     while self._waiting:
-                        _write_whole(file, self._line(self._waiting.popleft()))
+                        _write_whole(file, self._waiting.popleft()())
         except OSError as error:
             self._has_failed = True
             self._waiting.clear()
             logger.warning("requests are no longer recorded in %s: %s", self._path, error)
         else:
             if self.num_left_out:
-                logger.warning("%s lacks %d requests: slow file", self._path, self.num_left_out)
+                logger.warning(
+                    "%d requests are missing from %s: the file could not keep up",
+                    self.num_left_out,
+                    self._path,
+                )
 
-    def _line(self, entry: _Entry) -> bytes:
-        answer = entry.answer or Answer(0, {}, {}, "")
+    def _line(
+        self,
+        arrived_at: float,
+        request_id: str,
+        num_tokens: int,
+        keys: Sequence[ChunkKey],
+        answer: JournalAnswer | None,
+    ) -> bytes:
+        """Runs in: the thread of this journal."""
+        answer = answer or JournalAnswer(0, {}, {}, "")
         line = JournalLine(
-            time=round(entry.arrived_at, 3),
+            time=round(arrived_at, 3),
             chunk_tokens=self._chunk_tokens,
-            num_tokens=entry.num_tokens,
-            keys=[key[:KEY_BYTES].hex() for key in entry.keys],
-            request=entry.request_id,
+            num_tokens=num_tokens,
+            keys=[key[:KEY_BYTES].hex() for key in keys],
+            request=request_id,
             local=answer.local,
             hits=dict(answer.hits),
             misses=dict(answer.misses),

@@ -44,7 +44,7 @@ class Counters(Observer):
         with self._lock:
             return dict(self._sums)
 
-    def take(self) -> dict[str, float]:
+    def pop_all(self) -> dict[str, float]:
         """Return what `snapshot` does, and start again from zero."""
         if not self._sums:
             return {}

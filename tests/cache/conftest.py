@@ -14,6 +14,7 @@ from kvferry.testing.host import SimulatedHost
 from tests.cache.hosts import make_groups, make_shared_storage_host
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
+from .pools import held_keys
 
 
 class Host(SimulatedHost):
@@ -29,7 +30,7 @@ class Host(SimulatedHost):
 
     def forget_unpinned(self) -> None:
         """The same where requests count on some of it."""
-        for key in list(self.pool._by_key):
+        for key in held_keys(self.pool):
             self.pool.drop(key)
 
 

@@ -59,8 +59,8 @@ def make_shared_storage_host(
             identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
-            carries_worker_meta=carries_worker_meta,
-            recomputes=recomputes,
+            host_carries_reports=carries_worker_meta,
+            host_recomputes=recomputes,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)
@@ -71,8 +71,8 @@ def make_shared_storage_host(
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
-        part._context = replace(part._context, clock=clock, draw=draw)
-    scheduler = parts[0].scheduler(fills=fills)
+        part.context = replace(part.context, clock=clock, draw=draw)
+    scheduler = parts[0].scheduler(prefetch_recent=fills)
     host = SimulatedHost(
         scheduler,
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],

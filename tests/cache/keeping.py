@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvferry.keys import ChunkKeys
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FaultyStore, Gate
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
 
 PROMPT = list(range(41))
@@ -55,11 +55,8 @@ def open_store(directory: Path) -> CountingStore:
     return CountingStore(store)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)
+def wait_for(condition: Callable[[], bool], what: str = "what the test waits for") -> None:
+    wait_until(condition, what)
 
 
 def records(directory: Path) -> list[Path]:
@@ -72,14 +69,14 @@ def records(directory: Path) -> list[Path]:
 def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
     """Keys of the whole chunks of a prompt, in order."""
     config = host.parts[0].config
-    keys = ChunkKeys(host.scheduler._requests.namespace, config.chunk_tokens)
+    keys = ChunkKeys(host.scheduler.requests.namespace, config.chunk_tokens)
     keys.extend(prompt)
     return list(keys.keys)
 
 
 def lose_chunk(host: Any, key: ChunkKey, rank: int = 0) -> None:
     """Let a rank hold nothing in the slot of a chunk, without the scheduler role's knowledge."""
-    del host.ranks[rank].worker._io._contents[host.pool.find(key).index]
+    host.ranks[rank].worker.io.overwrite(host.pool.find(key).index)
 
 
 def assert_settles(host: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.types import ChunkKey
 
 
 def slot_at(pool: HostPool, index: int) -> Slot | None:
@@ -10,9 +11,14 @@ def slot_at(pool: HostPool, index: int) -> Slot | None:
     return pool._slots.get(index)
 
 
+def held_keys(pool: HostPool) -> set[ChunkKey]:
+    """The chunks that have a slot."""
+    return set(pool._by_key)
+
+
 def check_pool(pool: HostPool) -> None:
     """Check that no slot is lost, in two places, or in a wrong state."""
-    assigned = pool._slots
+    assigned, by_key, idle = pool._slots, pool._by_key, pool._idle
     slots = list(assigned.values())
     places = [*pool._free, *assigned]
     assert sorted(places) == list(range(len(places))), "slots in two places"
@@ -22,11 +28,11 @@ def check_pool(pool: HostPool) -> None:
         assert slot.index == index
         assert bool(slot.filling) == (slot.num_filling > 0), slot
         is_idle = not (slot.pins or slot.is_busy)
-        found = slot.key in pool._idle and pool._by_key.get(slot.key) is slot
+        found = slot.key in idle and by_key.get(slot.key) is slot
         assert found == is_idle, f"{slot} should be idle: {is_idle}"
-        if pool._by_key.get(slot.key) is slot:
+        if by_key.get(slot.key) is slot:
             assert slot.held or slot.filling, slot
-    found = [slot for slot in pool._by_key.values() if assigned.get(slot.index) is not slot]
+    found = [slot for slot in by_key.values() if assigned.get(slot.index) is not slot]
     assert not found, "keys of slots that have another chunk"
-    assert pool._num_filling == sum(slot.num_filling > 0 for slot in slots)
-    assert pool._num_writing == sum(slot.num_writing > 0 for slot in slots)
+    assert pool.is_filling == any(slot.num_filling > 0 for slot in slots)
+    assert pool.is_writing == any(slot.num_writing > 0 for slot in slots)

@@ -53,6 +53,7 @@ import torch
 from kvferry.keys import ChunkKeys
 from kvferry.layout.ops import PagedKV
 from kvferry.layout.spec import LAYOUTS
+from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore
@@ -113,8 +114,9 @@ def test_05_prompt_embeddings_are_cached_by_digest_or_not_at_all(make_host):
 def test_06_a_record_is_visible_only_when_every_rank_has_written(make_host, tmp_path):
     url = f"file://{tmp_path}/store"
     groups = make_groups(num_kv_heads=2)
-    writer = make_host(store=url, groups=groups, world_size=2)
-    writer.ranks[1].worker._io._store = FailingStore(writer.parts[1].store, operations={"write_at"})
+    sound, failing = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
+    stores = (sound, FailingStore(failing, operations={"write_at"}))
+    writer = make_host(store=url, groups=groups, world_size=2, rank_stores=stores)
     request = writer.add("half", PROMPT)
     writer.admit(request)
     for token in range(12):

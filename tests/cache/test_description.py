@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_role_that_stores_nothing_describes_nothing(tmp_path):
     opened(tmp_path / "store", query="?read_only=true").close()
     opened(tmp_path / "store", spec=spec_of(saves=False)).close()
     options = {"store": (tmp_path / "store").as_uri()}
-    PrefixCache(spec_of(), options, Counters(), schedules=False).close()
+    PrefixCache(spec_of(), options, Counters(), has_scheduler=False).close()
     assert not (tmp_path / "store" / "namespaces").exists()
 
 
@@ -85,17 +86,17 @@ def test_what_stands_in_the_way_of_a_description_stops_no_engine(tmp_path, in_th
 
 def test_a_medium_that_hangs_in_describe_delays_no_start(tmp_path, monkeypatch):
     go = threading.Event()
-    threads = []
+    threads = queue.Queue()
 
     def hang(self, namespace, description=None):
-        threads.append(threading.current_thread())
+        threads.put(threading.current_thread())
         go.wait(20)
 
     monkeypatch.setattr(FileStore, "describe", hang)
     started = time.monotonic()
     parts = opened(tmp_path / "store", start_timeout_seconds=0.05)
     assert time.monotonic() - started < 5
-    assert threads[0] is not threading.main_thread()
+    assert threads.get(timeout=20) is not threading.main_thread()
     assert not parts.store.contains(bytes(32))
     go.set()
     parts.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.policy import LoadPolicy
 from kvferry.cache.deciding.requests import Search
 from kvferry.cache.messages import (
@@ -71,7 +72,7 @@ def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, mon
     request = host.add("reader", [*PROMPT, *range(50)])
     host.admit(request)
     with monkeypatch.context() as patch:
-        patch.setattr(role._saves, part, lambda *_: 1 / 0)
+        patch.setattr(role.saves, part, lambda *_: 1 / 0)
         plan = build_plan(host, request)
     assert plan.lost_block_ids
     check_pool(host.pool)
@@ -146,27 +147,26 @@ def test_a_load_that_fails_in_any_way_names_its_chunks(make_host, stored, monkey
     host = make_host(store=stored)
     request = host.add("reader", [*PROMPT, *range(50)])
     assert host.admit(request) == 40
-    copies = host.ranks[0].worker._copies
 
     def scatter(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("out of something")
 
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "scatter", scatter)
+        patch.setattr(BlockCopies, "scatter", scatter)
         host.step([request], tokens=0)
     assert host.invalid_block_ids == set(request.block_ids[0][:10])
-    assert all(key in host.scheduler._requests.unreadable for key in keys_of(host))
+    assert all(key in host.scheduler.requests.unreadable for key in keys_of(host))
 
 
 def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_host, monkeypatch):
     (full,) = make_groups()
     host = make_host(groups=(full, replace(full, window=9)))
     request = host.add("reader", range(8 * 100 + 1))
-    state = host.scheduler._requests.by_id["reader"]
+    state = host.scheduler.requests.by_id["reader"]
     for number, key in enumerate(state.keys.keys):
         slot = host.pool.fetch(key, number * 8, frozenset([0]))
-        host.pool.take_orders()
-        host.pool.filled(slot.index)
+        host.pool.pop_orders()
+        host.pool.report_filled(slot.index)
     state.search = Search(gave_up=LookupMiss.SLOWER)
     looks = []
     holds = host.pool.holds

@@ -15,8 +15,8 @@ import pytest
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.save_plan import SAVES_SECONDS
-from kvferry.contract.faults import RepairedPlan
 from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.messages import RepairedPlan
 from kvferry.errors import TransferError
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
@@ -120,7 +120,7 @@ def test_a_wrong_record_is_not_offered_for_long(make_host):
     host = make_host(store=FailingStore(corrupting, operations={"put"}), clock=clock)
     assert host.run("first", PROMPT).num_external_tokens == 0
     host.settle()
-    unreadable = host.scheduler._requests.unreadable
+    unreadable = host.scheduler.requests.unreadable
     clock.advance(RETRY_SECONDS)
     assert keys[0] in unreadable
     clock.advance(UNREADABLE_SECONDS)
@@ -356,7 +356,7 @@ def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
     clock.advance(100.0)
     host.step([])
     assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert host.scheduler._policy._tiers["memory"].rate > 40 / 50
+    assert host.scheduler.policy.tiers["memory"].rate > 40 / 50
 
 
 def test_a_request_preempted_and_admitted_in_one_step_gets_its_load(make_host):

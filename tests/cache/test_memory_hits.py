@@ -26,6 +26,7 @@ from .keeping import (
     records,
     wait_for,
 )
+from .pools import held_keys
 from .windowed import group, opened
 
 
@@ -104,18 +105,18 @@ def test_of_a_hit_that_is_partly_held_only_the_rest_is_read(host):
 
 
 def test_what_was_not_read_from_the_store_says_nothing_of_its_speed(host):
-    measured = host.scheduler._policy._tiers["file"].rate
+    measured = host.scheduler.policy.tiers["file"].rate
     assert measured is not None
     host.run("of memory", PROMPT)
-    assert host.scheduler._policy._tiers["file"].rate == measured
+    assert host.scheduler.policy.tiers["file"].rate == measured
 
 
 def test_a_slow_store_does_not_keep_memory_from_being_used(host):
-    policy = host.scheduler._policy
+    policy = host.scheduler.policy
     policy.saw_compute(1000, 0.001)
     for _ in range(40):
         policy.saw_load("file", 40, 100.0)
-    assert policy.worth_loading([("file", 40)]).num_parts == 0
+    assert policy.worth_loading([("file", 40)]).num_chunks == 0
     assert host.run("warm", PROMPT).num_external_tokens == 40
     host.pool.drop(keys_of(host)[2])
     assert host.run("warm but for one", PROMPT).num_external_tokens == 16
@@ -192,7 +193,7 @@ def test_memory_bytes_bound_what_is_held_and_the_least_recently_used_goes(make_h
     held = [promise(host, f"asks {number}", prompts[number]) for number in (0, 2, 3)]
     assert held == [40, 40, 40]
     assert promise(host, "asks for the one that went", prompts[1]) is None
-    assert len(host.pool._by_key) <= host.pool.num_slots == 16
+    assert len(held_keys(host.pool)) <= host.pool.num_slots == 16
 
 
 def test_what_is_nearest_to_the_root_is_held_longest(make_host):

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 
+from kvferry.cache.messages import SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
+from kvferry.contract.fold import WorkerOutputFold
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.host import HostStep
 from kvferry.types import ChunkKey
-from tests.cache.pools import check_pool, slot_at
+from tests.cache.pools import check_pool, held_keys, slot_at
 
 from .keeping import (
     NUM_CHUNKS,
@@ -281,7 +283,7 @@ def test_a_prompt_that_is_asked_for_again_while_its_cancelled_reads_end(make_hos
     host.prefill(second)
     host.finish(second)
     assert_settles(host)
-    assert len(host.pool._idle) == NUM_CHUNKS
+    assert held_keys(host.pool) == set(keys_of(host))
 
 
 def test_a_fetch_that_is_taken_back_before_its_plan_is_never_begun(make_host, directory: Path):
@@ -393,7 +395,7 @@ def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) ->
         except ForwardFailed:
             pass
         outputs.append(step.output)
-    host.scheduler.update_output(host._fold.fold(outputs))
+    host.scheduler.update_output(WorkerOutputFold(len(outputs)).fold(outputs))
     check_pool(host.pool)
 
 
@@ -469,14 +471,18 @@ def test_writes_of_a_step_that_fails_at_its_beginning_are_failed_saves(
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.step([request], tokens=len(PROMPT))
-    shared = host.scheduler._saves._shared_writes
 
     def broken(_io: SlotIO, _slot: int, _session: str | None) -> None:
         raise ValueError("a fault of ours")
 
-    wait_for(lambda: all(record.begun.poll() for record in shared._records.values()))
-    plan = host.scheduler.build_plan(HostStep())
-    assert plan.writes
+    plans: list[Any] = []
+
+    def writes_are_planned() -> bool:
+        plans.append(host.scheduler.build_plan(HostStep()))
+        return bool(plans[-1].writes)
+
+    wait_for(writes_are_planned)
+    plan = plans[-1]
     with monkeypatch.context() as patch:
         patch.setattr(SlotIO, "write", broken)
         for rank in host.ranks:
@@ -550,10 +556,11 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     host = make_host(store=store)
     host.run("writer", PROMPT)
     host.settle()
-    io = host.ranks[0].worker._io
+    io = host.ranks[0].worker.io
     key = keys_of(host)[-1]
     index = host.pool.find(key).index
-    assert io._contents[index][0] == key
+    chunk = SlotChunk(index, key, 32)
+    assert io.groups_held(chunk)
     # The scheduler role gave the slot up, and fetches the same chunk into it, in vain.
     host.forget_memory()
     store.delete(key)
@@ -564,6 +571,6 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     host.ranks[0].worker.wait(10)
     host.step([])
     assert host.pool.find(key) is None
-    assert not io._contents[index][1]
+    assert not io.groups_held(chunk)
     host.pool.unpin(slot)
     assert_settles(host)

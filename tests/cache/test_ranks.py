@@ -19,6 +19,7 @@ from kvferry.cache.messages import (
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
 from kvferry.store.base import PutResult
+from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.host import HostStep
 from tests.cache.hosts import make_groups
@@ -180,10 +181,10 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
         for key in keys_of(host):
             lose_chunk(host, key, rank=rank)
     host.prefill(host.request)
-    assert host.scheduler._saves.failures_known == (1, 1)
+    assert host.scheduler.saves.failures_known == (1, 1)
     meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
     host.scheduler.update_output(WorkerOutput(meta=meta))
-    assert host.scheduler._saves.failures_known == (1, 7)
+    assert host.scheduler.saves.failures_known == (1, 7)
 
 
 def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
@@ -201,7 +202,7 @@ def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
 def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
     """Even before the plan that asks the ranks for its chunk is made."""
     host = make_host(store=url, groups=groups(), world_size=2)
-    shared = host.scheduler._saves._shared_writes
+    shared = host.scheduler.saves.shared_writes
     shared._thread = Prompt(shared._thread)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
@@ -225,9 +226,11 @@ class Prompt:
         return self._pool.close(timeout)
 
 
-def test_what_was_copied_for_a_refused_record_is_held_and_not_written(make_host, url: str):
-    host = make_host(store=url, groups=groups(), world_size=2)
-    host.scheduler._saves._shared_writes._store = Refusing(host.parts[0].store)
+def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
+    make_host, url: str, tmp_path
+):
+    stores = (Refusing(FileStore(tmp_path / "store")), FileStore(tmp_path / "store"))
+    host = make_host(store=url, groups=groups(), world_size=2, rank_stores=stores)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
     while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:

@@ -47,7 +47,7 @@ def test_by_the_connector(tmp_path, schedules, options, said):
     )
     options = {"store": f"file://{tmp_path}/store", **options}
     with pytest.raises(ConfigError) as refused:
-        PrefixCache(spec, options, Counters(), schedules=schedules)
+        PrefixCache(spec, options, Counters(), has_scheduler=schedules)
     assert_says(refused.value, said)
     assert list(tmp_path.iterdir()) == []
 

@@ -122,7 +122,7 @@ def test_one_table_of_several_groups_is_cut_before_a_chunk_that_vanished():
 
 def load(host: SimulatedHost, request: Any, block_ids: Any, num_external: int) -> frozenset[int]:
     """Allocate again, run the step; what failed, if the blocks still hold what they did."""
-    state = host.scheduler._requests.track(request)
+    state = host.scheduler.requests.track(request)
     state.search.promised = (0, 80)
     host.scheduler.update_after_alloc(request, block_ids, num_external)
     plan = host.scheduler.build_plan(HostStep([], set(), set()))

@@ -6,7 +6,6 @@ token attends to is there and that every block it keeps is right.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from kvferry.testing.host import SimulatedHost
 from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
 from kvferry.testing.stores import read_value
 from kvferry.types import GroupShard, KVGroup, RankShard
+from tests.cache.keeping import wait_for
 from tests.cache.windowed import group, opened, split, stored, wait_stored
 
 # -- any host reads what any other stored ---------------------------------------------------------
@@ -420,13 +420,10 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     host.run("writer", prompt)
     host.observer = caches[0].observer
     wait_stored(host, 5)
-    deadline = time.monotonic() + 10
     for cache in caches:
         assert cache.store.wait_indexed(10)
-        cache.store.probe(host.scheduler._requests.track(host.add("probe", prompt)).keys.keys)
-    while not all(cache.store.stat().num_records == 5 for cache in caches):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        cache.store.probe(host.scheduler.requests.track(host.add("probe", prompt)).keys.keys)
+    wait_for(lambda: all(cache.store.stat().num_records == 5 for cache in caches))
     assert host.run("held", prompt).num_external_tokens == 40
     host.scheduler.pool.clear()
     assert host.run("reader", prompt).num_external_tokens == 40

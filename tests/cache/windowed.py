@@ -77,7 +77,7 @@ def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStor
     store = MemoryStore("windows")
     with opened(groups, store) as host:
         request = host.add("writer", prompt)
-        keys = list(host.scheduler._requests.track(request).keys.keys)
+        keys = list(host.scheduler.requests.track(request).keys.keys)
         host.admit(request)
         host.prefill(request)
         host.finish(request)

@@ -25,6 +25,8 @@ class DictPlan(Plan, frozen=True, kw_only=True):
 
 
 class DictScheduler(SchedulerRole):
+    is_asynchronous = True
+
     def __init__(self, store: dict, *, block_size=4, is_async=False, delay_free=False) -> None:
         self.store, self.block_size = store, block_size
         self.is_async, self.delay_free = is_async, delay_free
@@ -88,6 +90,8 @@ class DictScheduler(SchedulerRole):
 
 class DictWorker(WorkerRole):
     """Async loads take two steps; delayed frees one."""
+
+    is_asynchronous = True
 
     def __init__(self, store: dict) -> None:
         self.store = store
@@ -172,7 +176,9 @@ def _delegate(base, hooks):
         self.role, self.faulty = role, faulty
 
     return type(
-        f"Faulty{base.__name__}", (base,), {"__init__": init, **{h: make(h) for h in hooks}}
+        f"Faulty{base.__name__}",
+        (base,),
+        {"is_asynchronous": True, "__init__": init, **{h: make(h) for h in hooks}},
     )
 
 

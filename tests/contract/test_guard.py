@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.contract.faults import RepairedPlan
+from kvferry.contract.asynchronous import OVERDUE_SECONDS
 from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
@@ -21,9 +21,9 @@ from kvferry.contract.messages import (
     FinishResult,
     LookupResult,
     Plan,
+    RepairedPlan,
     WorkerOutput,
 )
-from kvferry.contract.promises import OVERDUE_SECONDS
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import SupportsLayerwise
 from kvferry.observe import Counters
@@ -50,7 +50,8 @@ NO_STEP = SimpleNamespace(scheduled=[], preempted_request_ids=(), finished_reque
 class Answers(SchedulerRole):
     """Answers what it is told to; an exception is raised."""
 
-    def __init__(self, **answers) -> None:
+    def __init__(self, *, is_asynchronous: bool = True, **answers) -> None:
+        self.is_asynchronous = is_asynchronous
         self.answers = answers
         self.outputs: list[WorkerOutput] = []
 
@@ -100,11 +101,13 @@ class Answers(SchedulerRole):
 
 
 def guarded(block_size=4, clock=None, **answers):
+    return guard_of(Answers(**answers), block_size, clock)
+
+
+def guard_of(role, block_size=4, clock=None):
     observer = Counters()
     clocked = {} if clock is None else {"clock": clock}
-    return GuardedScheduler(
-        Answers(**answers), observer, block_size=block_size, **clocked
-    ), observer
+    return GuardedScheduler(role, observer, block_size=block_size, **clocked), observer
 
 
 # --- lookups -----------------------------------------------------------------------------------
@@ -140,9 +143,7 @@ def test_an_illegal_lookup_is_answered_by_the_nearest_legal_one(
 
 @pytest.mark.parametrize("answer", [None, 8, (1, 2, 3), ("many", False), OSError()])
 def test_a_lookup_that_fails_is_a_miss(answer):
-    guard, observer = guarded(lookup=answer)
-    if answer is None:
-        guard._role.answers["lookup"] = ()
+    guard, observer = guarded(lookup=() if answer is None else answer)
     assert guard.lookup(request_of(40), 0) == MISS
     assert observer["hook_failed_lookup"] == 1
 
@@ -239,7 +240,8 @@ def test_a_lost_load_never_names_the_null_block(table):
 @pytest.mark.parametrize("failing", ["update_after_alloc", "build_plan"])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(failing, is_async):
-    guard, _ = guarded(lookup=(8, is_async), **{failing: OSError()})
+    role = Answers(lookup=(8, is_async), **{failing: OSError()})
+    guard, _ = guard_of(role)
     request = request_of(40)
     guard.lookup(request, 4)
     guard.update_after_alloc(request, ([7, 8, 9, 10],), 8)
@@ -247,7 +249,7 @@ def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(faili
     assert isinstance(plan, RepairedPlan)
     assert plan.lost_block_ids == {8, 9}  # not the local block 7, nor block 10 of new tokens
     assert plan.lost_request_ids == ({"r"} if is_async else set())
-    guard._role.answers.pop(failing)
+    role.answers.pop(failing)
     after = guard.build_plan(NO_STEP)
     assert after == LoadPlan() or (after.plan, after.promised_block_ids) == (LoadPlan(), set())
     assert guard.lookup(request, 4) == MISS
@@ -295,6 +297,34 @@ def test_a10_delayed_free_is_refused_to_a_request_that_loads():
     assert guard.request_finished(request, ([1, 2],)) == FinishResult(False, {"a": 1})
     assert observer["contract_violation"] == 1
     assert guard.request_finished(request_of(40, "other"), ([1],)).delay_free
+
+
+@pytest.mark.parametrize(
+    "answers", [{"lookup": (8, True)}, {"request_finished": FinishResult(True, {"a": 1})}]
+)
+def test_a_role_that_declares_neither_has_no_async_load_and_no_delayed_free(answers):
+    guard, observer = guarded(is_asynchronous=False, **answers)
+    request = request_of(40)
+    assert guard.lookup(request, 0) == MISS
+    guard.update_after_alloc(request, ([1],), 0)
+    result = guard.request_finished(request, ([1],))
+    assert result == FinishResult(False, {"a": 1} if "request_finished" in answers else None)
+    assert observer["contract_violation"] == 1
+    assert guard.is_idle is False
+    assert guard.build_plan(NO_STEP) == LoadPlan()
+
+
+@pytest.mark.parametrize("failing", ["update_after_alloc", "build_plan"])
+def test_a_lost_load_of_a_role_without_async_loads_is_reported_as_failed(failing):
+    guard, _ = guarded(is_asynchronous=False, lookup=(8, False), **{failing: OSError()})
+    request = request_of(40)
+    guard.lookup(request, 4)
+    guard.update_after_alloc(request, ([7, 8, 9, 10],), 8)
+    plan = guard.build_plan(NO_STEP)
+    assert isinstance(plan, RepairedPlan)
+    assert plan.lost_block_ids == {8, 9}
+    assert plan.promised_block_ids == ({8, 9} if failing == "build_plan" else None)
+    assert guard.lookup(request, 4) == MISS
 
 
 # --- worker hooks ------------------------------------------------------------------------------
@@ -369,6 +399,24 @@ def test_a_repaired_plan_reaches_the_role_as_its_own_and_the_host_as_failures():
     assert output.invalid_block_ids == {9}
     assert output.finished_recving == output.failed_recving == {"q"}
     assert "save" not in worker.calls  # computed on block 9, which nobody filled
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_repaired_plan_reaches_both_kinds_of_role_as_its_own(is_asynchronous):
+    worker = RecordingWorker()
+    worker.is_asynchronous = is_asynchronous
+    plan = RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9}))
+    output, _, _ = one_step(worker, plan)
+    assert worker.plans == [LoadPlan()]
+    assert output == WorkerOutput(invalid_block_ids=frozenset({9}))
+    stale = LoadPlan(blocks=frozenset({1, 2}))
+    worker.plans.clear()
+    output, observer, _ = one_step(
+        worker, RepairedPlan(plan=stale, promised_block_ids=frozenset({2}))
+    )
+    assert worker.plans == []
+    assert output == WorkerOutput(invalid_block_ids=frozenset({2}))
+    assert observer["contract_violation"] == 1
 
 
 def test_a_plan_that_loads_into_blocks_of_others_is_refused():

@@ -7,9 +7,9 @@ import logging
 import numpy as np
 import pytest
 
+from kvferry.contract.asynchronous import REMEMBERED_REQUESTS
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
-from kvferry.contract.reports import REMEMBERED_REQUESTS
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
 from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
@@ -24,9 +24,12 @@ def ids(*names: str) -> frozenset[str]:
 class Run:
     """A lifecycle over a worker that reports `outputs`, one per step."""
 
-    def __init__(self, *outputs: object, strict: bool = False) -> None:
+    def __init__(
+        self, *outputs: object, strict: bool = False, is_asynchronous: bool = True
+    ) -> None:
         self.observer = Counters()
         self.worker = RecordingWorker(*outputs)
+        self.worker.is_asynchronous = is_asynchronous
         self.lifecycle = StepLifecycle(self.worker, observer=self.observer, strict=strict)
 
     def step(self, *, loads=(), finished=(), blocks=()) -> WorkerOutput:
@@ -251,6 +254,27 @@ def test_the_memory_of_ended_requests_is_bounded():
     run.step(finished=[f"r{i}" for i in range(REMEMBERED_REQUESTS)])
     run.worker.outputs = [WorkerOutput(finished_sending=ids("old", "r7"))]
     assert run.step().finished_sending == {"r7"}
+
+
+# --- reports of a worker without either --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["finished_sending", "finished_recving", "failed_recving"])
+def test_a_worker_that_declares_neither_reports_no_requests(name):
+    bad = WorkerOutput(**{name: ids("r")}, invalid_block_ids=frozenset({4}))
+    run = Run(bad, is_asynchronous=False)
+    assert run.step(finished=["r"]) == WorkerOutput(invalid_block_ids=frozenset({4}))
+    assert run.violations == 1
+    strict = Run(bad, is_asynchronous=False, strict=True)
+    with pytest.raises(ContractError, match="declares is_asynchronous"):
+        strict.step(finished=["r"])
+
+
+@pytest.mark.parametrize("bad", [None, WorkerOutput(invalid_block_ids=frozenset({-1}))])
+def test_its_malformed_reports_fail_every_block_of_the_plan(bad):
+    run = Run(bad, is_asynchronous=False)
+    assert run.step(blocks=[4, 5]).invalid_block_ids == {4, 5}
+    assert run.violations == 1
 
 
 # --- reports: blocks ---------------------------------------------------------------------------

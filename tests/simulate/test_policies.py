@@ -47,8 +47,8 @@ def test_the_replay_is_what_the_host_pool_does(capacity: int):
                 pool.pin(slot)
                 used.append(slot)
                 if slot.filling:
-                    pool.filled(slot.index)
-                    pool.written(slot.index)
+                    pool.report_filled(slot.index)
+                    pool.report_written(slot.index)
         pool.unpin_all(used)
         pool.touch(keys)
         check_pool(pool)

@@ -8,7 +8,8 @@ import pytest
 
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.messages import EMPTY_OUTPUT, FinishResult, Plan, WorkerMeta, WorkerOutput
+from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.messages import FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.types import NO_EXTRA_KEYS, MultimodalItem
@@ -139,7 +140,8 @@ def test_faults_of_a_role_stay_behind_the_facade():
     broken = FaultyWorker(DictWorker(store), Faulty({("start_load", 1): "before"}))
     facade = RolesAsV1(make_config(), WORKER, worker=broken)
     host = make_host(store)
-    host.lifecycle._worker = host.worker = GuardedWorker(V1WorkerRole(facade))
+    host.worker = GuardedWorker(V1WorkerRole(facade))
+    host.lifecycle = StepLifecycle(host.worker)
     host.worker.register_kv_caches(host.kv)
     request = host.add("r", PROMPT, 3)
     host.run()
@@ -491,8 +493,7 @@ def test_an_id_used_again_is_another_request():
 def test_empty_reports_are_the_shared_one():
     facade, _ = worker_facade(WorkerOutput())
     bind(facade)
-    facade.get_finished(set())
-    assert facade._worker.lifecycle.output is EMPTY_OUTPUT
+    assert facade.get_transfer_results(set()) is facade.get_transfer_results(set())
 
 
 def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():

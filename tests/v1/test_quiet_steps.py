@@ -21,6 +21,7 @@ EMPTY_PLAN = Plan()
 
 
 class IdleScheduler(SchedulerRole):
+    is_asynchronous = True
     is_idle = True
 
     def __init__(self):
@@ -45,6 +46,7 @@ class IdleScheduler(SchedulerRole):
 
 
 class IdleWorker(WaitingWorker):
+    is_asynchronous = True
     is_idle = True
 
     def __init__(self):

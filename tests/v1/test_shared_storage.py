@@ -69,7 +69,7 @@ class OldHost:
         self._carries_reports = carries_reports
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
         self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER)
-        spec = self.worker._cache.spec.groups[0]
+        spec = self.worker.cache.spec.groups[0]
         head_dim = spec.content_size // 2
         shape = (2, 32, BLOCK, spec.num_kv_heads, head_dim)
         generator = torch.Generator().manual_seed(seed)
@@ -78,7 +78,7 @@ class OldHost:
         }
         self.worker.register_kv_caches(self.caches)
         self.worker.set_host_xfer_buffer_ops(None)
-        assert self.scheduler._cache.store.wait_indexed(10)
+        assert self.scheduler.cache.store.wait_indexed(10)
 
     def prefill(self, request_id: str, prompt: list[int], blocks: list[int]) -> int:
         request = SimpleNamespace(
@@ -114,7 +114,7 @@ class OldHost:
     def settle(self) -> None:
         """Step until all saves have ended."""
         until = time.monotonic() + 20
-        while self.scheduler._scheduler_role.pool.num_taken:
+        while self.scheduler.scheduler_role.pool.num_taken:
             assert time.monotonic() < until
             self.step([], {})
 
@@ -274,7 +274,7 @@ def namespace_of(model_dir: Any, **changes: Any) -> bytes:
     config.model_config.quantization = quantization
     connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
     connector.shutdown()
-    return connector._cache.schema.namespace
+    return connector.cache.schema.namespace
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_this_connector_and_the_plug_in_for_vllm_know_a_model_alike(model_dir, m
     config.kv_transfer_config = make_config(model_dir, store="memory://x").kv_transfer_config
     connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
     connector.shutdown()
-    identity = connector._cache.spec.identity
+    identity = connector.cache.spec.identity
     assert identity == model_identity(config, None, load_config)
     assert identity.config["overrides"] == {"rope_scaling": {"factor": 2.0}}
 

@@ -77,7 +77,7 @@ class PagedTables:
         """Bind the engine's tensors, given by layer name; `copies` is that of `PagedKV`.
 
         Raises:
-            LayoutError: a layer is missing, a tensor is not what the spec says, or they are not on
+            LayoutError: a layer is missing, a tensor does not match the spec, or they are not on
                 one device.
         """
         of_group: list[list[_BoundPart]] = [[] for _ in self._spec.groups]

@@ -65,7 +65,7 @@ class Tables:
         )
         self.all_groups = frozenset(range(len(spec.groups)))
         self.block_size = math.lcm(*(table.block_size for table in self.tables))
-        """What the length of a hit is a multiple of."""
+        """The length of every hit is a multiple of this."""
         self.has_windows = any(table.window is not None for table in self.tables)
 
     def first_needed(self, start: int, stop: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
-from kvferry.cache.config import Context, SharedStorageConfig
+from kvferry.cache.config import RoleContext, SharedStorageConfig
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
@@ -42,7 +42,7 @@ class PrefixCache:
         observer: receives its counts.
         store: replaces the store that the options name, and is closed here, too.
         where: what the options belong to, the start of messages about them.
-        schedules: whether the scheduler role will be asked for.
+        has_scheduler: whether the scheduler role will be asked for.
 
     Raises:
         ConfigError: an option, or a store that cannot be used or hold one chunk of this model.
@@ -56,7 +56,7 @@ class PrefixCache:
         *,
         store: Store | None = None,
         where: str = "shared_storage options",
-        schedules: bool = True,
+        has_scheduler: bool = True,
     ) -> None:
         config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
@@ -73,8 +73,8 @@ class PrefixCache:
         self.num_slots = self._count_slots()
         refuse_small_quota(config.store, self.schema.record_bytes)
         self.observer = observer
-        self.store = store or self._open_store(index=schedules)
-        self._context = Context(
+        self.store = store or self._open_store(index=has_scheduler)
+        self.context = RoleContext(
             spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
         )
 
@@ -124,7 +124,7 @@ class PrefixCache:
     @property
     def block_multiple(self) -> int:
         """In tokens; every hit is a multiple of it."""
-        return self._context.tables.block_size
+        return self.context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
         """Block until look-ups can find everything stored, for at most `timeout` seconds; True if
@@ -159,11 +159,11 @@ class PrefixCache:
                 smallest,
             )
 
-    def scheduler(self, *, fills: bool = True) -> SharedStorageScheduler:
+    def scheduler(self, *, prefetch_recent: bool = True) -> SharedStorageScheduler:
         """The scheduler role; call once.
 
         Args:
-            fills: whether the records that were used last are fetched at start.
+            prefetch_recent: whether the records that were used last are fetched at start.
 
         Raises:
             ConfigError: a store that several ranks cannot write together, or a journal that
@@ -171,7 +171,7 @@ class PrefixCache:
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
-        pool = HostPool(self.num_slots, world_size, self._context.tables.all_groups)
+        pool = HostPool(self.num_slots, world_size, self.context.tables.all_groups)
         shared_writes = None
         if world_size > 1:
             if not isinstance(self.store, SupportsShardedWrite):
@@ -181,12 +181,15 @@ class PrefixCache:
                 )
             shared_writes = SharedWrites(pool, self.store, self.schema, world_size, self.observer)
         recent = None
-        if fills and self.spec.loads and self.spec.carries_worker_meta and self.num_slots > 1:
-            recent = RecentRecords(
-                self.store, self.schema, self.num_slots // 2, self._context.clock
-            )
+        if (
+            prefetch_recent
+            and self.spec.loads
+            and self.spec.host_carries_reports
+            and self.num_slots > 1
+        ):
+            recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         return SharedStorageScheduler(
-            self._context,
+            self.context,
             self.schema.namespace,
             pool,
             new_namespace=self._next_epoch,
@@ -201,4 +204,4 @@ class PrefixCache:
             ConfigError: more memory than this machine lets a process reserve.
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
-        return SharedStorageWorker(self._context, rows, self.num_slots, setup or DeviceSetup())
+        return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())

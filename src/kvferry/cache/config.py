@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.blocks.tables import Tables
-from kvferry.config import check_audit
+from kvferry.config import check_cache_options
 from kvferry.contract.spec import EngineSpec
-from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 
@@ -62,18 +61,17 @@ class SharedStorageConfig:
     record: str | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
-        if not 1 <= self.io_threads <= 64:
-            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
-        check_audit(self.audit)
-        for name in ("load_timeout_seconds", "start_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        check_cache_options(
+            self.chunk_tokens,
+            self.io_threads,
+            self.audit,
+            load_timeout_seconds=self.load_timeout_seconds,
+            start_timeout_seconds=self.start_timeout_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class RoleContext:
     """The values that all parts of a role share.
 
     Attributes:

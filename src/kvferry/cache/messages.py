@@ -98,7 +98,7 @@ PUT_OFF = "put_off"
 """The chunk may be saved in a later step."""
 
 REFUSED = "refused"
-"""The host's blocks do not hold what it says: no later try helps."""
+"""The host's blocks do not hold what it reported: no later try helps."""
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):

@@ -14,8 +14,8 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kvferry.contract.faults import FaultLog
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
+from kvferry.contract.rules import HookFaults
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 
@@ -71,7 +71,7 @@ class WorkerOutputFold:
         self._sending = _RankReports()
         self._recving = _RankReports()
         self._failed: set[str] = set()
-        self._faults = FaultLog(type(self).__name__, observer or Observer())
+        self._faults = HookFaults(type(self).__name__, observer or Observer())
         if expected_reports < 1:
             raise ConfigError(
                 f"{expected_reports} reports expected per request: at least one rank must report, "

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvferry.contract.faults import FaultLog
+from kvferry.contract.asynchronous import AsyncPromises
 from kvferry.contract.messages import (
     ASK_AGAIN,
     FREE_NOW,
@@ -30,7 +30,7 @@ from kvferry.contract.messages import (
     Plan,
     WorkerOutput,
 )
-from kvferry.contract.promises import Promises
+from kvferry.contract.rules import HookFaults, Promises
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, RequestView, StepView
@@ -46,8 +46,7 @@ class GuardedScheduler(SchedulerRole):
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after `ASK_AGAIN_SECONDS`;
-    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
-      so is what no worker reports within `OVERDUE_SECONDS`;
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
     - a request whose load failed is not offered a hit again: a host that recomputes such a request
       from its start asks again, and would repeat this for ever.
 
@@ -72,11 +71,14 @@ class GuardedScheduler(SchedulerRole):
             clock: seconds, for the bounds on waiting.
         """
         self._role = role
-        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._block_size = block_size
         self._clock = clock
         self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
-        self._promises = Promises(block_size, clock, self._faults)
+        self._promises = Promises(block_size)
+        self.is_asynchronous = role.is_asynchronous
+        if role.is_asynchronous:
+            self._promises = AsyncPromises(block_size, clock, self._faults)
         self._empty_plan = self._faults.call(
             role.empty_plan, otherwise=Plan(), then="a plan that cannot be built is a bare Plan()"
         )
@@ -86,7 +88,7 @@ class GuardedScheduler(SchedulerRole):
         self._faults.call(hook, request, otherwise=None, then="the request goes on")
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        if self._promises.is_barred(request.request_id):
+        if self._promises.has_failed(request.request_id):
             return MISS
         try:
             answer = LookupResult(*self._role.lookup(request, num_local_tokens))
@@ -120,6 +122,11 @@ class GuardedScheduler(SchedulerRole):
         self, request: RequestView, num_local_tokens: int, count: int, is_async: bool
     ) -> LookupResult:
         """The largest answer within the rules that promises no more than `count`."""
+        if is_async and not self.is_asynchronous:
+            self._faults.violation(
+                "lookup", "an async load of a role that does not declare is_asynchronous: a miss"
+            )
+            return MISS
         num_tokens = len(request.all_token_ids)
         # Sync: the engine must have a token to compute. Async: it steps back by itself.
         limit = (num_tokens if is_async else num_tokens - 1) - num_local_tokens
@@ -185,15 +192,19 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("request_finished", "its blocks are freed now")
             self._promises.free_now(request_id)
             return FREE_NOW
-        if delay_free and is_loading:
+        if not delay_free:
+            return result
+        if is_loading or not self.is_asynchronous:
+            why = (
+                "still loads: the end of the load frees its blocks"
+                if is_loading
+                else "is of a role that does not declare is_asynchronous"
+            )
             self._faults.violation(
-                "request_finished",
-                f"delay_free for {request_id!r}, which still loads: the end of the load frees its "
-                "blocks",
+                "request_finished", f"delay_free for {request_id!r}, which {why}"
             )
             return FinishResult(False, params)
-        if delay_free:
-            self._promises.delay_free(request_id)
+        self._promises.delay_free(request_id)
         return result
 
     def take_events(self) -> Iterable[Any]:

@@ -6,57 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvferry.contract.faults import FaultLog, RepairedPlan
-from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.asynchronous import AsyncOwedReports
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
+from kvferry.contract.rules import HookFaults, OwedReports
 from kvferry.contract.worker import SupportsLayerwise, WorkerRole
 from kvferry.observe import Observer
 
 if TYPE_CHECKING:
     import torch
-
-
-class _OwedReports:
-    """The guard's additions to the role's reports.
-
-    Attributes:
-        invalid: blocks that a failed load left unfilled.
-        lost_recving: async loads that never started: reported as failed at once.
-        failed_recving: async loads that the role ends itself: reported as failed when it does.
-        freed: requests whose blocks were freed: the role's report of them is dropped.
-        overdue: delayed frees that the role has not reported in time: reported in its place.
-    """
-
-    def __init__(self) -> None:
-        self.invalid: set[int] = set()
-        self.lost_recving: set[str] = set()
-        self.failed_recving: set[str] = set()
-        self.freed: set[str] = set()
-        self.overdue: frozenset[str] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.invalid or self.lost_recving or self.failed_recving or self.freed or self.overdue
-        )
-
-    def add_to(self, output: WorkerOutput) -> WorkerOutput:
-        """The role's report with the additions that are due, which are then no longer owed."""
-        recving = output.finished_recving | self.lost_recving
-        failed = output.failed_recving | self.lost_recving | (self.failed_recving & recving)
-        added = msgspec.structs.replace(
-            output,
-            finished_sending=(output.finished_sending | self.overdue) - self.freed,
-            finished_recving=recving,
-            failed_recving=failed,
-            invalid_block_ids=output.invalid_block_ids | self.invalid,
-        )
-        self.freed -= output.finished_sending
-        self.overdue = frozenset()
-        self.failed_recving -= failed
-        self.lost_recving.clear()
-        self.invalid.clear()
-        return added
 
 
 class GuardedWorker(WorkerRole):
@@ -82,11 +39,14 @@ class GuardedWorker(WorkerRole):
     def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
         """Wrap `role`; `observer` receives the `hook_failed...` counts."""
         self._role = role
-        self._faults = FaultLog(type(role).__name__, observer or Observer())
+        self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._plan = Plan()
         self._loads_stopped = False  # in this step
         self._saves_stopped = False  # in this step
-        self._owed = _OwedReports()
+        self.is_asynchronous = role.is_asynchronous
+        self._owed = OwedReports()
+        if role.is_asynchronous:
+            self._owed = AsyncOwedReports(role, self._faults)
         if isinstance(role, SupportsLayerwise):
             self.wait_for_layer_load = partial(self._wait_for_layer_load, role)
             self.save_layer = partial(self._save_layer, role)
@@ -105,24 +65,15 @@ class GuardedWorker(WorkerRole):
         return lost | self._faults.call(hook, plan, otherwise=lost, then=then)
 
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        if isinstance(plan, RepairedPlan):
-            lost = plan.lost_request_ids
-            if plan.promised_block_ids is not None:
-                # Done or refused as a whole: either way these are reported, and no others.
-                return lost | plan.promised_request_ids
-            recving = self.planned_recving(plan.plan)
-            return None if recving is None else recving | lost
-        try:
-            return self._role.planned_recving(plan)
-        except Exception:
-            self._faults.fault("planned_recving", "async loads of this plan may go unreported")
-            return frozenset()
+        return self._owed.planned_recving(plan)
 
     def begin_step(self, plan: Plan) -> None:
         self._plan = plan
         self._loads_stopped = self._saves_stopped = False
         if isinstance(plan, RepairedPlan):
-            self._report_lost(plan)
+            self._owed.repair(plan)
+            # The engine computes on blocks that were never filled.
+            self._saves_stopped = bool(plan.lost_block_ids)
             if not self._is_promised(plan):
                 return
             plan = plan.plan
@@ -132,18 +83,6 @@ class GuardedWorker(WorkerRole):
             self._faults.fault("begin_step", "this step loads and saves nothing")
             self._give_up_step()
 
-    def _report_lost(self, plan: RepairedPlan) -> None:
-        owed = self._owed
-        owed.freed |= plan.freed_request_ids
-        owed.overdue = plan.overdue_sending
-        owed.invalid |= plan.lost_block_ids
-        # The role reports the end of loads that it starts nevertheless; until then it may write.
-        started = self.planned_recving(plan.plan) or frozenset()
-        owed.lost_recving |= plan.lost_request_ids - started
-        owed.failed_recving |= plan.lost_request_ids & started
-        # The engine computes on blocks that were never filled.
-        self._saves_stopped = bool(plan.lost_block_ids)
-
     def _is_promised(self, plan: RepairedPlan) -> bool:
         """Whether the plan loads only what the host was promised. If not, the step is given up:
         the role would write to blocks of other requests."""
@@ -152,8 +91,7 @@ class GuardedWorker(WorkerRole):
             return True
         self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
         self._loads_stopped = self._saves_stopped = True
-        self._owed.invalid |= promised
-        self._owed.lost_recving |= plan.promised_request_ids | plan.lost_request_ids
+        self._owed.refuse(plan)
         return False
 
     def start_load(self) -> None:
@@ -168,7 +106,7 @@ class GuardedWorker(WorkerRole):
     def _give_up_step(self) -> None:
         self._loads_stopped = self._saves_stopped = True
         self._owed.invalid |= self.planned_blocks(self._plan)
-        self._owed.lost_recving |= self.planned_recving(self._plan) or frozenset()
+        self._owed.give_up(self._plan)
 
     def _wait_for_layer_load(self, role: SupportsLayerwise, layer_name: str) -> None:
         if self._loads_stopped:

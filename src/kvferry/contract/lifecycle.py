@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from kvferry.contract.asynchronous import AsyncReportRules
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
-from kvferry.contract.reports import ReportRules
+from kvferry.contract.rules import ReportRules
 from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
@@ -24,7 +25,7 @@ class StepLifecycle:
     """Drives one worker role, step by step, and holds it to its contract.
 
     Guarantees to the host: whatever the worker reports, each output obeys the rules of
-    `WorkerOutput` (see `kvferry.contract.reports`); an output that says nothing is `EMPTY_OUTPUT`
+    `WorkerOutput` (see `kvferry.contract.rules`); an output without a report is `EMPTY_OUTPUT`
     itself; every begun step is ended before the next one begins.
 
     Runs in: worker, on the model runner's thread.
@@ -49,7 +50,8 @@ class StepLifecycle:
         self.layerwise = worker if isinstance(worker, SupportsLayerwise) else None
         self.output: WorkerOutput = EMPTY_OUTPUT
         self._worker = worker
-        self._rules = ReportRules(observer or Observer(), strict=strict)
+        rules = AsyncReportRules if worker.is_asynchronous else ReportRules
+        self._rules = rules(worker, observer or Observer(), strict=strict)
         self._plan: Plan | None = None  # of the open step
 
     @contextmanager
@@ -98,9 +100,7 @@ class StepLifecycle:
         self.output = EMPTY_OUTPUT
         with self._ended_by_an_error():
             worker.begin_step(plan)
-            recving = worker.planned_recving(plan)
-            if recving or recving is None:
-                self._rules.begin(recving)
+            self._rules.begin(plan)
 
     def start_load(self) -> None:
         """Start the plan's loads: at once, or when the host gets to it. If the worker fails, the
@@ -137,11 +137,8 @@ class StepLifecycle:
             ContractError: no step is open; or, when strict, a rule was broken.
         """
         plan = self._require_step("a report")
-        self.output = self._rules.admit(
-            self._worker.collect(finished_request_ids),
-            finished_request_ids,
-            lambda: self._worker.planned_blocks(plan),
-        )
+        output = self._worker.collect(finished_request_ids)
+        self.output = self._rules.admit(output, finished_request_ids, plan)
         return self.output
 
     def end(self) -> None:
@@ -156,8 +153,8 @@ class StepLifecycle:
 
     @property
     def holds_reports(self) -> bool:
-        """Whether a later step passes on what the worker reported too early: the host must not
-        leave steps out."""
+        """Whether a report that came too early waits for a later step: the host must not leave
+        steps out."""
         return self._rules.holds_reports
 
     def _require_step(self, what: str) -> Plan:

@@ -71,6 +71,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Scheduler to workers, once per step, also for steps without a token."""
 
 
+class RepairedPlan(Plan, frozen=True, kw_only=True):
+    """A plan, and the promises to the host that the role may not know of.
+
+    Attributes:
+        plan: what the role built, or its empty plan.
+        lost_block_ids: blocks that the host takes for loaded and that may stay unfilled.
+        promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
+            after the first `build_plan` that failed: the role may still plan its loads later, when
+            their blocks have other owners.
+        lost_request_ids: requests that wait for an async load which may never have been planned,
+            or whose end was not reported in time.
+        promised_request_ids: the async loads that fill `promised_block_ids`.
+        freed_request_ids: ended requests whose blocks were freed, whatever the role answered: a
+            delayed free reported for one of them kills the host.
+        overdue_sending: ended requests whose delayed free was not reported in time.
+    """
+
+    plan: Plan
+    lost_block_ids: frozenset[int] = frozenset()
+    promised_block_ids: frozenset[int] | None = None
+    lost_request_ids: frozenset[str] = frozenset()
+    promised_request_ids: frozenset[str] = frozenset()
+    freed_request_ids: frozenset[str] = frozenset()
+    overdue_sending: frozenset[str] = frozenset()
+
+
 class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Worker to its own scheduler role: reports of a connector beyond the common fields."""
 

@@ -16,7 +16,14 @@ from kvferry.types import BlockTable, RequestView, StepView
 
 class SchedulerRole(ABC):
     """One per engine. Call order per request: `on_new_request`, `lookup` (any number of times),
-    `update_after_alloc`, `build_plan` (every step), `request_finished` (once)."""
+    `update_after_alloc`, `build_plan` (every step), `request_finished` (once).
+
+    Attributes:
+        is_asynchronous: True for a role with async loads or delayed frees, whose rules are those of
+            `kvferry.contract.asynchronous`. Without it the guard refuses both.
+    """
+
+    is_asynchronous: bool = False
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027 - optional
         """The host queued a request. Bookkeeping only; hosts before vLLM 0.27 never call it, so
@@ -46,9 +53,9 @@ class SchedulerRole(ABC):
     ) -> None:
         """Blocks for `request` were allocated. Mutates.
 
-        Called after every successful allocation of a waiting request, also with 0 external tokens;
-        for an async load twice: with the count at its start, with 0 when it has ended. Decide on
-        `num_external_tokens` only, never on emptiness of `block_ids`.
+        Called after every successful allocation of a waiting request, also with 0 external tokens,
+        and once more with 0 when an async load has ended. Decide on `num_external_tokens` only,
+        never on emptiness of `block_ids`.
 
         Args:
             request: the request that was admitted.

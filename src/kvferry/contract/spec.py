@@ -23,16 +23,16 @@ class EngineSpec:
         shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
             `world_size` only).
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
-        carries_worker_meta: True if the host brings `WorkerOutput.meta` to the scheduler role, so
+        host_carries_reports: True if the host brings `WorkerOutput.meta` to the scheduler role, so
             that hits can be verified before they are promised.
         multi_process: True if scheduler and worker roles live in different processes, so that the
             store must be one that several can open. Several ranks always may.
         loads: False for an engine that only stores (a producer).
         saves: False for an engine that only reads (a consumer).
-        recomputes: True if the host computes a request again from blocks that it reports as failed
-            in a later step than that of their load; before the first token is sampled, if the
-            report comes in the step that completes the prompt.
-        publishes: True if the host publishes the events of `SchedulerRole.take_events`.
+        host_recomputes: True if the host computes a request again from blocks that are reported as
+            failed in a later step than that of their load; before the first token is sampled, if
+            the report comes in the step that completes the prompt.
+        host_publishes_events: True if the host publishes the events of `SchedulerRole.take_events`.
         tables: the host's division of the layers over block tables. A scheduler role reads table,
             group, block size and window only, and needs a part for every table and group that some
             rank uses. The host may have further tables. None: one table per group, in order, of the
@@ -48,12 +48,12 @@ class EngineSpec:
     groups: tuple[KVGroup, ...]
     shard: RankShard
     kv_layout: str = "BHNC"
-    carries_worker_meta: bool = True
+    host_carries_reports: bool = True
     multi_process: bool = False
     loads: bool = True
     saves: bool = True
-    recomputes: bool = False
-    publishes: bool = False
+    host_recomputes: bool = False
+    host_publishes_events: bool = False
     tables: tuple[TablePart, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -27,14 +27,19 @@ class WorkerRole(ABC):
 
     Hosts differ in when `start_load` comes (vLLM 0.32: after the forward if nothing in the step
     needs a sync load), so whatever `save` needs is prepared in `begin_step`.
+
+    Attributes:
+        is_asynchronous: as for the scheduler role. Without it, reports of requests are dropped.
     """
+
+    is_asynchronous: bool = False
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Receive the engine's KV tensors, once, in layer order.
 
         Args:
-            kv_caches: layer name to tensor; shapes as the connector's configured layout says.
+            kv_caches: layer name to tensor; shapes by the connector's configured layout.
 
         Raises:
             LayoutError: a shape, stride or dtype that the layout does not allow.
@@ -76,7 +81,7 @@ class WorkerRole(ABC):
         """After the forward: take what the plan wants saved out of the engine's blocks. When this
         returns the blocks may be overwritten or freed.
 
-        Not called if the forward raised: the blocks then do not hold what the plan says, and
+        Not called if the forward raised: the blocks then do not hold what the plan expects, and
         `end_step` without `save` abandons the saves of this step, those of layer hooks included.
         Nor may a role save what was computed in this step on top of a load that failed.
         """

@@ -63,7 +63,7 @@ def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int =
     shard = tensor_parallel_shard(spec.groups, rank, spec.shard.world_size)
     schedules = rank == 0
     cache = PrefixCache(
-        replace(spec, shard=shard), arguments.options, observer, schedules=schedules
+        replace(spec, shard=shard), arguments.options, observer, has_scheduler=schedules
     )
     scheduler = cache.scheduler() if schedules else NoScheduler()
     return Roles(scheduler, cache.worker(), cache.close, cache.wait_ready)
@@ -104,7 +104,7 @@ def engine_spec(
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
         tables=parts,
-        recomputes=True,
+        host_recomputes=True,
     )
 
 

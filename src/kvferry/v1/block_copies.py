@@ -3,7 +3,7 @@
 `copy_kv_blocks` copies whole blocks between two sets of KV tensors, as host buffers need it. The
 `kv_postprocess_*` functions correct, in place, blocks that were copied byte for byte from an engine
 of another layout. Their effects are vLLM's, up to what they refuse. There, logical axes are
-`[B, N, H, D]` until 0.14 (the default here) and `[B, H, N, D]` in 0.32: `axes` says which, whatever
+`[B, N, H, D]` until 0.14 (the default here) and `[B, H, N, D]` in 0.32: `axes` names them, whatever
 the strides. Head-major means that in memory all tokens of head 0 come before head 1. None of these
 is its own inverse: run exactly one of them, once, on each received block.
 """
@@ -35,8 +35,8 @@ def copy_kv_blocks(
 ) -> None:
     """Copy block `src_block_ids[i]` to block `dst_block_ids[i]`, for all i, in every source layer.
 
-    All arguments are checked before the first byte is written. Works on the CPU, where `direction`
-    says nothing, and between a device and the host; when it returns, the copy to the host is done.
+    All arguments are checked before the first byte is written. Works on the CPU, which ignores
+    `direction`, and between a device and the host; when it returns, the copy to the host is done.
     Source and destination may be the same tensors: every block is read before it is written.
 
     Args:
@@ -182,7 +182,7 @@ def kv_postprocess_layout_on_receive(
     """Blocks arrived head-major where tokens are to be outermost: transpose them.
 
     Args:
-        cache: keys or values of one layer, four axes as `axes` says.
+        cache: keys or values of one layer, four axes in the order of `axes`.
         indices: the received blocks; others are left alone.
         axes: names the axes of `cache`.
 

@@ -73,7 +73,7 @@ class KVMemory:
         """The tensor in which the connector finds blocks that the engine wrote to `kv_layer`."""
         return kv_layer
 
-    def take(self, layer_name: str, block_ids: Collection[int]) -> None:
+    def copy_back(self, layer_name: str, block_ids: Collection[int]) -> None:
         """Make the engine see blocks that the connector wrote."""
 
 
@@ -104,7 +104,7 @@ class CopiedMemory(KVMemory):
         copied[:, ids] = halves.permute(3, 0, 2, 1, 4)
         return copied
 
-    def take(self, layer_name: str, block_ids: Collection[int]) -> None:
+    def copy_back(self, layer_name: str, block_ids: Collection[int]) -> None:
         ids = list(block_ids)
         halves = self.tensors[layer_name][:, ids]  # [2, n, tokens, heads, dim]
         self._engine[layer_name][ids] = halves.permute(1, 3, 2, 0, 4).flatten(3)
@@ -173,6 +173,8 @@ def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
 
 class V1SchedulerRole(SchedulerRole):
     """The scheduler half of a V1 connector. Runs in: scheduler."""
+
+    is_asynchronous = True
 
     def __init__(self, connector: KVConnectorBase_V1) -> None:
         """Drive a connector that was built for `KVConnectorRole.SCHEDULER`.
@@ -307,6 +309,8 @@ class V1WorkerRole(WorkerRole):
     would store blocks that were never computed.
     """
 
+    is_asynchronous = True
+
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
         """Drive a connector that was built for `KVConnectorRole.WORKER`, and for `release`.
 
@@ -330,7 +334,7 @@ class V1WorkerRole(WorkerRole):
         """Pass the KV tensors to the connector, in the form of its release.
 
         Raises:
-            LayoutError: there is no such form of these tensors.
+            LayoutError: these tensors have no such form.
         """
         self._memory = self._make_memory(kv_caches)
         self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}
@@ -365,7 +369,7 @@ class V1WorkerRole(WorkerRole):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._connector.wait_for_layer_load(layer_name)
         sync_blocks = self._plan.blocks.difference(*(self._plan.recving or {}).values())
-        self._memory.take(layer_name, sync_blocks)
+        self._memory.copy_back(layer_name, sync_blocks)
 
     def save_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         shown = self._memory.show(layer_name, kv_layer, self._plan.written)
@@ -380,7 +384,7 @@ class V1WorkerRole(WorkerRole):
         for request_id in results.finished_recving or ():
             loaded = self._recving.pop(request_id, frozenset())
             for name in self._memory.tensors:
-                self._memory.take(name, loaded)
+                self._memory.copy_back(name, loaded)
         invalid = connector.get_block_ids_with_load_errors() or set()
         results.invalid_block_ids = results.invalid_block_ids | invalid
         results.kv_connector_stats = connector.get_kv_connector_stats()

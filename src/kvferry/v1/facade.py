@@ -1,4 +1,4 @@
-"""One of our roles, shown to a host as a V1 connector.
+"""Adapts one of our roles to vLLM's V1 connector interface.
 
 A connector of ours for such hosts is a subclass that builds its role and passes it on:
 

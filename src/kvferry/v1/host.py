@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
 from kvferry.v1.types import SchedulerOutput, V1Request
+from kvferry.v1.utilities import resumed_flags
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +123,15 @@ class HostRequests:
             self._tables[new.req_id] = [list(group) for group in new.block_ids]
             num_computed_tokens[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        resumed = _resumed_ids(cached) if cached.req_ids else ()
-        for request_id, added, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for request_id, added, num_computed, is_resumed in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            resumed_flags(cached) if cached.req_ids else (),
+            strict=True,
         ):
             num_computed_tokens[request_id] = num_computed
-            if request_id in resumed:
+            if is_resumed:
                 self._tables[request_id] = [list(group) for group in added or ()]
             elif added is not None and request_id in self._tables:
                 for group, more in zip(self._tables[request_id], added, strict=True):
@@ -202,12 +206,3 @@ def _multimodal_items(
             return None
         items.append(MultimodalItem(digest=digest, offset=place.offset, length=place.length))
     return tuple(sorted(items, key=lambda item: item.offset))
-
-
-def _resumed_ids(cached: Any) -> Collection[str]:  # noqa: ANN401 - likewise
-    """The ids of resumed requests, in either spelling."""
-    if hasattr(cached, "resumed_req_ids"):
-        ids: Collection[str] = cached.resumed_req_ids
-        return ids
-    pairs = zip(cached.req_ids, cached.resumed_from_preemption, strict=True)
-    return {request_id for request_id, is_resumed in pairs if is_resumed}

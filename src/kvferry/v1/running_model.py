@@ -127,8 +127,8 @@ def model_identity(
 
 def _refuse_recent(source: Path, files: str, changed: float) -> None:
     """Refuse files that changed since the engine's process started: hosts load them before they
-    ask for their identity. Downloads from a hub have names by content and need no such look. An
-    engine inside a caller's process may have started long after it: there is no such look."""
+    ask for their identity. Hub snapshots are content-addressed and are not checked, nor are engines
+    inside a caller's process, which may have started long after it."""
     if is_engine_process() and changed > process_start():
         raise ConfigError(
             f"the {files} in {source} changed after this process had started, so others may be "
@@ -193,7 +193,7 @@ def _custom_code(
     """Digest of all Python files of the model's directory, if vLLM may run them; else None.
 
     Only `trust_remote_code` allows code, and only that which an `auto_map` names. vLLM may have a
-    class of its own for the model and run no code: no one can tell from here, so the digest enters.
+    class of its own for the model and run no code. This is unknown here, so the digest enters.
 
     Args:
         source: the model's directory, or its snapshot of a hub.

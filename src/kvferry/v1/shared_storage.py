@@ -114,27 +114,27 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         spec = _describe(vllm_config, layout, options.get("weights_version"))
         _refuse_windows(kv_cache_config, _as_it_runs(spec.identity))
         is_worker = role is KVConnectorRole.WORKER
-        self._cache = PrefixCache(spec, options, observer, schedules=not is_worker)
-        self._scheduler_role = None if is_worker else self._cache.scheduler()
+        self.cache = PrefixCache(spec, options, observer, has_scheduler=not is_worker)
+        self.scheduler_role = None if is_worker else self.cache.scheduler()
         super().__init__(
             vllm_config,
             role,
             kv_cache_config,
-            scheduler=self._scheduler_role,
-            worker=self._cache.worker() if is_worker else None,
+            scheduler=self.scheduler_role,
+            worker=self.cache.worker() if is_worker else None,
             observer=observer,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        if self._scheduler_role is not None and not hasattr(
+        if self.scheduler_role is not None and not hasattr(
             connector_output, "kv_connector_worker_meta"
         ):
-            self._scheduler_role.expect_no_reports()
+            self.scheduler_role.expect_no_reports()
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._cache.close()
+        self.cache.close()
 
 
 def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:

@@ -125,7 +125,7 @@ EngineId = str
 
 
 class AttentionBackend(Protocol):
-    """The part of a host's attention backend class that says what its KV tensors look like."""
+    """The part of a host's attention backend class that describes its KV tensors."""
 
     @staticmethod
     def get_kv_cache_shape(
@@ -280,7 +280,7 @@ def _require_positive(size: int, what: str) -> None:
         raise TopologyError(f"{what} is {size}: it must be at least 1")
 
 
-# --- what a host says of itself -------------------------------------------------------------------
+# --- queries of a host ----------------------------------------------------------------------------
 
 DEFAULT_CACHE_LAYOUT = "NHD"
 
@@ -353,6 +353,15 @@ def get_current_attn_backend(
     )
 
 
+def resumed_flags(cached: Any) -> Sequence[bool]:  # noqa: ANN401 - the host's, of any version
+    """Whether each continuing request of a step resumes after a preemption."""
+    resumed_ids = getattr(cached, "resumed_req_ids", None)  # since vLLM 0.12; flags before
+    if resumed_ids is None:
+        flags: Sequence[bool] = cached.resumed_from_preemption
+        return flags
+    return [request_id in resumed_ids for request_id in cached.req_ids]
+
+
 def yield_req_data(
     scheduler_output: Any,  # noqa: ANN401 - the host's, of any version
 ) -> Iterator[tuple[str, tuple[list[int], ...] | None, bool]]:
@@ -372,12 +381,7 @@ def yield_req_data(
         yield request.req_id, request.block_ids, False
     cached = scheduler_output.scheduled_cached_reqs
     request_ids = cached.req_ids
-    # A set since vLLM 0.12, a list of flags before.
-    resumed_ids = getattr(cached, "resumed_req_ids", None)
-    if resumed_ids is None:
-        resumed = cached.resumed_from_preemption
-    else:
-        resumed = [request_id in resumed_ids for request_id in request_ids]
+    resumed = resumed_flags(cached)
     if not len(request_ids) == len(cached.new_block_ids) == len(resumed):
         raise ContractError(
             f"a step names {len(request_ids)} continuing requests, {len(cached.new_block_ids)} "

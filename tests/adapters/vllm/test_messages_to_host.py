@@ -60,12 +60,12 @@ class Note(WorkerMeta, frozen=True):
 
 def test_counters_start_from_zero_when_taken():
     counters = Counters()
-    assert counters.take() == {}
+    assert counters.pop_all() == {}
     counters.count("hits", 2)
     counters.observe("save", 0.5)
     counters.observe("save", 0.25)
-    assert counters.take() == {"hits": 2, "save_seconds": 0.75, "save_count": 2}
-    assert counters.take() == {}
+    assert counters.pop_all() == {"hits": 2, "save_seconds": 0.75, "save_count": 2}
+    assert counters.pop_all() == {}
 
 
 def test_stats_of_ranks_add_up_and_do_not_touch_each_other():

@@ -147,7 +147,7 @@ def test_no_memory_because_others_have_it(make_host, observer, store):
 
 def test_slower(make_host, observer, store):
     host = make_host(store=store, observer=observer)
-    policy = host.scheduler._policy
+    policy = host.scheduler.policy
     policy.saw_compute(10_000, 0.001)
     policy.saw_slow_load("memory", 8, 1000.0)
     request = host.add("r", PROMPT)

@@ -267,16 +267,16 @@ def test_after_two_mismatches_nothing_is_read_or_written(
         assert settled_run(host, "new", list(range(500, 541))).num_external_tokens == 0
         # The first chunk was computed from nothing, and differs, too. Another prompt decides.
         assert counts(host) == (0, 2, 0)
-        assert not host.scheduler._audits.has_failed
+        assert not host.scheduler.audits.has_failed
         assert settled_run(host, "second prompt", SECOND).num_external_tokens == 0
-        assert host.scheduler._audits.has_failed
+        assert host.scheduler.audits.has_failed
         assert settled_run(host, "third prompt", THIRD).num_external_tokens == 0
     assert counts(host) == (0, 3, 0)
     assert host.observer["put_stored"] == 0
     assert host.observer["audit_bad_records"] == 0
     said = [record.message for record in caplog.records if "other KV" in record.message]
     assert len(said) == 2
-    assert all("head" in each and host.scheduler._context.store.url in each for each in said)
+    assert all("head" in each and host.scheduler.context.store.url in each for each in said)
     assert "weights_version" not in said[0]
     assert "weights_version" in said[1]
 
@@ -286,7 +286,7 @@ def test_a_wrong_prompt_ends_neither_loading_nor_saving(reader, store_prompt, ca
     host = reader(recomputes=True)
     assert settled_run(host, "wrong", SECOND).num_external_tokens == SHORT
     assert host.invalid_block_ids
-    assert host.scheduler._audits.is_undecided
+    assert host.scheduler.audits.is_undecided
     assert settled_run(host, "not saved yet", THIRD).num_external_tokens == 0
     assert host.observer["put_stored"] == 0
     # Nothing is loaded for the hit that decides.
@@ -298,7 +298,7 @@ def test_a_wrong_prompt_ends_neither_loading_nor_saving(reader, store_prompt, ca
     assert settled_run(host, "saved", THIRD).num_external_tokens == WHOLE
     for _ in range(2):
         assert settled_run(host, "wrong again", SECOND).num_external_tokens == 0
-    assert not host.scheduler._audits.has_failed
+    assert not host.scheduler.audits.has_failed
     assert "weights_version" not in caplog.text
 
 
@@ -315,8 +315,8 @@ def test_right_records_of_a_hit_that_differs_are_used_again_one_by_one(
     walk = [0, CHUNK, 2 * CHUNK, 3 * CHUNK, SHORT]
     assert loaded == [*walk, SHORT - CHUNK, SHORT]  # then as a first hit, and whole
     *right, bad = keys_of(host, SECOND)
-    assert host.scheduler._audits.suspects == {bad: True}
-    store = host.scheduler._context.store
+    assert host.scheduler.audits.suspects == {bad: True}
+    store = host.scheduler.context.store
     wait_for(lambda: not store.contains(bad))
     assert all(store.contains(key) for key in right)
     assert host.observer["audit_bad_records"] == 1
@@ -349,7 +349,7 @@ def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
     assert settled_run(host, "first", SECOND).num_external_tokens == 0
     assert counts(host) == (0, 1, 0)
     bad, *others = keys_of(host, SECOND)
-    store = host.scheduler._context.store
+    store = host.scheduler.context.store
     assert settled_run(host, "the same prompt decides nothing", SECOND).num_external_tokens == 0
     assert store.contains(bad)  # it may be the model
     assert settled_run(host, "decides").num_external_tokens == 0
@@ -423,11 +423,11 @@ def test_a_chunk_on_kv_that_the_host_may_have_of_a_suspect_says_nothing(
     assert run_wrong(host, "wrong", SECOND) == SHORT
     run_wrong(host, "another prompt, on what was loaded", other, num_local_tokens=SHORT)
     assert host.observer["audit_mismatch"] == 2
-    assert not host.scheduler._audits.has_failed
+    assert not host.scheduler.audits.has_failed
     assert settled_run(host, "decides").num_external_tokens == 0
     run_wrong(host, "on what was loaded", SECOND, num_local_tokens=SHORT)
     assert host.observer["audit_mismatch"] == 3
-    assert not any(host.scheduler._audits.suspects.values())
+    assert not any(host.scheduler.audits.suspects.values())
     loaded = [settled_run(host, "again", SECOND).num_external_tokens for _ in range(NUM_CHUNKS)]
     assert loaded == [number * CHUNK for number in range(NUM_CHUNKS)]
     assert host.observer["audit_bad_records"] == 0
@@ -441,7 +441,7 @@ def test_a_record_behind_what_the_host_has_itself_is_not_taken_out(reader, store
     assert settled_run(host, "decides").num_external_tokens == 0
     assert run_wrong(host, "wrong again", SECOND, num_local_tokens=SHORT) == 0
     assert host.observer["audit_mismatch"] == 2
-    assert host.scheduler._audits.suspects == {keys_of(host, SECOND)[-1]: True}
+    assert host.scheduler.audits.suspects == {keys_of(host, SECOND)[-1]: True}
     assert host.observer["audit_bad_records"] == 0
     assert settled_run(host, "not used", SECOND).num_external_tokens == SHORT - CHUNK
 
@@ -467,9 +467,7 @@ def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader)
     host.settle()
     assert_settles(host)
     assert host.observer["audits"] == host.observer["audit_failed"] == 0
-    assert (
-        not host.scheduler._audits.has_failed
-    )  # one prompt says no more, however often it differs
+    assert not host.scheduler.audits.has_failed  # one prompt says no more, however often it differs
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -643,7 +641,7 @@ def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, c
 def test_a_comparison_does_not_wait_for_writes(reader):
     host = reader(recomputes=True)
     gate = threading.Event()
-    pool = host.ranks[0].worker._io._write_pool
+    pool = host.ranks[0].worker.io._write_pool
     for _ in range(2 * pool.num_threads):
         pool.submit(lambda _job: gate.wait(20))
     started = time.monotonic()

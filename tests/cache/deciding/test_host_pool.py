@@ -35,9 +35,9 @@ def hold(pool: HostPool, key: ChunkKey, groups: frozenset[int] = GROUPS) -> Slot
     slot = pool.fetch(key, 0, groups)
     assert slot is not None
     pool.pin(slot)
-    pool.take_orders()
+    pool.pop_orders()
     while slot.num_filling:
-        pool.filled(slot.index)
+        pool.report_filled(slot.index)
     pool.unpin(slot)
     check_pool(pool)
     return slot
@@ -52,14 +52,14 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     assert pool.fetch(A, 8, GROUPS) is slot
     pool.pin(slot)
     assert pool.has_orders
-    assert pool.take_orders() == ((Fetch(SlotChunk(slot.index, A, 8), (0, 1)),), ())
-    assert pool.take_orders() == ((), ())
+    assert pool.pop_orders() == ((Fetch(SlotChunk(slot.index, A, 8), (0, 1)),), ())
+    assert pool.pop_orders() == ((), ())
     assert not pool.has_orders
-    assert pool.filled(slot.index, 0.25) is slot
+    assert pool.report_filled(slot.index, 0.25) is slot
     assert slot.filling
     assert not pool.holds(A, GROUPS)
     assert pool.is_filling
-    assert pool.filled(slot.index, 0.125) is slot
+    assert pool.report_filled(slot.index, 0.125) is slot
     assert not slot.filling
     assert pool.holds(A, GROUPS)
     assert not pool.is_filling
@@ -77,10 +77,10 @@ def test_a_chunk_that_one_rank_missed_is_not_held_and_its_slot_is_free_when_all_
     pool = make_pool(num_slots=1, num_ranks=2)
     slot = pool.fetch(A, 0, GROUPS)
     pool.pin(slot)
-    pool.take_orders()
+    pool.pop_orders()
     for rank in range(2):
         assert pool.find(A) is slot
-        pool.filled(slot.index, missed=rank == missing)
+        pool.report_filled(slot.index, missed=rank == missing)
     assert slot.failed
     assert pool.find(A) is None
     pool.unpin(slot)
@@ -96,10 +96,10 @@ def test_groups_that_are_held_are_not_fetched_again():
     assert not pool.holds(A, GROUPS)
     assert pool.fetch(A, 0, GROUPS) is slot
     pool.pin(slot)
-    ((fetch,), _cancels) = pool.take_orders()
+    ((fetch,), _cancels) = pool.pop_orders()
     assert fetch.groups == (1,)
     assert pool.holds(A, frozenset([0])), "what is held stays held while more is read"
-    pool.filled(slot.index, missed=True)
+    pool.report_filled(slot.index, missed=True)
     assert pool.holds(A, frozenset([0]))
     assert not pool.holds(A, GROUPS)
     check_pool(pool)
@@ -109,14 +109,14 @@ def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_u
     pool = make_pool(num_slots=1)
     slot = pool.fetch(A, 0, GROUPS)
     pool.pin(slot)
-    pool.take_orders()
+    pool.pop_orders()
     pool.unpin(slot)
     assert pool.find(A) is None
-    assert pool.take_orders() == ((), (slot.index,))
+    assert pool.pop_orders() == ((), (slot.index,))
     assert pool.fetch(B, 0, GROUPS) is None
     assert pool.save(B, 0) is None
     assert pool.num_taken == 1
-    pool.filled(slot.index)  # it came all the same
+    pool.report_filled(slot.index)  # it came all the same
     assert not pool.holds(A, GROUPS), "nobody is told of it"
     assert pool.fetch(B, 0, GROUPS) is not None
     check_pool(pool)
@@ -130,7 +130,7 @@ def test_a_fetch_that_no_plan_carried_is_taken_back():
     assert not pool.has_orders
     assert not pool.is_filling
     assert pool.num_taken == 0
-    assert pool.filled(slot.index) is None, "of a report that nobody expects"
+    assert pool.report_filled(slot.index) is None, "of a report that nobody expects"
     assert pool.fetch(B, 0, GROUPS).index == slot.index
     check_pool(pool)
 
@@ -140,12 +140,12 @@ def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
     hold(pool, A, frozenset([0]))
     slot = pool.fetch(A, 0, GROUPS)
     pool.pin(slot)
-    pool.take_orders()
+    pool.pop_orders()
     pool.unpin(slot)
     assert not pool.has_orders
     assert pool.holds(A, frozenset([0]))
     assert pool.fetch(B, 0, GROUPS) is None, "the read goes on"
-    pool.filled(slot.index)
+    pool.report_filled(slot.index)
     assert pool.holds(A, GROUPS)
     check_pool(pool)
 
@@ -155,11 +155,11 @@ def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
     slot = pool.fetch(A, 0, GROUPS)
     pool.pin(slot)
     pool.pin(slot)
-    pool.take_orders()
+    pool.pop_orders()
     pool.unpin(slot)
     assert not pool.has_orders
     pool.unpin(slot)
-    assert pool.take_orders() == ((), (slot.index,))
+    assert pool.pop_orders() == ((), (slot.index,))
     check_pool(pool)
 
 
@@ -167,9 +167,9 @@ def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
     pool = make_pool()
     slot = hold(pool, A)
     for index in (-1, pool.num_slots, 10**9, pool.num_slots - 1, slot.index):
-        assert pool.filled(index) is None
-        assert pool.filled(index, missed=True) is None
-        assert pool.written(index) is None
+        assert pool.report_filled(index) is None
+        assert pool.report_filled(index, missed=True) is None
+        assert pool.report_written(index) is None
     assert pool.holds(A, GROUPS)
     check_pool(pool)
 
@@ -182,13 +182,13 @@ def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_writ
     slot = pool.save(A, 0)
     assert not pool.has_orders
     for _ in range(2):
-        pool.filled(slot.index)
+        pool.report_filled(slot.index)
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 1
     assert pool.is_writing
-    assert pool.written(slot.index) is slot
+    assert pool.report_written(slot.index) is slot
     assert pool.fetch(B, 0, GROUPS) is None
-    assert pool.written(slot.index) is slot
+    assert pool.report_written(slot.index) is slot
     assert not pool.is_writing
     assert pool.num_taken == 0
     assert pool.fetch(B, 0, GROUPS) is not None
@@ -199,8 +199,8 @@ def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_writ
 def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
     pool = make_pool(num_ranks=2)
     slot = pool.save(A, 0)
-    pool.filled(slot.index, missed=True)
-    pool.filled(slot.index)
+    pool.report_filled(slot.index, missed=True)
+    pool.report_filled(slot.index)
     assert pool.find(A) is None
     assert not pool.is_writing
     assert pool.num_taken == 0
@@ -211,8 +211,8 @@ def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     pool = make_pool(num_ranks=2)
     slot = pool.save(A, 0)
     for _ in range(2):
-        pool.filled(slot.index)
-    pool.end_writes(slot)
+        pool.report_filled(slot.index)
+    pool.cancel_writes(slot)
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 0
     check_pool(pool)
@@ -223,9 +223,9 @@ def test_half_of_the_slots_are_written_at_once():
     first, second = pool.save(A, 0), pool.save(B, 0)
     assert pool.save(C, 0) is None
     for slot in (first, second):
-        pool.filled(slot.index)
+        pool.report_filled(slot.index)
     assert pool.save(C, 0) is None, "copied is not written"
-    pool.written(first.index)
+    pool.report_written(first.index)
     assert pool.save(C, 0) is not None
     check_pool(pool)
 
@@ -234,8 +234,8 @@ def test_a_save_takes_the_place_of_what_was_held_in_part():
     pool = make_pool()
     hold(pool, A, frozenset([0]))
     slot = pool.save(A, 0)
-    pool.filled(slot.index)
-    pool.written(slot.index)
+    pool.report_filled(slot.index)
+    pool.report_written(slot.index)
     assert pool.holds(A, GROUPS)
     check_pool(pool)
 
@@ -283,21 +283,21 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     pool = make_pool(num_slots=4)
     hold(pool, A)
     reading = pool.fetch(B, 0, GROUPS)
-    pool.take_orders()
+    pool.pop_orders()
     unsent = pool.fetch(C, 0, GROUPS)
     saving = pool.save(D, 0)
     pool.clear()
     check_pool(pool)
     assert [pool.find(key) for key in (A, B, C, D)] == [None] * 4
     assert pool.num_taken == 2
-    assert not pool.take_orders()[0]
-    pool.filled(reading.index)
-    pool.filled(saving.index)
-    pool.written(saving.index)
+    assert not pool.pop_orders()[0]
+    pool.report_filled(reading.index)
+    pool.report_filled(saving.index)
+    pool.report_written(saving.index)
     assert pool.num_taken == 0
     assert not pool.holds(B, GROUPS)
     assert not pool.holds(D, GROUPS)
-    assert pool.filled(unsent.index) is None
+    assert pool.report_filled(unsent.index) is None
     check_pool(pool)
 
 
@@ -478,7 +478,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def plan(self) -> None:
-        fetches, cancels = self.pool.take_orders()
+        fetches, cancels = self.pool.pop_orders()
         ordered = {i: c for i, c in self.chunks.items() if c.ordered}
         assert {fetch.chunk.slot: fetch.groups for fetch in fetches} == {
             index: tuple(sorted(chunk.filling)) for index, chunk in ordered.items()
@@ -513,7 +513,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_filling(self, index: int, rank: int, *, missed: bool) -> None:
         chunk = self.chunks[index]
         self.num_reports += 1
-        slot = self.pool.filled(index, missed=missed)
+        slot = self.pool.report_filled(index, missed=missed)
         chunk.filling_ranks.discard(rank)
         chunk.failed |= missed
         assert bool(slot.filling) == bool(chunk.filling_ranks)
@@ -540,7 +540,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def report_written(self, data: st.DataObject) -> None:
         index, rank = data.draw(st.sampled_from(self.writing()))
-        assert self.pool.written(index) is not None
+        assert self.pool.report_written(index) is not None
         self.chunks[index].writing_ranks.discard(rank)
         if not self.chunks[index].writing_ranks:
             self.settle(index)

@@ -25,7 +25,7 @@ def waiting(host: Any) -> tuple[Any, Any]:
     host.run("writer", PROMPT)
     host.settle()
     host.forget_memory()
-    return host.add("reader", PROMPT), host.scheduler._requests.by_id["reader"]
+    return host.add("reader", PROMPT), host.scheduler.requests.by_id["reader"]
 
 
 def test_a_search_asks_then_fetches_then_settles_and_ends_when_its_request_is_admitted(

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cache.deciding.policy import (
     MIN_WAIT_SECONDS,
-    PROBE_SECONDS,
+    RETRY_SLOW_SECONDS,
     LoadPolicy,
 )
 from kvferry.testing.clock import FakeClock
@@ -23,7 +23,7 @@ def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPol
 def part_worth(policy: LoadPolicy, *parts: tuple[str | None, int], chunk: int = 100) -> int:
     """Tokens worth loading of a hit whose parts lie in these tiers."""
     chunks = [(tier, chunk) for tier, tokens in parts for _ in range(tokens // chunk)]
-    return policy.worth_loading(chunks).num_parts * chunk
+    return policy.worth_loading(chunks).num_chunks * chunk
 
 
 def test_a_small_hit_that_met_a_busy_moment_does_not_speak_against_large_ones():
@@ -66,7 +66,7 @@ def test_a_store_that_recovered_is_found_by_a_probe_and_then_used():
     policy.saw_slow_load("file", 128, 3.0)
     answers = []
     for _ in range(8):
-        clock.advance(PROBE_SECONDS / 4)
+        clock.advance(RETRY_SLOW_SECONDS / 4)
         answers.append(part_worth(policy, ("file", 1000)))
         assert part_worth(policy) == 0  # a prompt of which nothing is stored puts nothing off
     assert answers == [0, 0, 0, 1000] * 2
@@ -98,7 +98,7 @@ def test_the_numbers_of_a_decision_are_given():
     policy = make_policy()
     policy.saw_slow_load("s3", 1000, 5.0)  # at most 100 tokens a second
     worth = policy.worth_loading([("s3", 100)] * 10)
-    assert worth.num_parts == 0
+    assert worth.num_chunks == 0
     assert worth.load_seconds == pytest.approx(10.0)
     assert worth.compute_seconds == pytest.approx(1.0)
 

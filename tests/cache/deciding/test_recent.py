@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvferry.cache.deciding.recent import AT_ONCE, FILL_SECONDS, RecentRecords
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate
-from tests.cache.keeping import NUM_CHUNKS, PROMPT, open_store
+from tests.cache.keeping import NUM_CHUNKS, PROMPT, open_store, wait_for
 
 
 def fill(host) -> None:
     """Step as an idle host does while the connector has something to do."""
-    until = time.monotonic() + 10
-    while host.scheduler.has_pending_work():
-        assert time.monotonic() < until
+
+    def is_done() -> bool:
         host.step([])
-        time.sleep(0.001)
+        return not host.scheduler.has_pending_work()
+
+    wait_for(is_done)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -77,7 +76,7 @@ def test_a_store_that_hangs_while_it_is_listed_keeps_no_host_awake():
     assert not recent.is_done
     clock.advance(FILL_SECONDS + 1)
     assert recent.is_done
-    assert recent.take() == []
+    assert recent.pop() == []
     gate.release()
     recent.close(5.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.base import Store
+from kvferry.testing.stores.hooks import wait_until
 from tests.cache.conftest import record_bytes
 from tests.layout.paging import Cache, expected_rows
 
@@ -123,12 +123,15 @@ class DeviceHost:
 
     def settle(self, *, saved: int = 0, held: int = 0) -> None:
         """Empty steps until so many ended."""
-        deadline = time.monotonic() + 20
-        while len(self.saved) < saved or len(self.held) < held:
-            assert time.monotonic() < deadline, "saves or fetches do not end"
-            time.sleep(0.001)
+
+        def have_ended() -> bool:
+            if len(self.saved) >= saved and len(self.held) >= held:
+                return True
             self.begin()
             self.end()
+            return False
+
+        wait_until(have_ended, "saves and fetches end")
 
     def fetch(self, slots: Sequence[int] = FETCH_SLOTS) -> None:
         """Bring all chunks into slots."""

@@ -11,15 +11,19 @@ import torch
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.layout.streams import Mark
 from kvferry.store.io_pool import Job
+from kvferry.testing.stores.hooks import PATIENCE_SECONDS
 
 
 class Event:
     """A place in a stream; reached when the device has come to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: threading.Event) -> None:
         self.reached = False
+        self._asked = asked
 
     def query(self) -> bool:
+        if not self.reached and threading.current_thread() is not threading.main_thread():
+            self._asked.set()
         return self.reached
 
 
@@ -30,6 +34,7 @@ class SimulatedDevice:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._asked = threading.Event()
         self.queues: dict[str, deque[Event | Callable[[], object]]] = {
             "engine": deque(),
             "side": deque(),
@@ -66,7 +71,7 @@ class SimulatedDevice:
             return self._record("side")
 
     def _record(self, stream: str) -> Mark:
-        event = Event()
+        event = Event(self._asked)
         event.reached = not self.queues[stream]
         self.queues[stream].append(lambda: setattr(event, "reached", True))
         return Mark(event)
@@ -80,6 +85,10 @@ class SimulatedDevice:
     def compute(self, work: Callable[[], object]) -> None:
         """Submit work of the engine."""
         self.queues["engine"].append(work)
+
+    def wait_until_waited_for(self) -> None:
+        """Return when a thread has found a mark that is not reached, and so waits for it."""
+        assert self._asked.wait(PATIENCE_SECONDS), "no thread waits for the device"
 
     def drain(self, first: str = "engine") -> None:
         """Run everything; whenever both streams could go on, `first` does."""

@@ -127,7 +127,7 @@ def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(
     device.compute(lambda: (host.fill(), expected.extend(host.rows(SAVED))))
     host.end()
     device.compute(lambda: host.fill(start=10**6))
-    time.sleep(0.01)
+    device.wait_until_waited_for()
     assert store.stat().num_records == 0, "written before the device was there"
     device.drain(first)
     host.settle(saved=3)
@@ -172,7 +172,7 @@ def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
     host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
     host.end()
     host.settle(held=4)  # the three before, and the one in a slot that no device reads
-    time.sleep(0.01)
+    device.wait_until_waited_for()
     assert notes.opened == [third.key]
     assert host.held[-1].slot == 6
     device.drain()
@@ -273,7 +273,7 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     (chunk, *_others) = chunks(SAVE_SLOTS)
     host.begin(fetches=(Fetch(chunk, (0, 1)),))
     host.end()
-    time.sleep(0.01)
+    device.wait_until_waited_for()
     assert notes.opened == []
     device.drain()
     host.settle(held=1)
@@ -322,7 +322,7 @@ def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
     host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     host.end()
     assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
-    assert not host.worker._io._reads
+    assert not host.worker.io.is_busy
 
 
 def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):
@@ -442,7 +442,7 @@ def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(mak
     notes.opened.clear()
     host.begin(fetches=(fetch,))
     host.end()
-    time.sleep(0.01)
+    device.wait_until_waited_for()
     assert notes.opened == []
     device.drain()
     host.settle(held=4)

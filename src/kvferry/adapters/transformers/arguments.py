@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
-from kvferry.config import check_audit
+from kvferry.config import check_cache_options
 from kvferry.errors import ConfigError
 
 
@@ -42,14 +42,13 @@ class StoredKVConfig:
     weights_version: str | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
-        if not 1 <= self.io_threads <= 64:
-            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
-        check_audit(self.audit)
-        for name in ("load_timeout_seconds", "save_timeout_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0, not {getattr(self, name)}")
+        check_cache_options(
+            self.chunk_tokens,
+            self.io_threads,
+            self.audit,
+            load_timeout_seconds=self.load_timeout_seconds,
+            save_timeout_seconds=self.save_timeout_seconds,
+        )
 
 
 class Prompt(NamedTuple):

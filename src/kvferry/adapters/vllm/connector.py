@@ -78,11 +78,11 @@ class FerryConnector(OneRole):
         spec = self._spec(kv_cache_config, options)
         self._kv_layout = spec.kv_layout
         self._cache = PrefixCache(
-            spec, options, self._observer, where=WHERE, schedules=not is_worker
+            spec, options, self._observer, where=WHERE, has_scheduler=not is_worker
         )
         in_memory = self._cache.store.url.startswith("memory:")
         self._translator: EventTranslator | None = None
-        if spec.publishes:
+        if spec.host_publishes_events:
             self._translator = EventTranslator(self.host.events, "CPU" if in_memory else "STORAGE")
         if self.host.hit_sources is not None:
             sources = self.host.hit_sources
@@ -166,7 +166,7 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # Roles of ours count through the observer alone.
-        counted = self._observer.take()
+        counted = self._observer.pop_all()
         if self._step is None or self.host.worker_meta is not None:
             return self.stats_class(data=counted) if counted else None
         # Without a field for messages they travel on the stats. Such a host asks the scheduler's

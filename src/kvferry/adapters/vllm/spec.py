@@ -82,7 +82,7 @@ def engine_spec(
         multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
-        publishes=publishes,
+        host_publishes_events=publishes,
         tables=tables,
     )
 

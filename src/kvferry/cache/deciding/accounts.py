@@ -1,18 +1,34 @@
-"""Counts every token of an admitted prompt once: held by the engine, hit by tier, or missed by
-reason. Tells the journal the same of each request."""
+"""What others learn of the decisions: counts and journal of requests, events of chunks.
+
+`Accounts` counts every token of an admitted prompt once: held by the engine, hit by tier, or missed
+by reason. `Announcer` tells the host's subscribers which chunks this engine saved, and which are
+gone.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import RequestState, Search
-from kvferry.contract.messages import LookupMiss
-from kvferry.journal import Answer, Journal
-from kvferry.types import RequestView
+from kvferry.cache.messages import Save
+from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
+from kvferry.journal import Journal, JournalAnswer
+from kvferry.store.base import Store
+from kvferry.types import ChunkKey, RequestView, StepView
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
+
+CHECKS_PER_STEP = 32
+
+MAX_PENDING = 4096
+"""Saves under way that are remembered for an announcement. With more, the oldest is forgotten."""
+
+MAX_ANNOUNCED = 1 << 18
+"""Chunks watched for removal (some 20 MiB). With more, the oldest is announced as gone: a
+subscriber that misses a chunk asks another engine, one that expects a lost chunk asks in vain."""
 
 
 class Accounts:
@@ -26,7 +42,7 @@ class Accounts:
             journal. Closed with this.
     """
 
-    def __init__(self, context: Context, journal: Journal | None = None) -> None:
+    def __init__(self, context: RoleContext, journal: Journal | None = None) -> None:
         self._observer = context.observer
         self._chunk = context.config.chunk_tokens
         self._journal = journal
@@ -58,7 +74,7 @@ class Accounts:
         if search.miss is LookupMiss.SLOWER and search.worth is not None:
             _, load, compute = search.worth
             why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
-        self._note(request, state, Answer(local, hits, misses, why))
+        self._note(request, state, JournalAnswer(local, hits, misses, why))
 
     def _count(self, num_tokens: int, local: int, hits: Counter[str], misses: Counter[str]) -> None:
         self._observer.count("lookup_tokens", num_tokens)
@@ -89,7 +105,9 @@ class Accounts:
         if self._journal is not None:
             self._journal.close()
 
-    def _note(self, request: RequestView, state: RequestState, answer: Answer | None) -> None:
+    def _note(
+        self, request: RequestView, state: RequestState, answer: JournalAnswer | None
+    ) -> None:
         if self._journal is not None and state.arrived_at is not None:
             arrived_at, state.arrived_at = state.arrived_at, None
             num_tokens, keys = len(request.all_token_ids), state.keys.keys
@@ -102,3 +120,65 @@ class Accounts:
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers
+
+
+class Announcer:
+    """Events follow the index of `store`, so it does not matter which process stored or evicted a
+    chunk. Each step checks a few of the announced chunks in turn: a removal is announced late, but
+    steps stay short. Runs in: scheduler thread; memory only."""
+
+    def __init__(self, store: Store, chunk_tokens: int) -> None:
+        self._store = store
+        self._chunk = chunk_tokens
+        self._pending: dict[bytes, ChunkStored] = {}
+        self._announced: OrderedDict[bytes, None] = OrderedDict()  # the next to be checked first
+        self._gone: list[bytes] = []
+
+    def planned(
+        self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
+    ) -> None:
+        """Remember the events of a step's saves until the index knows the chunks."""
+        by_key = {save.chunk.key: save.chunk.first_token // self._chunk for save in saves}
+        for item in step.scheduled:
+            state = requests.get(item.request.request_id)
+            keys = () if state is None else state.keys.keys
+            for key, index in by_key.items():
+                if index < len(keys) and keys[index] == key and key not in self._announced:
+                    first = index * self._chunk
+                    tokens = item.request.all_token_ids[first : first + self._chunk]
+                    self._pending[key] = ChunkStored(
+                        key=key,
+                        parent=keys[index - 1] if index else None,
+                        token_ids=tuple(tokens),
+                        extra_keys=item.request.extra_keys,
+                    )
+        while len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+
+    def failed(self, key: bytes) -> None:
+        """A save failed."""
+        self._pending.pop(key, None)
+
+    def pop_events(self) -> list[ChunkStored | ChunksRemoved]:
+        """The events since the last call."""
+        contains = self._store.contains
+        gone, self._gone = self._gone, []
+        stored = [key for key in self._pending if contains(ChunkKey(key))]
+        events: list[ChunkStored | ChunksRemoved] = [self._pending.pop(key) for key in stored]
+        self._announced.update(dict.fromkeys(stored))
+        for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
+            key, _nothing = self._announced.popitem(last=False)
+            # None: the store still asks, so the chunk may be there.
+            if contains(ChunkKey(key)) is not False and len(self._announced) < MAX_ANNOUNCED:
+                self._announced[key] = None
+            else:
+                gone.append(key)
+        if gone:
+            events.append(ChunksRemoved(keys=tuple(gone)))
+        return events
+
+    def forget_all(self) -> None:
+        """Another epoch began: announced chunks can no longer be read."""
+        self._gone += self._announced
+        self._pending.clear()
+        self._announced.clear()

@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import OTHER_KV, TOLERANCE
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.requests import AuditSlots, RequestState
 from kvferry.cache.messages import Audit, Audited, Load, SlotChunk
@@ -73,7 +73,7 @@ class Audits:
             engine computes. False: it was not compared yet.
     """
 
-    def __init__(self, context: Context, pool: HostPool) -> None:
+    def __init__(self, context: RoleContext, pool: HostPool) -> None:
         self._context = context
         self._pool = pool
         option = context.config.audit
@@ -155,7 +155,7 @@ class Audits:
         if request_id in self._expected:
             slots, load = self._expected.pop(request_id)
             self._unpin(slots)
-            if load is not None and self._context.spec.recomputes:
+            if load is not None and self._context.spec.host_recomputes:
                 self._unchecked.append(load)
 
     def forget_all(self) -> None:
@@ -222,7 +222,7 @@ class Audits:
             SlotChunk(slots.copy.index, slots.record.key, first),
             blocks,
             slots.record.index,
-            load if self._context.spec.recomputes else None,
+            load if self._context.spec.host_recomputes else None,
         )
 
     def take_unchecked(self) -> tuple[Load, ...]:
@@ -245,7 +245,7 @@ class Audits:
     def learn(self, audited: Audited) -> None:
         """A rank reported the end of a comparison."""
         running = self._running.get(audited.slot)
-        copy = self._pool.filled(audited.slot)
+        copy = self._pool.report_filled(audited.slot)
         if running is None or copy is not running.slots.copy:
             return
         running.results.append(audited)
@@ -338,7 +338,7 @@ class Audits:
             )
 
 
-def _why_not(context: Context) -> str | None:
+def _why_not(context: RoleContext) -> str | None:
     """Why hits cannot be audited."""
     chunk = context.config.chunk_tokens
     if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():

@@ -182,7 +182,7 @@ class HostPool:
     def spare(self, first_token: int) -> Slot | None:
         """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
         slot is pinned or busy."""
-        slot = self._take(NO_KEY, first_token)
+        slot = self._allocate(NO_KEY, first_token)
         if slot is not None:
             slot.pins = 1
         return slot
@@ -193,12 +193,12 @@ class HostPool:
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
         """A slot for a chunk."""
-        slot = self._take(key, first_token)
+        slot = self._allocate(key, first_token)
         if slot is not None:
             self._by_key[key] = slot
         return slot
 
-    def _take(self, key: ChunkKey, first_token: int) -> Slot | None:
+    def _allocate(self, key: ChunkKey, first_token: int) -> Slot | None:
         """A free slot, or that of the chunk to evict."""
         if self._free:
             index = self._free.pop()
@@ -249,7 +249,7 @@ class HostPool:
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
-    def take_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
+    def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
         """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
         orders = tuple(self._fetches.values()), tuple(self._cancels)
         self._fetches.clear()
@@ -258,7 +258,9 @@ class HostPool:
 
     # -- reports --------------------------------------------------------------------------------
 
-    def filled(self, index: int, seconds: float = 0.0, *, missed: bool = False) -> Slot | None:
+    def report_filled(
+        self, index: int, seconds: float = 0.0, *, missed: bool = False
+    ) -> Slot | None:
         """A rank reports the end of a fetch, or of the copy of a save. The slot, which still fills
         until all ranks have reported; None if no end was expected of it."""
         slot = self._slots.get(index)
@@ -276,12 +278,12 @@ class HostPool:
             self._forget(slot)
         slot.filling = NO_GROUPS
         if slot.failed and slot.num_writing:
-            self.end_writes(slot)
+            self.cancel_writes(slot)
         else:
             self._settle(slot)
         return slot
 
-    def written(self, index: int) -> Slot | None:
+    def report_written(self, index: int) -> Slot | None:
         """A rank reports the end of a write. The slot, or None if no write was expected of it."""
         slot = self._slots.get(index)
         if slot is None or slot.num_writing == 0:
@@ -292,8 +294,8 @@ class HostPool:
             self._settle(slot)
         return slot
 
-    def end_writes(self, slot: Slot) -> None:
-        """No rank will write this slot, or write it any more."""
+    def cancel_writes(self, slot: Slot) -> None:
+        """Cancel the writes still expected of this slot."""
         if slot.num_writing:
             slot.num_writing = 0
             self._num_writing -= 1

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.policy import LoadPolicy
@@ -62,7 +62,7 @@ class Lookup:
 
     def __init__(
         self,
-        context: Context,
+        context: RoleContext,
         pool: HostPool,
         unreadable: UnreadableKeys,
         policy: LoadPolicy,
@@ -219,10 +219,10 @@ class Lookup:
             for number in range(first, known)
         ]
         worth = self._policy.worth_loading(parts)
-        if worth.num_parts < len(parts):
+        if worth.num_chunks < len(parts):
             search.miss = LookupMiss.SLOWER
-            search.worth = first + worth.num_parts, worth.load_seconds, worth.compute_seconds
-        return first + worth.num_parts
+            search.worth = first + worth.num_chunks, worth.load_seconds, worth.compute_seconds
+        return first + worth.num_chunks
 
     def _usable(self, num_chunks: int, num_tokens: int) -> int:
         """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
@@ -292,7 +292,7 @@ class Lookup:
         chunk of the same hit.
         """
         numbers, keys = hit.numbers, state.keys.keys
-        # Those of an audit, too: if the hit is worth it, so is the first one.
+        # Count the audited chunk, too.
         num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
         if search.fetching_since is None:

@@ -2,7 +2,7 @@
 
 A hit is worth waiting for as long as computing it would take. Where tiers of different speed hold
 a prompt, its first part may be worth loading and the rest not. While a tier is slower than the
-engine, one hit in `PROBE_SECONDS` is loaded from it.
+engine, one hit in `RETRY_SLOW_SECONDS` is loaded from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PROBE_SECONDS = 4.0
+RETRY_SLOW_SECONDS = 4.0
 """How often a hit that is expected to be slower than computing is loaded, to notice a store that
 has recovered. With the longest pause of a breaker it makes less than ten seconds."""
 
@@ -29,12 +29,12 @@ the latency of a step more than the store."""
 
 MAX_LOSSES = 2.0
 MIN_LOSSES = 1.5
-"""A load is refused only after about two were slower than computing, or one was given up: one
-outlier says nothing, and the rate of a small hit says little about a large one. A load that is not
-slower halves what was counted, so that every second one is enough."""
+"""A tier counts as slow after two loads that were slower than computing, or one that was given up:
+one may be an outlier, and the rate of a small hit is a bad guide to a large one. Each fast load
+halves the count, so a tier of which every second load is slow still counts as slow."""
 
 MAX_STEP_SECONDS = 60.0
-"""The output of a step that took longer was lost."""
+"""A step whose output takes longer is taken for lost."""
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
@@ -58,10 +58,10 @@ class TierSpeed:
         return self.losses >= MIN_LOSSES
 
 
-class Worth(NamedTuple):
+class LoadDecision(NamedTuple):
     """How much of a hit is worth loading, and why."""
 
-    num_parts: int
+    num_chunks: int
     """Of the leading chunks."""
     load_seconds: float
     """Expected, for all of them."""
@@ -84,26 +84,26 @@ class LoadPolicy:
         self._clock = clock
         self._num_timed = 0
         self._timed: tuple[int, float, int] | None = None
-        self._tiers: defaultdict[str, TierSpeed] = defaultdict(TierSpeed)
+        self.tiers: defaultdict[str, TierSpeed] = defaultdict(TierSpeed)
         self._compute_rate: float | None = None
-        self._probe_at = 0.0
+        self._retry_slow_at = 0.0
 
     def saw_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` from a tier took `seconds`."""
         if num_tokens > 0 and seconds > 0:
-            speed, compute = self._tiers[tier], self._compute_rate
+            speed, compute = self.tiers[tier], self._compute_rate
             speed.rate = _average(speed.rate, num_tokens / seconds)
             lost = compute is not None and seconds > num_tokens / compute + SLACK_SECONDS
             speed.losses = min(MAX_LOSSES, speed.losses + 1) if lost else speed.losses / 2
             if lost:
-                self._probe_at = self._clock() + PROBE_SECONDS
+                self._retry_slow_at = self._clock() + RETRY_SLOW_SECONDS
 
     def saw_slow_load(self, tier: str, num_tokens: int, seconds: float) -> None:
         """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
         if seconds > 0 and num_tokens > 0:
-            speed = self._tiers[tier]
+            speed = self.tiers[tier]
             speed.losses = MAX_LOSSES
-            self._probe_at = self._clock() + PROBE_SECONDS
+            self._retry_slow_at = self._clock() + RETRY_SLOW_SECONDS
             bound = num_tokens / seconds / 2
             if speed.rate is None or bound < speed.rate:
                 speed.rate = _average(speed.rate, bound)
@@ -138,9 +138,9 @@ class LoadPolicy:
     @property
     def is_any_slow(self) -> bool:
         """Whether some tier has been slower than computing; if not, everything is worth loading."""
-        return any(speed.is_slow for speed in self._tiers.values())
+        return any(speed.is_slow for speed in self.tiers.values())
 
-    def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> Worth:
+    def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> LoadDecision:
         """How much of a hit to load: all of it where a probe is due.
 
         Args:
@@ -150,7 +150,7 @@ class LoadPolicy:
         compute = self._compute_rate
         num_tokens = sum(tokens for _, tokens in parts)
         if compute is None:
-            return Worth(len(parts), 0.0, 0.0)
+            return LoadDecision(len(parts), 0.0, 0.0)
         best = saved = 0.0
         count, load = 0, 0.0
         for index, (tier, tokens) in enumerate(parts):
@@ -159,19 +159,19 @@ class LoadPolicy:
             saved += tokens / compute - seconds
             if saved >= best:
                 best, count = saved, index + 1
-        worth = Worth(count, load, num_tokens / compute)
+        worth = LoadDecision(count, load, num_tokens / compute)
         if best - saved > SLACK_SECONDS:
             now = self._clock()
-            if now < self._probe_at:
+            if now < self._retry_slow_at:
                 return worth
-            self._probe_at = now + PROBE_SECONDS
-        return worth._replace(num_parts=len(parts))
+            self._retry_slow_at = now + RETRY_SLOW_SECONDS
+        return worth._replace(num_chunks=len(parts))
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
         """Expected; as long as computing where a tier has shown neither to be slower nor faster."""
         if tier is None:
             return 0.0
-        speed = self._tiers[tier]
+        speed = self.tiers[tier]
         if speed.rate is None:
             return compute_seconds
         seconds = num_tokens / speed.rate

@@ -64,7 +64,7 @@ class RecentRecords:
         """Whether a host without requests should step for the fetches."""
         return not self.is_engine_in_use and self._clock() <= self._until
 
-    def take(self) -> list[RecentRecord]:
+    def pop(self) -> list[RecentRecord]:
         """The next records. Never blocks."""
         if self._left is None:
             if not self._job.poll():

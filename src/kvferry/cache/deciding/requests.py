@@ -87,8 +87,8 @@ class RequestState:
         probed_at: when the store was asked what it has of the prompt, for this search or an earlier
             one.
         asking_until: how long the answer is waited for, from the first look-up after it on.
-        barred: a load failed on blocks that it may share, so no more of it is saved until it has
-            new blocks.
+        saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
+            has new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audited: the record that the promised hit is to be compared with.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
@@ -100,7 +100,7 @@ class RequestState:
     search: Search | None = None
     probed_at: float | None = None
     asking_until: float | None = None
-    barred: bool = False
+    saves_blocked: bool = False
     next_save: int = 0
     audited: AuditSlots | None = None
     sample: float | None = None

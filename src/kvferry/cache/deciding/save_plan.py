@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -48,7 +48,7 @@ class SavePlan:
 
     def __init__(
         self,
-        context: Context,
+        context: RoleContext,
         pool: HostPool,
         requests: Requests,
         shared_writes: SharedWrites | None,
@@ -57,7 +57,7 @@ class SavePlan:
         self._context = context
         self._pool = pool
         self._requests = requests
-        self._shared_writes = shared_writes
+        self.shared_writes = shared_writes
         self._suspects = suspects
         self._unsaved: dict[str, RequestState] = {}
         self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
@@ -67,7 +67,7 @@ class SavePlan:
     def admit(self, request_id: str, state: RequestState) -> None:
         """A request got blocks: consider its chunks from the first on."""
         state.next_save = 0
-        state.barred = False
+        state.saves_blocked = False
         self._unsaved[request_id] = state
 
     def forget(self, request_id: str) -> None:
@@ -77,13 +77,13 @@ class SavePlan:
     def switch_namespace(self, namespace: bytes) -> None:
         """Save no more chunks of the requests so far: their keys belong to the last epoch."""
         self._unsaved.clear()
-        if self._shared_writes is not None:
-            self._shared_writes.switch_namespace(namespace)
+        if self.shared_writes is not None:
+            self.shared_writes.switch_namespace(namespace)
 
     def close(self) -> None:
         """Give up the records that several ranks write. Bounded in time."""
-        if self._shared_writes is not None:
-            self._shared_writes.close()
+        if self.shared_writes is not None:
+            self.shared_writes.close()
 
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
@@ -149,8 +149,8 @@ class SavePlan:
             if slot is None:
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
-            if self._shared_writes is not None:
-                self._shared_writes.begin(slot)
+            if self.shared_writes is not None:
+                self.shared_writes.begin(slot)
             saves.append(Save(SlotChunk(slot.index, key, first), blocks))
             state.next_save += 1
 
@@ -176,22 +176,22 @@ class SavePlan:
 
     def writes(self) -> tuple[Write, ...]:
         """The parts of saved chunks that the ranks can write now."""
-        return () if self._shared_writes is None else self._shared_writes.ready()
+        return () if self.shared_writes is None else self.shared_writes.ready()
 
     # -- reports --------------------------------------------------------------------------------
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """A rank did not copy a chunk into its slot."""
-        if self._shared_writes is not None:
-            self._shared_writes.abort(slot)
+        if self.shared_writes is not None:
+            self.shared_writes.abort(slot)
         if copied.missed == PUT_OFF:
             self._offer_again((slot.key,))
 
     def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
         """A rank reported the end of a write. True if its part is stored."""
         is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
-        if self._shared_writes is not None:
-            if self._shared_writes.report(rank, slot, saved):
+        if self.shared_writes is not None:
+            if self.shared_writes.report(rank, slot, saved):
                 self._requests.unreadable.discard(slot.key)
         elif is_stored:
             self._context.store.note_stored(slot.key)
@@ -212,7 +212,7 @@ class SavePlan:
         if report.failed_keys:
             self._offer_again(report.failed_keys)
             for request_id in self._requests.by_id.keys() - report.failed_requests:
-                self._requests.by_id[request_id].barred = True
+                self._requests.by_id[request_id].saves_blocked = True
                 self.forget(request_id)
 
     def _offer_again(self, keys: Collection[bytes]) -> None:
@@ -221,6 +221,6 @@ class SavePlan:
         for request_id, state in self._requests.by_id.items():
             passed = state.keys.keys[: state.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)
-            if first is not None and not state.barred:
+            if first is not None and not state.saves_blocked:
                 state.next_save = first
                 self._unsaved[request_id] = state

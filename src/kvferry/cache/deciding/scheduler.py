@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvferry.cache.config import Context
-from kvferry.cache.deciding.accounts import Accounts
+from kvferry.cache.config import RoleContext
+from kvferry.cache.deciding.accounts import Accounts, Announcer
 from kvferry.cache.deciding.audits import Audits
-from kvferry.cache.deciding.events import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup
 from kvferry.cache.deciding.policy import LoadPolicy
@@ -73,13 +72,16 @@ class SharedStorageScheduler(SchedulerRole):
         recent: records to fetch before a request asks for them; None: no records.
         shared_writes: where several ranks write one record, else None.
 
+    Attributes:
+        pool, requests, policy, saves, audits: the parts of the decision, for tests and benchmarks.
+
     Raises:
         ConfigError: the file of the option `record` cannot be written.
     """
 
     def __init__(
         self,
-        context: Context,
+        context: RoleContext,
         namespace: bytes,
         pool: HostPool,
         *,
@@ -88,24 +90,26 @@ class SharedStorageScheduler(SchedulerRole):
         shared_writes: SharedWrites | None = None,
     ) -> None:
         config, spec = context.config, context.spec
-        self._context = context
+        self.context = context
         self.pool = pool
-        self._policy = LoadPolicy(config.load_timeout_seconds, context.clock)
+        self.policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         journal = None
         if config.record is not None:
             journal = Journal(Path(config.record), config.chunk_tokens)
-        self._requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
-        self._audits = Audits(context, pool)
-        unreadable = self._requests.unreadable
-        self._lookup = Lookup(context, pool, unreadable, self._policy, self._audits)
-        suspects = self._audits.suspects
-        self._saves = SavePlan(context, pool, self._requests, shared_writes, suspects)
+        self.requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
+        self.audits = Audits(context, pool)
+        unreadable = self.requests.unreadable
+        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
+        suspects = self.audits.suspects
+        self.saves = SavePlan(context, pool, self.requests, shared_writes, suspects)
         self._accounts = Accounts(context, journal)
-        self._announcer = Announcer(context.store, config.chunk_tokens) if spec.publishes else None
+        self._announcer = (
+            Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
+        )
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
-        self._gets_reports = spec.carries_worker_meta
+        self._gets_reports = spec.host_carries_reports
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -121,25 +125,25 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def _may_load(self) -> bool:
-        return self._gets_reports and self._context.spec.loads and not self._audits.has_failed
+        return self._gets_reports and self.context.spec.loads and not self.audits.has_failed
 
     @property
     def _may_save(self) -> bool:
-        return self._gets_reports and self._context.spec.saves and self._audits.allow_saves
+        return self._gets_reports and self.context.spec.saves and self.audits.allow_saves
 
     def on_new_request(self, request: RequestView) -> None:
         if self._may_load and request.extra_keys.cacheable:
-            self._lookup.probe(self._requests.track(request))
+            self._lookup.probe(self.requests.track(request))
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:
             return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
         if self._recent is not None:
             self._recent.is_engine_in_use = True
-        state = self._requests.track(request)
+        state = self.requests.track(request)
         if not self._may_load:
             self._lookup.end_search(state)
-            is_other = self._audits.has_failed
+            is_other = self.audits.has_failed
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
             state.search = Search(num_local=num_local_tokens, miss=miss)
             return LookupResult(0, False, miss)
@@ -153,9 +157,9 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable and num_external_tokens <= 0:
             self._accounts.not_cacheable(request)
             return
-        state = self._requests.track(request)
+        state = self.requests.track(request)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
-        self._saves.forget(request.request_id)
+        self.saves.forget(request.request_id)
         search = state.search or Search()
         stop = search.num_local
         if num_external_tokens > 0:
@@ -167,11 +171,11 @@ class SharedStorageScheduler(SchedulerRole):
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
             self._plan_load(request.request_id, state, search, block_ids, (start, stop))
-        self._saves.admit(request.request_id, state)
+        self.saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
         self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
-        self._audits.expect(request.request_id, state, load)
+        self.audits.expect(request.request_id, state, load)
         self._lookup.end_search(state)
 
     def _plan_load(
@@ -182,7 +186,7 @@ class SharedStorageScheduler(SchedulerRole):
         block_ids: BlockTable,
         hit: tuple[int, int],
     ) -> None:
-        blocks = self._context.tables.load_slices(block_ids, *hit)
+        blocks = self.context.tables.load_slices(block_ids, *hit)
         chunks = self._lookup.chunks(state, *hit)
         self._forget_load(request_id)
         self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned
@@ -211,20 +215,20 @@ class SharedStorageScheduler(SchedulerRole):
     def _plan(self, step: StepView) -> Plan:
         saves: tuple[Save, ...] = ()
         if self._may_save:
-            saves = self._saves.plan(step)
+            saves = self.saves.plan(step)
             if saves and self._announcer is not None:
-                self._announcer.planned(saves, step, self._requests.by_id)
-        audits = self._audits.plan(step)
-        unchecked = self._audits.take_unchecked()
-        writes = self._saves.writes()
+                self._announcer.planned(saves, step, self.requests.by_id)
+        audits = self.audits.plan(step)
+        unchecked = self.audits.take_unchecked()
+        writes = self.saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
-        timed = self._policy.begin_step(num_tokens, loads=bool(self._loads))
+        timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
         checks = audits or unchecked
         if not (self._loads or saves or checks or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
-        fetches, cancels = self.pool.take_orders()
+        fetches, cancels = self.pool.pop_orders()
         return SharedStoragePlan(
             pool=self.pool.pool_id,
             fetches=fetches,
@@ -234,33 +238,33 @@ class SharedStorageScheduler(SchedulerRole):
             audits=audits,
             unchecked=unchecked,
             writes=writes,
-            failures_known=self._saves.failures_known,
+            failures_known=self.saves.failures_known,
             timed=timed,
-            namespace=self._requests.namespace,
+            namespace=self.requests.namespace,
         )
 
     def _fetch_recent(self, recent: RecentRecords) -> None:
         """Fetch the records that were used last, a few at a time, so that hits do not wait."""
         if self.pool.is_filling:
             return
-        records = recent.take() if self.pool.has_free else []
+        records = recent.pop() if self.pool.has_free else []
         for record in records:
-            if self.pool.find(record.key) is None and record.key not in self._requests.unreadable:
-                groups = self._context.tables.all_groups
+            if self.pool.find(record.key) is None and record.key not in self.requests.unreadable:
+                groups = self.context.tables.all_groups
                 self.pool.fetch(record.key, record.first_token, groups)
         if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
 
     @property
     def is_idle(self) -> bool:
-        has_work = self._loads or self._recent is not None or self._saves.has_unsaved
-        return not has_work and self._audits.is_idle and self.pool.is_idle
+        has_work = self._loads or self._recent is not None or self.saves.has_unsaved
+        return not has_work and self.audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return (
             self.pool.has_orders
-            or self._saves.keeps_host_awake
-            or self._audits.keeps_host_awake
+            or self.saves.keeps_host_awake
+            or self.audits.keeps_host_awake
             or (self._recent is not None and self._recent.keeps_host_awake)
         )
 
@@ -274,45 +278,45 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _learn(self, report: RankReport) -> None:
         if report.timed:
-            self._policy.end_step(report.timed)
+            self.policy.end_step(report.timed)
         for filled in report.filled:
             self._learn_filled(filled)
         for saved in report.saved:
-            slot = self.pool.written(saved.slot)
+            slot = self.pool.report_written(saved.slot)
             if slot is None:
                 continue
-            is_stored = self._saves.learn_saved(report.rank, slot, saved)
+            is_stored = self.saves.learn_saved(report.rank, slot, saved)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
         for audited in report.audited:
-            self._audits.learn(audited)
+            self.audits.learn(audited)
         if report.failed_keys:
-            self._requests.unreadable.add(report.failed_keys)
+            self.requests.unreadable.add(report.failed_keys)
             for key in report.failed_keys:
                 self.pool.drop(ChunkKey(key))
         if report.failures:
-            self._saves.learn_failures(report)
+            self.saves.learn_failures(report)
             if report.failed_keys:
-                self._audits.forget_all()
+                self.audits.forget_all()
 
     def _learn_filled(self, filled: Filled) -> None:
         is_missed = filled.missed is not None
-        slot = self.pool.filled(filled.slot, filled.seconds, missed=is_missed)
+        slot = self.pool.report_filled(filled.slot, filled.seconds, missed=is_missed)
         if slot is None:
             return
         if slot.is_save:
             if is_missed:
-                self._saves.learn_missed(slot, filled)
+                self.saves.learn_missed(slot, filled)
         elif is_missed and filled.missed != MissReason.CANCELLED:
             seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
-            self._requests.unreadable.add((slot.key,), seconds)
+            self.requests.unreadable.add((slot.key,), seconds)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
-        state = self._requests.by_id.pop(request.request_id, None)
-        self._saves.forget(request.request_id)
-        self._audits.forget(request.request_id)
+        state = self.requests.by_id.pop(request.request_id, None)
+        self.saves.forget(request.request_id)
+        self.audits.forget(request.request_id)
         self._forget_load(request.request_id)
         if state is not None:
             self._accounts.ended(request, state)
@@ -320,28 +324,28 @@ class SharedStorageScheduler(SchedulerRole):
         return FREE_NOW
 
     def take_events(self) -> Iterable[Any]:
-        return () if self._announcer is None else self._announcer.take()
+        return () if self._announcer is None else self._announcer.pop_events()
 
     def reset(self) -> bool:
         """Begin another epoch. Stored records stay for other engines; this one does not read them
         again. The pool is emptied. Saves under way carry the old namespace, so they cannot come
         back."""
-        for request_id, state in self._requests.by_id.items():
+        for request_id, state in self.requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)
-        self._audits.begin_epoch()
+        self.audits.begin_epoch()
         self._end_recent()
         self.pool.clear()
-        self._requests.begin_epoch()
-        self._saves.switch_namespace(self._requests.namespace)
+        self.requests.begin_epoch()
+        self.saves.switch_namespace(self.requests.namespace)
         if self._announcer is not None:
             self._announcer.forget_all()
         return True
 
     def close(self) -> None:
         self._end_recent(RECENT_CLOSE_SECONDS)
-        self._saves.close()
-        self._audits.close()
+        self.saves.close()
+        self.audits.close()
         self._accounts.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:

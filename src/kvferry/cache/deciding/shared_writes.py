@@ -35,7 +35,7 @@ class _SharedRecord:
 
     @property
     def session(self) -> str | None:
-        """Name of the hidden file; None if there is none (yet), `begun` says why."""
+        """Name of the hidden file; None if there is none (yet): `begun` has the reason."""
         result = self.begun.result
         return None if isinstance(result, PutResult) else result
 
@@ -87,7 +87,7 @@ class SharedWrites:
                 del self._records[index]
                 refusal = record.begun.result
                 self._count(refusal if isinstance(refusal, PutResult) else PutResult.FAILED)
-                self._pool.end_writes(record.slot)
+                self._pool.cancel_writes(record.slot)
         return tuple(writes)
 
     def report(self, rank: int, slot: Slot, saved: Saved) -> bool:
@@ -118,15 +118,13 @@ class SharedWrites:
         """Give up what is not complete. Bounded in time."""
         self._give_up()
         if not self._thread.close(CLOSE_SECONDS):
-            logger.warning(
-                "commits of records did not end in time at close; these records may be missing"
-            )
+            logger.warning("some records were still being committed at close and may be missing")
 
     def _give_up(self) -> None:
         for record in self._records.values():
             self._abort_later(record)
             if not record.is_named:  # the ranks will report no write
-                self._pool.end_writes(record.slot)
+                self._pool.cancel_writes(record.slot)
         self._records.clear()
 
     def _abort_later(self, record: _SharedRecord) -> None:

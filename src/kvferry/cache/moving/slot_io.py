@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, SlotChunk
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.streams import Mark
@@ -37,7 +37,7 @@ DEVICE_SECONDS = 60.0
 """How long a thread of ours waits for the device, which works on the engine's steps first."""
 
 WRITE_SECONDS = 30.0
-"""Deadline of the write of one chunk; nothing waits for it but the slot."""
+"""Deadline for writing one chunk. Only its slot is held until then."""
 
 WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
@@ -97,7 +97,7 @@ class SlotMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copied:
+class SavedChunk:
     """A chunk that is in its slot, or will be when the device reached a mark."""
 
     chunk: SlotChunk
@@ -114,18 +114,17 @@ class SlotIO:
         context: store, observer and options.
     """
 
-    def __init__(self, rows: RankRows, memory: SlotMemory, context: Context) -> None:
+    def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
         self._rows = rows
         self._memory = memory
-        self._store = context.store
+        self._context = context
         self._observer = context.observer
-        self._read_seconds = context.config.load_timeout_seconds
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
-        self._copying: list[Copied] = []
-        self._copied: dict[int, Copied] = {}
+        self._copying: list[SavedChunk] = []
+        self._unwritten: dict[int, SavedChunk] = {}
         self._writes: list[tuple[int, Job[Saved]]] = []
         io_threads = context.config.io_threads
         self.read_pool = IOPool(io_threads, "kvferry-load")
@@ -139,7 +138,7 @@ class SlotIO:
         return groups if key == chunk.key else frozenset()
 
     def overwrite(self, slot: int) -> None:
-        """A slot holds no record any more."""
+        """Forget what a slot held; it is about to be overwritten."""
         self._contents.pop(slot, None)
 
     def busy_until(self, slot: int, mark: Mark) -> None:
@@ -170,8 +169,8 @@ class SlotIO:
             if job.cancelled:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
-            deadline = started + self._read_seconds
-            missed = read_record(self._store, schema, record, self._observer, deadline)
+            deadline = started + self._context.config.load_timeout_seconds
+            missed = read_record(self._context.store, schema, record, self._observer, deadline)
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds)
 
@@ -193,51 +192,51 @@ class SlotIO:
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def copied(self, copied: Copied, *, write: bool) -> None:
-        """A chunk was copied out of the blocks into its slot. Never blocks.
+    def save(self, saved: SavedChunk, *, write: bool) -> None:
+        """Hold a chunk that was copied out of the blocks into its slot. Never blocks.
 
         Args:
-            copied: the chunk.
-            write: now, as a whole record; else a later plan says where to write it.
+            saved: the chunk.
+            write: now, as a whole record; else a later plan names the file to write it to.
         """
-        slot = copied.chunk.slot
-        self._contents.pop(slot, None)
-        self._copied[slot] = copied
-        self._copying.append(copied)
+        slot = saved.chunk.slot
+        self.overwrite(slot)
+        self._unwritten[slot] = saved
+        self._copying.append(saved)
         if write:
             self.write(slot, None)
 
     def write(self, slot: int, session: str | None) -> None:
-        """Start to write what was copied: a whole record, or this rank's part of a shared one."""
-        copied = self._copied.pop(slot, None)
+        """Start to write a saved chunk: a whole record, or this rank's part of a shared one."""
+        saved = self._unwritten.pop(slot, None)
 
         def run(_job: Job[Saved]) -> Saved:
-            if copied is None:
+            if saved is None:
                 return Saved(slot, PutResult.FAILED)
-            return self._store_chunk(copied, session)
+            return self._store_chunk(saved, session)
 
         self._writes.append((slot, self._write_pool.submit(run)))
 
-    def _store_chunk(self, copied: Copied, session: str | None) -> Saved:
+    def _store_chunk(self, saved: SavedChunk, session: str | None) -> Saved:
         """Hash and write one chunk. Runs in: I/O thread."""
         started = time.monotonic()
-        chunk = copied.chunk
-        if not copied.gathered.mark.wait(DEVICE_SECONDS):
+        chunk, store = saved.chunk, self._context.store
+        if not saved.gathered.mark.wait(DEVICE_SECONDS):
             raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
-        if session is None and not self._store.takes_values:
+        if session is None and not store.takes_values:
             self._observer.count(f"put_{PutResult.FAILED}")
             self._observer.count("save_failed")
             return Saved(chunk.slot, PutResult.FAILED)  # hashing would be in vain
         deadline = time.monotonic() + WRITE_SECONDS
         image = self._rows.image_of(self._memory.slot(chunk.slot))
-        digests = self._rows.digests(image, copied.gathered.digests)
+        digests = self._rows.digests(image, saved.gathered.digests)
         if session is not None:
             is_written = self._write_part(session, image, deadline)
             result = PutResult.STORED if is_written else PutResult.FAILED
         else:
             key = ChunkKey(chunk.key)
             result = put_record(
-                self._store, copied.schema, key, chunk.first_token, digests, image, deadline
+                store, saved.schema, key, chunk.first_token, digests, image, deadline
             )
             self._observer.count(f"put_{result}")
             if result not in (PutResult.STORED, PutResult.EXISTS):
@@ -251,10 +250,11 @@ class SlotIO:
         return Saved(chunk.slot, result, self._rows.written, digests, seconds)
 
     def _write_part(self, session: str, image: memoryview, deadline: float) -> bool:
-        if not isinstance(self._store, SupportsShardedWrite):
+        store = self._context.store
+        if not isinstance(store, SupportsShardedWrite):
             return False
         return all(
-            self._store.write_at(session, offset, [part], deadline)
+            store.write_at(session, offset, [part], deadline)
             for offset, part in self._rows.file_ranges(image)
         )
 

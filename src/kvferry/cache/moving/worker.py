@@ -20,7 +20,7 @@ import torch
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import tolerances_for
-from kvferry.cache.config import Context
+from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import (
     EMPTY_PLAN,
     PUT_OFF,
@@ -39,7 +39,7 @@ from kvferry.cache.messages import (
     Write,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import Copied, SlotIO, SlotMemory
+from kvferry.cache.moving.slot_io import SavedChunk, SlotIO, SlotMemory
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -105,18 +105,21 @@ class SharedStorageWorker(WorkerRole):
         num_slots: slots of the host pool, as many on every rank.
         setup: how the device of the engine's tensors is used.
 
+    Attributes:
+        io: what the slots hold, and the reads and writes under way.
+
     Raises:
         ConfigError: the slots are more than this machine lets a process reserve.
     """
 
     def __init__(
-        self, context: Context, rows: RankRows, num_slots: int, setup: DeviceSetup
+        self, context: RoleContext, rows: RankRows, num_slots: int, setup: DeviceSetup
     ) -> None:
         self._rows = rows
         self._observer = context.observer
         self._writes_alone = context.spec.shard.world_size == 1
         self._memory = SlotMemory(num_slots, rows.slot_bytes)
-        self._io = SlotIO(rows, self._memory, context)
+        self.io = SlotIO(rows, self._memory, context)
         tolerances = tolerances_for(context.spec.identity.config)
         self._comparisons = Comparisons(rows, self._memory, tolerances)
         self._copies = BlockCopies(context.spec, rows, setup)
@@ -156,20 +159,20 @@ class SharedStorageWorker(WorkerRole):
         for load in plan.unchecked:
             self._take_back(load)
         for slot in plan.cancels:
-            self._io.cancel(slot)
+            self.io.cancel(slot)
         while self._to_begin:
             order = self._to_begin[0]
             if isinstance(order, Fetch):
-                self._io.fetch(order)
+                self.io.fetch(order)
             else:
-                self._io.write(order.slot, order.session)
+                self.io.write(order.slot, order.session)
             self._to_begin.popleft()
 
     def start_load(self) -> None:
         if not self._plan.loads:
             return
-        # A failure is counted first and taken back if there was none, so that an exception in
-        # `_load` stops this step's saves, too.
+        # Count the failure up front and undo it on success, so an exception in `_load` also stops
+        # this step's saves.
         self._ended.failures += 1
         num_failed = len(self._ended.failed_keys)
         self._load(self._plan.loads)
@@ -192,11 +195,11 @@ class SharedStorageWorker(WorkerRole):
             self._put_off(orders)
 
     def wait(self, seconds: float) -> None:
-        self._io.wait(seconds)
+        self.io.wait(seconds)
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         ended = self._ended
-        self._io.collect(ended.filled, ended.saved)
+        self.io.collect(ended.filled, ended.saved)
         for audit in self._comparisons.collect(ended.audited):
             self._take_back(audit.load)
         if ended.is_empty:
@@ -206,7 +209,7 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def is_idle(self) -> bool:
-        return self._ended.is_empty and not self._io.is_busy and self._comparisons.are_over
+        return self._ended.is_empty and not self.io.is_busy and self._comparisons.are_over
 
     def end_step(self) -> None:
         if not self._saved:
@@ -223,7 +226,7 @@ class SharedStorageWorker(WorkerRole):
 
     def close(self) -> None:
         self._comparisons.close()
-        self._io.close()
+        self.io.close()
         if not self._copies.close(DEVICE_CLOSE_SECONDS):
             logger.warning(
                 "copies of the device did not end in time; the host memory stays page-locked"
@@ -239,7 +242,7 @@ class SharedStorageWorker(WorkerRole):
         try:
             loaded = [one for load in loads for one in self._copies_of(load)]
             before = self._copies.stream.mark()
-            errors = self._io.read_pool.spread(
+            errors = self.io.read_pool.spread(
                 loaded,
                 lambda one: self._copies.scatter(one.copy, after=before),
                 alone=self._copies.stream.overlaps,
@@ -255,14 +258,14 @@ class SharedStorageWorker(WorkerRole):
             if self._copies.stream.overlaps:
                 for load in loads:
                     for chunk in load.chunks:
-                        self._io.busy_until(chunk.slot, done)
+                        self.io.busy_until(chunk.slot, done)
         self._observer.observe("load_copy", time.perf_counter() - started)
 
     def _copies_of(self, load: Load) -> Iterator[_Loaded]:
         """Yield the copy of each chunk that is held and has valid blocks. Report the others as
         failed."""
         for chunk in load.chunks:
-            held = self._io.groups_held(chunk)
+            held = self.io.groups_held(chunk)
             try:
                 if not held:
                     raise LayoutError(f"slot {chunk.slot} does not hold the chunk it was to hold")
@@ -303,20 +306,20 @@ class SharedStorageWorker(WorkerRole):
         finally:
             # What was not copied, by whatever error, may still be on its way to its slot.
             for order in waiting:
-                self._io.busy_until(order.chunk.slot, self._copies.stream.end())
+                self.io.busy_until(order.chunk.slot, self._copies.stream.end())
             self._put_off([*waiting, *left])
             # Only now: hashing and writing take memory bandwidth from the copies.
             for order, gathered in copied:
                 if isinstance(order, Audit):
                     self._compare(order, gathered)
                 else:
-                    one = Copied(order.chunk, gathered, self._rows.schema)
-                    self._io.copied(one, write=self._writes_alone)
+                    one = SavedChunk(order.chunk, gathered, self._rows.schema)
+                    self.io.save(one, write=self._writes_alone)
 
     def _compare(self, audit: Audit, gathered: Gathered) -> None:
-        self._io.overwrite(audit.chunk.slot)
+        self.io.overwrite(audit.chunk.slot)
         record = SlotChunk(audit.record, audit.chunk.key, audit.chunk.first_token)
-        is_held = self._io.groups_held(record) == self._rows.all_groups
+        is_held = self.io.groups_held(record) == self._rows.all_groups
         self._comparisons.begin(audit, gathered, is_held=is_held)
 
     def _copies_out(

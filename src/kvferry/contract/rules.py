@@ -1,0 +1,273 @@
+"""What the guards and the lifecycle check and remember: faults, promises, reports.
+
+A host trusts a scheduler role's promises and a worker's reports, and a wrong one can kill it. A
+promise that the role does not keep becomes a failed load in a `RepairedPlan`. A report that breaks
+a rule of `WorkerOutput` is removed, counted as `contract_violation` and logged now and then. A
+report of a *failure* is never weakened: a malformed one becomes a larger failure, because a failed
+load that the host takes for a good one is silently wrong output.
+
+These are the rules for loads that end in their step; `contract.asynchronous` extends each class by
+those for async loads and delayed frees.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
+from kvferry.contract.worker import WorkerRole
+from kvferry.errors import ContractError
+from kvferry.observe import Observer
+from kvferry.types import NULL_BLOCK, BlockTable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class HookFaults:
+    """Counts every fault of one role, and logs its 1st, 10th, 100th, ... occurrence."""
+
+    def __init__(self, role: str, observer: Observer) -> None:
+        self._role = role
+        self._observer = observer
+        self._seen: dict[str, int] = {}
+
+    def call(self, hook: Callable[..., T], *args: object, otherwise: T, then: str) -> T:
+        """Call `hook`. If it raises, log what happens `then`, and return `otherwise`."""
+        try:
+            return hook(*args)
+        except Exception:
+            self.fault(getattr(hook, "__name__", "unnamed"), then)
+            return otherwise
+
+    def fault(self, hook: str, consequence: str) -> None:
+        """A hook raised. Called in an `except` block: the log line carries the traceback."""
+        self._observer.count("hook_failed")
+        self._observer.count(f"hook_failed_{hook}")
+        if number := self._note(hook):
+            logger.exception(  # noqa: LOG004 - every caller is an exception handler
+                "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
+            )
+
+    def violation(self, rule: str, message: str) -> None:
+        """The role answered something that the contract forbids."""
+        self._observer.count("contract_violation")
+        if number := self._note(rule):
+            logger.warning(
+                "%s breaks its contract (%s, %d so far): %s", self._role, rule, number, message
+            )
+
+    def _note(self, name: str) -> int:
+        """How often `name` happened if this time is worth a log line, else 0."""
+        number = self._seen[name] = self._seen.get(name, 0) + 1
+        return number if number == 10 ** (len(str(number)) - 1) else 0
+
+
+class Promises:
+    """The guard's memory between lookup and plan. Bookkeeping only: every method is O(1) or in the
+    number of loads under way. Runs in: scheduler."""
+
+    def __init__(self, block_size: int | None) -> None:
+        self._block_size = block_size
+        self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
+        # Blocks that the host treats, or will treat, as loaded.
+        self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
+        self._lost: dict[str, frozenset[int]] = {}  # of those, unknown to the role
+        self._hits_blocked: set[str] = set()  # requests of which a load failed
+        self._suspect = False  # a plan could not be built: loads of later ones are checked
+
+    def has_failed(self, request_id: str) -> bool:
+        """Whether a load of this request failed: a host that computes such a request from its start
+        asks again, and with the same answer repeats this for ever."""
+        return request_id in self._hits_blocked
+
+    def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
+        """A lookup answered with a hit. The host may not come back to it."""
+        self._offered[request_id] = (num_local_tokens, is_async)
+
+    def allocate(
+        self, request_id: str, block_ids: BlockTable, num_external_tokens: int
+    ) -> frozenset[int]:
+        """The host accepts the last offer, or none if the count is 0. Returns its blocks."""
+        local, _ = self._offered.pop(request_id, (0, False))
+        if num_external_tokens <= 0:
+            return frozenset()
+        blocks = self._external_blocks(block_ids, local, num_external_tokens)
+        self._planned[request_id] = blocks
+        return blocks
+
+    def _external_blocks(
+        self, block_ids: BlockTable, num_local: int, num_external: int
+    ) -> frozenset[int]:
+        """The blocks that hold tokens `[num_local, num_local + num_external)`.
+
+        With several tables block sizes differ, and the guard knows only their common multiple: all
+        blocks of the request are named then. Never the null block, which requests share.
+        """
+        size = self._block_size
+        if size is None or len(block_ids) != 1:
+            return frozenset(block for table in block_ids for block in table) - {NULL_BLOCK}
+        first, last = num_local // size, -(-(num_local + num_external) // size)
+        return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
+
+    def lose(self, request_id: str) -> None:
+        """The role may not know of this request's load, if one is due in the next plan."""
+        if request_id in self._planned:
+            self._lost[request_id] = self._planned[request_id]
+
+    def lose_plan(self) -> None:
+        """The role could not build the plan: none of its loads is known to be in it."""
+        self._lost.update(self._planned)
+        self._suspect = True
+
+    def end(self, request_id: str) -> bool:
+        """A request ended. True if it still loads: then the end of the load is its last report."""
+        self._offered.pop(request_id, None)
+        self._hits_blocked.discard(request_id)
+        return False
+
+    def delay_free(self, request_id: str) -> None:
+        """The host holds the blocks of an ended request until a worker reports it as sent."""
+
+    def free_now(self, request_id: str) -> None:
+        """The host frees the blocks of an ended request, and the role may not know that."""
+
+    def learn(self, output: WorkerOutput) -> None:
+        """Take the reports of the workers."""
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether no plan and no report is needed for what was promised so far."""
+        return not (self._planned or self._lost or self._suspect)
+
+    def settle(self, plan: Plan) -> Plan:
+        """The plan that the workers of this step get: `plan` itself if nothing went wrong."""
+        planned, self._planned = self._planned, {}
+        if not (self._lost or self._suspect):
+            return plan
+        lost, self._lost = self._lost, {}
+        self._hits_blocked.update(request_id for request_id, blocks in lost.items() if blocks)
+        return RepairedPlan(
+            plan=plan,
+            lost_block_ids=frozenset().union(*lost.values()),
+            promised_block_ids=frozenset().union(*planned.values()) if self._suspect else None,
+        )
+
+
+class ReportRules:
+    """Removes from a worker's outputs what the contract forbids: without async loads and delayed
+    frees, every request id. One per worker; not shared. `strict` raises as well."""
+
+    def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
+        self._worker = worker
+        self._faults = HookFaults("connector", observer)
+        self._strict = strict
+
+    @property
+    def holds_reports(self) -> bool:
+        """Whether a report that came too early waits to be passed on."""
+        return False
+
+    def begin(self, plan: Plan) -> None:
+        """The worker began a step with `plan`."""
+
+    def admit(
+        self, output: object, finished_request_ids: Collection[str], plan: Plan
+    ) -> WorkerOutput:
+        """The part of `output` that the host may see; `EMPTY_OUTPUT` itself if nothing is left.
+
+        Args:
+            output: what `collect` returned.
+            finished_request_ids: what `collect` was given.
+            plan: of this step; if a report is malformed, all its blocks are reported as failed.
+
+        Raises:
+            ContractError: strict, and a rule was broken.
+        """
+        if output is EMPTY_OUTPUT and not self.holds_reports:
+            return EMPTY_OUTPUT
+        if not isinstance(output, WorkerOutput) or not _holds_sets(output):
+            self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
+            # Any load of this step may have failed: none of them is trusted.
+            output = WorkerOutput(invalid_block_ids=self._worker.planned_blocks(plan))
+        admitted = msgspec.structs.replace(
+            output,
+            **self._requests(output),
+            invalid_block_ids=self._blocks(output.invalid_block_ids, plan),
+        )
+        return EMPTY_OUTPUT if admitted.is_empty() else admitted
+
+    def _requests(self, output: WorkerOutput) -> dict[str, frozenset[str]]:
+        """The requests in `output` that the host may see, by field."""
+        for name in _REQUEST_FIELDS:
+            if getattr(output, name):
+                self._violation(
+                    name, f"{name} is set: a role that reports requests declares is_asynchronous"
+                )
+        return dict.fromkeys(_REQUEST_FIELDS, frozenset())
+
+    def _blocks(self, reported: frozenset[int], plan: Plan) -> frozenset[int]:
+        try:
+            blocks = frozenset(map(operator.index, reported))
+        except TypeError:
+            blocks = frozenset({-1})
+        if min(blocks, default=0) >= 0:
+            return blocks
+        self._violation(
+            "invalid_block_ids",
+            f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
+        )
+        # Some block failed, and it is not known which: every block of the plan is suspect.
+        sound = {block for block in reported if isinstance(block, int) and block >= 0}
+        return frozenset(sound).union(self._worker.planned_blocks(plan))
+
+    def _violation(self, rule: str, message: str) -> None:
+        self._faults.violation(rule, message)
+        if self._strict:
+            raise ContractError(message)
+
+
+_REQUEST_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
+
+
+def _holds_sets(output: WorkerOutput) -> bool:
+    names = (*_REQUEST_FIELDS, "invalid_block_ids")
+    return all(isinstance(getattr(output, name), frozenset | set) for name in names)
+
+
+class OwedReports:
+    """The guard's additions to the worker's reports: `invalid`, blocks that a failed load left
+    unfilled."""
+
+    def __init__(self) -> None:
+        self.invalid: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.invalid)
+
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
+        """`WorkerRole.planned_recving` of a plan, also of a repaired one."""
+        return frozenset()
+
+    def repair(self, plan: RepairedPlan) -> None:
+        """Promises that the role may not know of are reported as failed."""
+        self.invalid |= plan.lost_block_ids
+
+    def refuse(self, plan: RepairedPlan) -> None:
+        """The role does not get this plan: everything promised for it is reported as failed."""
+        self.invalid |= plan.promised_block_ids or frozenset()
+
+    def give_up(self, plan: Plan) -> None:
+        """The role failed to begin this plan or its loads: its async loads are failed."""
+
+    def add_to(self, output: WorkerOutput) -> WorkerOutput:
+        """The role's report with the additions that are due, which are then no longer owed."""
+        invalid = output.invalid_block_ids | self.invalid
+        self.invalid.clear()
+        return msgspec.structs.replace(output, invalid_block_ids=invalid)
