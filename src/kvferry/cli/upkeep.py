@@ -12,9 +12,9 @@ from kvferry.cli.output import JsonOption, JsonRow, emit, make_table
 from kvferry.cli.stores import UrlArgument, entries, look, namespaces, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store import checking
+from kvferry.store import maintenance
 from kvferry.store.base import Entry, Store
-from kvferry.store.surplus import estimate
+from kvferry.store.maintenance import estimate
 
 
 def verify(
@@ -33,7 +33,7 @@ def verify(
     """
     with open_existing(url, writable=not dry_run) as store, output.progress() as bar:
         task = bar.add_task("verifying", total=store.stat().num_records or None)
-        report = checking.verify(
+        report = maintenance.verify(
             store,
             entries(store, store.stored()),
             lambda num_records, _: bar.update(task, completed=num_records),

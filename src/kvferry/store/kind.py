@@ -29,12 +29,8 @@ _ENDPOINT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How a store is opened, apart from its URL; see `open_store`.
-
-    Attributes:
-        value_bytes: size of every value; None: sizes differ.
-        may_create: otherwise a directory must be a store already.
-    """
+    """How a store is opened, apart from its URL; see `open_store` and `open_one`. `value_bytes` is
+    the size of every value; None: sizes differ."""
 
     observer: Observer
     multi_process: bool
@@ -130,7 +126,8 @@ def shown_url(url: str) -> str:
     is_clear = is_clear or not (separator or ":" in head)
     if not is_clear or "@" in url[len(head) :]:
         return f"{scheme}{separator}***"
-    return f"{scheme}{separator}***@{rest}" if at else head
+    # What stands for options without a ? may be a secret, too.
+    return re.split(r"[&;=]", f"{scheme}{separator}***@{rest}" if at else head, maxsplit=1)[0]
 
 
 def is_host(host: str) -> bool:

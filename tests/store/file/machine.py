@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.checking import verify
 from kvferry.store.file import FileStore
+from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, read_value
 from tests.store.file.test_maintenance import make_record
 

@@ -33,7 +33,6 @@ from kvferry.store.file.database import (
     read_keys,
 )
 from kvferry.store.file.directory import Directory
-from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 MAX_REMOVALS = 16384
@@ -48,6 +47,7 @@ _NOTE_STEP = 1e-6
 """Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
 chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
+_MAX_HIDDEN = 4096
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
@@ -82,6 +82,43 @@ class Totals(NamedTuple):
     num_bytes: int
     is_complete: bool
     """Whether the whole directory was listed into it."""
+
+
+class KnownKeys:
+    """Which keys are known to be there: the answer to `contains`, without a lock. A hint.
+
+    Args:
+        tracks_keys: False where keys are never looked up: then it does not grow.
+    """
+
+    def __init__(self, tracks_keys: bool = True) -> None:
+        self.tracks_keys = tracks_keys
+        self._keys: set[ChunkKey] = set()
+        self._hidden: set[ChunkKey] = set()
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: ChunkKey) -> None:
+        if self.tracks_keys and key not in self._hidden:
+            self._keys.add(key)
+
+    def discard(self, key: ChunkKey) -> None:
+        self._keys.discard(key)
+
+    def hide(self, key: ChunkKey) -> None:
+        """Forget a key whose record is broken and cannot be taken out; do not learn it again."""
+        if len(self._hidden) < _MAX_HIDDEN:
+            self._hidden.add(key)
+        self.discard(key)
+
+    def note_written(self, key: ChunkKey) -> None:
+        """We have just written it: an earlier `hide` no longer holds."""
+        self._hidden.discard(key)
+        self.add(key)
+
+    def clear(self) -> None:
+        self._keys = set()
 
 
 class Index:
@@ -171,7 +208,7 @@ class Index:
                 db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file had vanished
                 row = (key, num_bytes, self.wall(), namespace_of(head) or b"")
                 execute(db, _INSERT, [row])
-                self.known.stored(key)
+                self.known.note_written(key)
         return result
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
@@ -277,7 +314,7 @@ class Index:
 
     def _learn_anew(self, last_record: int, last_removal: int) -> None:
         self.known.clear()
-        self._last_record = 0 if self.known.learns else last_record
+        self._last_record = 0 if self.known.tracks_keys else last_record
         self._last_removal = last_removal
 
     def _last_ids(self, db: sqlite3.Connection) -> tuple[int, int]:

@@ -81,9 +81,7 @@ class Upkeep:
     """The thread and its work. `probe`, `stop` and `clean` are for any thread.
 
     Args:
-        index: of the directory.
-        faults: counts and logs what fails; has the clock of this work.
-        max_bytes: the quota.
+        faults: has the clock of this work, too.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
         compares: whether to compare all the time, or only to complete an index that may be written.
@@ -116,7 +114,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Look for the files of these keys soon; dropped when too many wait. Memory only."""
+        """See `Store.probe`."""
         if not self._compares:
             return
         if len(self._probes) >= _MAX_PROBES:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvferry.errors import StoreError
+from kvferry.store.servers import child
 from kvferry.store.servers.remote import RemoteClient
 
 LONGEST_SECONDS = 60.0
@@ -196,14 +197,15 @@ class ChildClient(RemoteClient):
     """A client whose commands a child process carries out.
 
     Args:
-        where: of the server, for messages; holds no credential.
-        options: what the child gets, besides its sockets and its memory.
+        where: names the server in messages, without a credential.
+        options: what `make_lanes` of the worker gets.
     """
 
-    script: ClassVar[str]
-    """Path of what the child runs."""
+    script: ClassVar[str] = child.__file__
+    worker: ClassVar[str]
+    """Path of the module that works in the child; see `child.py`."""
     environment: ClassVar[dict[str, str]] = {}
-    """What it finds besides ours."""
+    """Of the child, besides ours."""
     memory_bytes: ClassVar[int]
     """What it may allocate beyond what it has when it is ready; if it tries to, it ends."""
     num_lanes: ClassVar[int]
@@ -213,7 +215,7 @@ class ChildClient(RemoteClient):
 
     def __init__(self, where: str, options: dict[str, object]) -> None:
         self._where = where
-        self._options = options
+        self._options = {**options, "worker": self.worker}
         # Notified when a lane is free. Held for moments only, but by `close`.
         self._changed = threading.Condition()
         self._idle: list[LaneEnd] = []
@@ -234,7 +236,7 @@ class ChildClient(RemoteClient):
     def _lane(self, what: str, deadline: float) -> Call:
         return Call(self, what, min(deadline, time.monotonic() + LONGEST_SECONDS))
 
-    def take(self, deadline: float) -> LaneEnd:
+    def get_lane(self, deadline: float) -> LaneEnd:
         """A lane for one call; wait for one until `deadline`.
 
         Raises:
@@ -338,8 +340,7 @@ class Call:
 
     Attributes:
         what: it does, for messages.
-        lane: that it has.
-        used_bytes: of its memory, at most.
+        used_bytes: of the lane's memory, at most.
     """
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
@@ -351,7 +352,7 @@ class Call:
         self._started = time.monotonic()
 
     def __enter__(self) -> Call:
-        self.lane = self._client.take(self._deadline)
+        self.lane = self._client.get_lane(self._deadline)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -381,10 +382,8 @@ class Call:
             raise self.late() from None
 
     def late(self) -> StoreError:
-        """The deadline passed, as an error."""
         seconds = max(0.0, self._deadline - self._started)
         return self.failed(f"did not end within {seconds:.1f} s")
 
     def failed(self, why: str) -> StoreError:
-        """What went wrong, as an error."""
         return StoreError(f"{self._client._where}: {self.what} {why}")

@@ -141,7 +141,7 @@ class Connection:
     def _parse(self, line: bytes, depth: int) -> object:
         kind = line[:1]
         if depth:
-            self._take(len(line))
+            self._reserve(len(line))
         if kind == b":":
             return _number(line)
         if kind == b"+":
@@ -152,15 +152,15 @@ class Connection:
             return None
         if kind == b"$":
             size = _number(line)
-            self._take(size)
+            self._reserve(size)
             return bytes(self._bulk(memoryview(bytearray(size)), size))
         if kind == b"*" and depth < _MAX_DEPTH:
             count = _number(line)
-            self._take(_ITEM_BYTES * count)
+            self._reserve(_ITEM_BYTES * count)
             return [self._parse(self._line(), depth + 1) for _ in range(count)]
         raise StoreError(_STRANGE)
 
-    def _take(self, num_bytes: int) -> None:
+    def _reserve(self, num_bytes: int) -> None:
         if not 0 <= num_bytes <= self._room:
             raise StoreError(_MORE)
         self._room -= num_bytes
