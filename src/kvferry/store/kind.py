@@ -77,9 +77,6 @@ class StoreUrl:
             all values begin with, without slashes around it. The last two may be empty.
         options: what stood after the `?`, still text.
         hosts: names or addresses of servers, with their ports (None: the usual one).
-        username: at the servers.
-        password: at the servers.
-        kind: what the scheme stands for.
     """
 
     scheme: str
@@ -152,12 +149,8 @@ def check_endpoint(
     """Check an option or a variable that is the URL of a server: a scheme, a host, and perhaps a
     port and a path. Client libraries panic at others, or show them.
 
-    Args:
-        example: a right value, for the message.
-        allows_login: a user and a password before the host are not refused.
-
     Raises:
-        ConfigError: it is something else. The message does not show it.
+        ConfigError: it is something else. The message shows the `example` only.
     """
     match = _ENDPOINT.fullmatch(url)
     place = None if match is None else HOST.fullmatch(match[3])

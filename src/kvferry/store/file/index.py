@@ -85,11 +85,8 @@ class Totals(NamedTuple):
 
 
 class KnownKeys:
-    """Which keys are known to be there: the answer to `contains`, without a lock. A hint.
-
-    Args:
-        tracks_keys: False where keys are never looked up: then it does not grow.
-    """
+    """Which keys are known to be there: the answer to `contains`, without a lock. Grows only if it
+    `tracks_keys`, which nobody needs who never looks keys up."""
 
     def __init__(self, tracks_keys: bool = True) -> None:
         self.tracks_keys = tracks_keys
@@ -122,13 +119,8 @@ class KnownKeys:
 
 
 class Index:
-    """The database and the keys that this process knows from it. Thread-safe; not for a forked
-    child. Every method may raise `IndexUnavailable`.
-
-    Args:
-        path: of the database; None keeps it in memory.
-        known: receives the keys that are there.
-        read_only: never change the database, which must exist.
+    """The database (see `Database`) and the keys that this process knows from it. Thread-safe; not
+    for a forked child. Every method may raise `IndexUnavailable`.
 
     Attributes:
         totals: as of the last look; read without a lock.

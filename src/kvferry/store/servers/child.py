@@ -13,48 +13,50 @@ Neither imports anything of kvferry: where the parent found it may be no place o
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 from typing import Any, Protocol
-
-_MAX_COMMAND_BYTES = 64 << 20
 
 
 class Worker(Protocol):
-    """Carries out the commands of one lane, one after the other."""
+    """Carries out the commands of one lane, one after the other, in a thread of its own."""
 
-    idle_seconds: float | None
-    """After so long without a command, `idle` is called; None for never."""
+    @property
+    def patience(self) -> float | None:
+        """Seconds without a command after which `give_up` is called; None for never."""
 
-    async def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
+    def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
         """The answer to a command; what this raises ends the process."""
 
-    async def idle(self) -> None:
-        """No command came for a while, or none will come any more."""
+    def give_up(self) -> None:
+        """End what waits for another command."""
 
 
-async def serve_lane(end: socket.socket, worker: Worker) -> None:
+def serve_lane(end: socket.socket, worker: Worker) -> None:
     """Until the other end closes."""
-    reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_COMMAND_BYTES)
+    lines = end.makefile("rb")
+    # Not `select`, which takes no descriptor above 1023; it is the parent's.
+    coming = select.poll()
+    coming.register(end, select.POLLIN)
     answer: object = 0
     while True:
-        writer.write(json.dumps(answer).encode() + b"\n")
-        await writer.drain()
-        coming = asyncio.ensure_future(reader.readline())
-        while not (await asyncio.wait([coming], timeout=worker.idle_seconds))[0]:
-            await worker.idle()
-        if not (line := await coming):
-            return await worker.idle()
-        answer = await worker.answer(*json.loads(line))
+        end.sendall(json.dumps(answer).encode() + b"\n")
+        if worker.patience is not None and not coming.poll(1000 * worker.patience):
+            worker.give_up()
+        line = lines.readline()
+        if not line:
+            return worker.give_up()
+        answer = worker.answer(*json.loads(line))
 
 
-async def serve(options: dict[str, Any]) -> None:
+def serve(options: dict[str, Any]) -> None:
     """Serve until the parent closes a socket, or is gone."""
     ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
     num_bytes = options["lane_bytes"]
@@ -68,19 +70,28 @@ async def serve(options: dict[str, Any]) -> None:
         for end in ends:
             end.sendall(json.dumps(workers).encode() + b"\n")
         return
-    lanes = [
-        asyncio.ensure_future(serve_lane(end, worker))
-        for end, worker in zip(ends, workers, strict=True)
-    ]
-    await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
+    are_ready, over = threading.Event(), threading.Event()
+
+    def run(end: socket.socket, worker: Worker) -> None:
+        are_ready.wait()  # with the memory of all threads: from the first answer on it is limited
+        try:
+            serve_lane(end, worker)
+        finally:
+            over.set()
+
+    threading.stack_size(512 << 10)
+    for each in zip(ends, workers, strict=True):
+        threading.Thread(target=run, args=each, daemon=True).start()
+    are_ready.set()
+    # The first lane that ends shows that the parent closes, or is gone: another may hang for long.
+    over.wait()
     module.close(workers)
-    os._exit(0)  # without the end of what is under way, in which threads may panic or hang
 
 
 if __name__ == "__main__":
     # Ctrl-C is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        asyncio.run(serve(json.load(sys.stdin)))
+        serve(json.load(sys.stdin))
     finally:
-        os._exit(0)
+        os._exit(0)  # without the end of what is under way, in which threads may panic or hang

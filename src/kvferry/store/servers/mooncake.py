@@ -304,23 +304,15 @@ def _connection(url: str, seconds: float) -> HTTPConnection:
 
 
 class _Patience:
-    """How long a server is waited for in all. The timeout of a socket begins again with each byte.
-
-    Attributes:
-        seconds: that are left.
-        socket: cut when they are over.
-    """
+    """The seconds that are left for a server in all, after which its `socket` is cut: the timeout
+    of a socket begins again with each byte."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = max(0.001, seconds)
         self.socket: socket.socket | None = None
 
     def wait_for(self, call: Callable[[], T]) -> T:
-        """What `call` returns.
-
-        Raises:
-            ValueError: it failed, or the time is over; one line.
-        """
+        """What `call` returns. Raises ValueError, one line, if it failed or the time is over."""
         started = time.monotonic()
         timer = threading.Timer(self.seconds, self._cut)
         timer.daemon = True

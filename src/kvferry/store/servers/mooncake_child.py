@@ -4,12 +4,11 @@ nothing of kvferry.
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
 its master is dead. In a process of its own, that stops no thread of ours; nor does its crash.
 
-The memory of the lanes is registered with Mooncake. A lane works in a thread, as a call blocks.
+The memory of the lanes is registered with Mooncake.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import signal
 import socket
@@ -21,6 +20,9 @@ PENDING = -703
 EXISTS = -705
 # A put of the same name is under way in this process.
 EXISTS_HERE = -600
+
+# A writer that waits longer than this between two pieces of a value gave up.
+_PIECE_SECONDS = 2.0
 
 # The default action of the alarm ends the process.
 _CLOSE_SECONDS = 10
@@ -34,9 +36,6 @@ class MooncakeLane:
         address: of the lane's memory.
     """
 
-    idle_seconds = 2.0
-    """A writer that waits longer than this between two pieces of a value gave up."""
-
     def __init__(self, mooncake: Any, address: int) -> None:  # noqa: ANN401
         self._mooncake = mooncake
         self._address = address
@@ -49,16 +48,20 @@ class MooncakeLane:
             "delete": self.delete,
         }
 
-    async def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
+    def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
         if (command, arguments[0]) != ("put", self._unfinished):
-            await self.idle()
-        return await asyncio.to_thread(self._commands[command], *arguments)
+            self.give_up()
+        return self._commands[command](*arguments)
 
-    async def idle(self) -> None:
+    @property
+    def patience(self) -> float | None:
+        return None if self._unfinished is None else _PIECE_SECONDS
+
+    def give_up(self) -> None:
         """Take back a value whose writer gave up in its middle, so that another can store it."""
         name, self._unfinished = self._unfinished, None
         if name is not None:
-            await asyncio.to_thread(self._mooncake.batch_put_session_revoke, [name])
+            self._mooncake.batch_put_session_revoke([name])
 
     def read(self, name: str, pieces: list[tuple[int, int]]) -> int:
         """Put the pieces (offset, length) into the memory, one after the other, each up to the end

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,16 +76,19 @@ class ObjectLane:
         heads: limits their questions for the size of a value.
     """
 
-    idle_seconds = None
+    patience = None
+    give_up = staticmethod(lambda: None)
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         store: Any,  # noqa: ANN401
         memory: memoryview,
         removing: set[str],
         reads: asyncio.Semaphore,
         heads: asyncio.Semaphore,
     ) -> None:
+        self._loop = loop
         self._store = store
         self._memory = memory
         self._removing = removing
@@ -101,11 +105,14 @@ class ObjectLane:
             "next": self.next_page,
         }
 
-    async def answer(self, command: str, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
+    def answer(self, command: str, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
         """What came of a command: its result, or the text and the type of an error."""
-        seconds, *others = arguments
+        work = self._answer(command, *arguments)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _answer(self, command: str, seconds: float, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
         try:
-            work = self._commands[command](*others)
+            work = self._commands[command](*arguments)
             return {"result": await asyncio.wait_for(work, seconds)}
         except TimeoutError:
             return {"late": True}
@@ -115,9 +122,6 @@ class ObjectLane:
             os._exit(1)  # what holds the memory may stay: a new child begins without it
         except BaseException as error:  # a panic of obstore's is no Exception
             return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
-
-    async def idle(self) -> None:
-        """Nothing to do."""
 
     async def read(self, name: str, spans: list[tuple[int, int]]) -> int | None:
         """Put the bytes of each span (start, end) into the memory, one after the other; of what
@@ -255,9 +259,11 @@ def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[
         store = make_store(*options["store"])
     except (BaseError, OSError, ValueError) as error:
         return f"obstore refuses it ({type(error).__name__})"
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     removing: set[str] = set()
     limits = asyncio.Semaphore(_READS_IN_FLIGHT), asyncio.Semaphore(_HEADS_IN_FLIGHT)
-    return [ObjectLane(store, memory, removing, *limits) for memory in memories]
+    return [ObjectLane(loop, store, memory, removing, *limits) for memory in memories]
 
 
 def close(_lanes: Sequence[ObjectLane]) -> None:

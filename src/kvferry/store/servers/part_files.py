@@ -29,9 +29,6 @@ class PartFiles:
 
     Args:
         parent: where the user's folder is made; shared memory, if there is any.
-
-    Attributes:
-        refusal: why the last `begin` was FAILED; empty if it was not.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -41,7 +38,7 @@ class PartFiles:
         self._directory = Directory(f"{parent}/kvferry-parts-{os.getuid()}")
         self._lock = threading.Lock()
         self._has_warned = False
-        self.refusal = ""
+        self.refusal = ""  # why the last `begin` was FAILED
         self._begun: dict[str, tuple[ChunkKey, int]] = {}
         with suppress(OSError):
             self._check_folder()

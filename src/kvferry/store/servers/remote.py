@@ -72,11 +72,8 @@ class RemoteClient(ABC):
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        """Store the concatenation of `buffers`. Atomic.
-
-        Args:
-            replaces: also where the name has a value; otherwise the answer is then EXISTS.
-        """
+        """Store the concatenation of `buffers`. Atomic. Where the name has a value, the answer is
+        EXISTS, unless this `replaces` it."""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
@@ -265,11 +262,8 @@ class RemoteStore(Store):
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Every value, and with an empty key every description.
-
-        Raises:
-            StoreError: the server cannot be asked, or its listing does not end.
-        """
+        """Every value, and with an empty key every description. Raises StoreError also for a
+        listing that does not end."""
         if self._closed:
             return
         # Those listed last, the oldest first: a server may list a name twice.

@@ -48,7 +48,6 @@ class Command(NamedTuple):
 
 
 def command(*words: Word, into: memoryview | None = None, room: int = 0) -> Command:
-    """See `Command`."""
     return Command(words, into, room)
 
 
@@ -70,10 +69,7 @@ class ErrorReply(NamedTuple):
 
 class Connection:
     """A connection that one call at a time uses, each wait of which ends at the call's deadline.
-
-    Args:
-        stream: connected; closed with this.
-    """
+    Closes `stream`."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream

@@ -50,7 +50,7 @@ class ValkeyOptions:
         password_file: its first line is the password; read again at every connect.
         ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
         cert_file: PEM file of a certificate to show to the servers.
-        key_file: PEM file of its key.
+        key_file: PEM file of its key, unless that is in the same file.
     """
 
     cluster: bool = False
@@ -70,12 +70,8 @@ class ValkeyOptions:
 
 
 class ListLimit:
-    """Ends a list that does not end by itself.
-
-    Args:
-        max_pages: of 500 names each, those of others included.
-        max_names: that begin as it was asked.
-    """
+    """Ends a list that does not end by itself: after so many pages of 500 names, those of others
+    included, and names that begin as it was asked."""
 
     def __init__(self, max_pages: int = 1 << 18, max_names: int = 1 << 22) -> None:
         self._pages_left = max_pages
@@ -100,8 +96,6 @@ class ValkeyClient(RemoteClient):
 
     Args:
         addresses: the server; of a cluster, any of its nodes, tried in this order.
-        cluster: spread over the nodes of a cluster.
-        login: None if the server asks for none.
         tls: None for a connection in clear.
 
     Raises:

@@ -41,11 +41,8 @@ class Login(NamedTuple):
     """Its first line is the password, read at every connect; instead of `password`."""
 
     def get_credentials(self) -> tuple[str, ...]:
-        """User, if there is one, and password; nothing for no login.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
+        """User, if there is one, and password; nothing for no login. Raises StoreError for a file
+        that cannot be read."""
         password = self.password
         if self.password_file is not None:
             try:
@@ -65,12 +62,8 @@ class Login(NamedTuple):
 
 class ValkeyNode:
     """A server, and the connections to it that no call is using. Thread-safe, and on both sides of
-    a fork: a list hands each connection to one thread, and a connection knows its process.
-
-    Args:
-        tls: None for a connection in clear.
-        connect_seconds: limit of a connect, within the deadline of its call.
-    """
+    a fork: a list hands each connection to one thread, and a connection knows its process. A
+    connect takes at most `connect_seconds` of its call's time."""
 
     def __init__(
         self,
@@ -184,16 +177,8 @@ def _say(connection: Connection, asked: Command, deadline: float, *, is_login: b
 def make_tls(
     ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
 ) -> ssl.SSLContext:
-    """What `ValkeyClient` takes as `tls`: checks the server's certificate and name.
-
-    Args:
-        ca_file: PEM file of those who sign servers; None for those that the system trusts.
-        cert_file: PEM file of a certificate to show to the server, if it asks for one.
-        key_file: PEM file of its key, unless that is in the same file.
-
-    Raises:
-        ConfigError: a file that is absent or holds something else.
-    """
+    """What `ValkeyClient` takes as `tls`: checks the server's certificate and name. For the files
+    see `ValkeyOptions`; raises ConfigError for one that is absent or holds something else."""
     if key_file is not None and cert_file is None:
         raise ConfigError("key_file is given without cert_file")
     shown = ca_file
@@ -250,12 +235,8 @@ def _reason(error: Exception) -> str:
 
 
 class ValkeyCluster:
-    """The nodes that hold slots, learnt from any of them, and again when one failed or a slot has
-    moved. Thread-safe without a lock: what threads learn at once is the same.
-
-    Args:
-        seeds: nodes to ask first, in this order.
-        new_node: makes the node at a host and port.
+    """The nodes that hold slots, learnt from any of them (the `seeds` first), and again when one
+    failed or a slot has moved. Thread-safe without a lock: what threads learn at once is the same.
     """
 
     def __init__(self, seeds: Sequence[Place], new_node: Callable[[str, int], ValkeyNode]) -> None:
