@@ -64,9 +64,6 @@ class PagedKV:
     Args:
         tensors, group, shard, layout: see `kvferry.layout.spec.layer_parts`, which checks them.
         copies: makes what runs the copies; None for the fastest on the tensors' device.
-
-    Raises:
-        LayoutError: tensors that are not what group, shard and layout say.
     """
 
     def __init__(

@@ -97,8 +97,7 @@ class Layout:
         view may be a part of something larger.
 
         Args:
-            num_layers: layers that lie together.
-            layer_stride: from one layer's tensor to the next, if they are evenly spaced.
+            layer_stride: from one of `num_layers` tensors to the next, if they are evenly spaced.
 
         Raises:
             LayoutError: another number of axes, an axis 2 of another size, or strides that lie in
@@ -198,7 +197,7 @@ def layer_parts(
         layout: a name that `parse` knows, or several with | between them.
 
     Raises:
-        LayoutError: tensors that are not what group, shard and layout say.
+        LayoutError: the tensors are others.
     """
     num_layers = shard.layers[1] - shard.layers[0]
     num_axes = len(tensors[0].shape) if tensors else 0

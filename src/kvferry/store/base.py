@@ -218,10 +218,7 @@ class Store(ABC):
     def scan(self) -> Iterator[Entry]:
         """Every stored value at some moment during the call; has no effect on later reads. Keeps a
         bounded number of names in memory: one that a server lists twice, far apart, may come twice.
-
-        Raises:
-            StoreError: the store cannot list its values, or the medium failed.
-        """
+        Raises StoreError if the store cannot list its values, or the medium failed."""
         raise StoreError(f"{self.url} cannot list its values")
 
     def stored(self) -> Iterator[Entry]:
@@ -259,11 +256,8 @@ class Store(ABC):
         return {}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove what was not used for long, then the least recently used until the rest fits.
-
-        Args:
-            max_bytes: keep at most so many bytes; None: as many as the quota allows.
-            older_than_seconds: remove what was not used for so long.
+        """Remove what was not used for `older_than_seconds`, then the least recently used until the
+        rest has at most `max_bytes`; None: as many as the quota allows.
 
         Raises:
             ConfigError: the store does not know when its values were used.

@@ -622,7 +622,7 @@ def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
         "except sqlite3.OperationalError: sys.exit(7)"
     )
     with FileStore(root, background=False) as store:
-        with store.index._database.transaction(writes=True):
+        with store.index.database.transaction(writes=True):
             FileStore(root, background=False).close()
             assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 7
         assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0

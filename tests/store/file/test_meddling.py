@@ -73,7 +73,7 @@ def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp
         for shard in range(32):
             for number in range(4):
                 assert store.put(key_in(shard, number), [make_value(1000)]) is PutResult.STORED
-        wait_until(lambda: not store.upkeep._comparison.is_first_pass, "everything was compared")
+        wait_until(lambda: not store.upkeep.comparison.is_first_pass, "everything was compared")
         for shard in range(2, 32):
             shutil.rmtree(root / "records" / f"{shard:02x}")
         started = time.monotonic()

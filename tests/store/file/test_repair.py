@@ -48,7 +48,7 @@ def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeyp
     fill(store, range(20))
     store.maintain()
     (bench.root / "index.sqlite3").unlink()
-    transaction, failures = store.index._database.transaction, [1]
+    transaction, failures = store.index.database.transaction, [1]
 
     def locked(*, writes):
         if failures:
@@ -56,7 +56,7 @@ def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeyp
             raise IndexUnavailable(errno.EAGAIN, "locked")
         return transaction(writes=writes)
 
-    monkeypatch.setattr(store.index._database, "transaction", locked)
+    monkeypatch.setattr(store.index.database, "transaction", locked)
     for _ in range(100):
         store.upkeep.step(rests=False)
     assert store.stat().used_bytes == disk_bytes(bench.root)

@@ -137,7 +137,7 @@ class Index:
         read_only: bool,
         wall: Callable[[], float],
     ) -> None:
-        self._database = Database(path, _SCHEMA, read_only=read_only)
+        self.database = Database(path, _SCHEMA, read_only=read_only)
         self.directory = directory
         self.known = known
         self._observer = observer
@@ -150,28 +150,28 @@ class Index:
 
     @property
     def is_ours(self) -> bool:
-        return self._database.is_ours
+        return self.database.is_ours
 
     def open(self) -> bool:
         """Open the database unless it is open. True if the known keys were cleared."""
-        if not self._database.open():
+        if not self.database.open():
             return False
         self.all_known.clear()
         # A database that came in place of ours may be an older copy: compare the directory again.
-        is_other = self._was_open and not self._database.read_only
+        is_other = self._was_open and not self.database.read_only
         try:
             with self._transaction(writes=is_other) as db:
                 if is_other:
                     db.execute("UPDATE totals SET is_complete = 0 WHERE is_complete = 1")
                 self._learn_anew(*self._last_ids(db))
         except OSError:
-            self._database.close()  # so that the next call starts again
+            self.database.close()  # so that the next call starts again
             raise
         self._was_open = True
         return True
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
     def add_written(
         self,
@@ -419,7 +419,7 @@ class Index:
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
-        with self._database.transaction(writes=writes) as db:
+        with self.database.transaction(writes=writes) as db:
             self._read_totals(db)
             yield db
             if writes:

@@ -103,7 +103,7 @@ class Upkeep:
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
-        self._comparison = ShardComparison(
+        self.comparison = ShardComparison(
             index, _CACHED_SECONDS if machines_share else _SETTLED_SECONDS
         )
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
@@ -202,7 +202,7 @@ class Upkeep:
         return True
 
     def _restart(self) -> None:
-        self._comparison.restart()
+        self.comparison.restart()
         self._due = dict.fromkeys(self._due, 0.0)
 
     def _reopen(self) -> None:
@@ -231,7 +231,7 @@ class Upkeep:
         started = self._faults.clock()
         if rests and started < self._due["compare"]:
             return False
-        comparison = self._comparison
+        comparison = self.comparison
         if not comparison.waiting:
             if comparison.is_first_pass or not self._index.totals.is_complete:
                 with self._past_errors_of_files():

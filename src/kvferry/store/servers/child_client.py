@@ -48,12 +48,8 @@ class _Gone(Exception):
 
 
 class LaneEnd:
-    """One command at a time, and the memory that it moves bytes through.
-
-    Attributes:
-        memory: shared with the child.
-        waits_since: when the command was sent whose answer has not come; None if there is none.
-    """
+    """One command at a time, and the `memory` shared with the child through which it moves bytes.
+    `waits_since` is when the command was sent whose answer has not come, if there is one."""
 
     def __init__(self, end: socket.socket, whole: mmap.mmap, start: int, num_bytes: int) -> None:
         self.socket = end
@@ -237,11 +233,8 @@ class ChildClient(RemoteClient):
         return Call(self, what, min(deadline, time.monotonic() + LONGEST_SECONDS))
 
     def get_lane(self, deadline: float) -> LaneEnd:
-        """A lane for one call; wait for one until `deadline`.
-
-        Raises:
-            StoreError: none came free, or there is no connection.
-        """
+        """A lane for one call. Raises StoreError if none comes free until `deadline`, or there is
+        no connection."""
         with self._changed:
             while True:
                 self._ensure_child()
@@ -336,12 +329,8 @@ class ChildClient(RemoteClient):
 
 
 class Call:
-    """One command after another on one lane, which goes back at the end.
-
-    Attributes:
-        what: it does, for messages.
-        used_bytes: of the lane's memory, at most.
-    """
+    """One command after another on one lane, which goes back at the end. `what` it does stands in
+    messages; of the lane's memory it has used up to `used_bytes`."""
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
         self.what = what
@@ -369,11 +358,8 @@ class Call:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, command: Sequence[object]) -> Any:  # noqa: ANN401
-        """The child's answer.
-
-        Raises:
-            StoreError: none came until the deadline, or the child is gone.
-        """
+        """The child's answer. Raises StoreError if none comes until the deadline, or the child is
+        gone."""
         try:
             return self.lane.ask(command, self._deadline)
         except _Gone as error:

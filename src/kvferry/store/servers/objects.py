@@ -206,12 +206,7 @@ class ObjectClient(ChildClient):
                 raise StoreError(str(error)) from None
 
     def _ask(self, call: Call, command: str, *arguments: object) -> Any:  # noqa: ANN401
-        """The result of a command of the child.
-
-        Raises:
-            StoreError: the server failed, or the deadline passed.
-            ConfigError: as `check`.
-        """
+        """The result of a command of the child. Raises as `check`."""
         answer = call.ask([command, call.seconds_left, *arguments])
         match answer:
             case {"result": result}:

@@ -67,14 +67,8 @@ class WrongAnswer(Exception):
 
 
 class ObjectLane:
-    """A `Worker` of `child.py`. A command works until its time is over.
-
-    Args:
-        memory: of the lane.
-        removing: names that some lane deletes.
-        reads: limits the reads of all lanes.
-        heads: limits their questions for the size of a value.
-    """
+    """A `Worker` of `child.py`. A command works until its time is over. Lanes share the names that
+    some of them is `removing`, and the limits of `reads` and of questions for sizes (`heads`)."""
 
     patience = None
     give_up = staticmethod(lambda: None)
