@@ -20,6 +20,8 @@ from kvferry.errors import StoreError
 from kvferry.store.servers.remote import RemoteClient
 from tests.servers.victim import Ticker
 
+START_SECONDS = 60.0
+
 MOST_NAMES = 100_000
 """A longer list is not taken further: its bound is a store's, not a client's."""
 
@@ -31,7 +33,10 @@ def make_client(kind: str, place: str, way: str) -> RemoteClient:
         return ObjectClient("s3", way, endpoint=place, region="us-east-1")
     from kvferry.store.servers.mooncake import MooncakeClient, MooncakeOptions
 
-    return MooncakeClient(place, MooncakeOptions(admin=way))
+    client = MooncakeClient(place, MooncakeOptions(admin=way))
+    # Its master is honest, and its child takes a while to start on a busy machine.
+    client.exists(["kv/a"], time.monotonic() + START_SECONDS)
+    return client
 
 
 def calls_of(client: RemoteClient, until: Callable[[], float]) -> dict[str, Callable[[], object]]:
