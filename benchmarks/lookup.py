@@ -38,7 +38,7 @@ from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.store.file.directory import record_path
-from kvferry.store.known_keys import KnownKeys
+from kvferry.store.file.index import KnownKeys
 from kvferry.store.url import open_store
 from kvferry.testing.host import HostStep
 from kvferry.testing.host_tables import HostRequest

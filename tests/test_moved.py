@@ -17,7 +17,7 @@ def test_a_module_that_is_gone_names_where_its_names_are(module):
             importlib.import_module(path)
         assert module in str(caught.value)
         homes = re.findall(r"kvferry\.[a-z0-9_.]*[a-z0-9]", str(caught.value).partition(" to ")[2])
-        assert "kvferry.v1" in homes
+        assert homes
         for home in homes:
             importlib.import_module(home)
 

@@ -6,6 +6,7 @@ All names but the errors load on first use, so `import kvferry` is quick and loa
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from kvferry.errors import (
@@ -20,7 +21,7 @@ from kvferry.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvferry.moved import moved_names
+from kvferry.moved import MovedModules, moved_names
 
 if TYPE_CHECKING:
     from kvferry.engine import LLM, SamplingParams
@@ -56,6 +57,9 @@ _MODULES = {
     "Store": "kvferry.store.base",
     "open_store": "kvferry.store.url",
 }
+
+if MovedModules not in sys.meta_path:
+    sys.meta_path.append(MovedModules)
 
 
 def __getattr__(name: str) -> object:

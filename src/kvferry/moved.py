@@ -15,11 +15,27 @@ MOVED_MODULES: Final = MappingProxyType(
         "kvferry.aggregation": "kvferry.v1 (WorkerOutputFold to kvferry.contract.fold)",
         "kvferry.connectors": "kvferry.cache (SharedStorageConnector and its like to kvferry.v1)",
         "kvferry.contract.v1": NEW_HOME,
+        "kvferry.keys.weights": "kvferry.identity.weights",
+        "kvferry.layout.blocks": NEW_HOME,
+        "kvferry.layout.host": NEW_HOME,
+        "kvferry.layout.postprocess": NEW_HOME,
         "kvferry.runner": "kvferry.v1 (StepLifecycle to kvferry.contract.lifecycle)",
+        "kvferry.store.breaker": "kvferry.store.tiers",
+        "kvferry.store.checking": "kvferry.store.maintenance",
+        "kvferry.store.known_keys": "kvferry.store.file.index",
+        "kvferry.store.late": "kvferry.store.tiers",
+        "kvferry.store.mooncake": "kvferry.store.servers.mooncake",
+        "kvferry.store.objects": "kvferry.store.servers.objects",
+        "kvferry.store.part_files": "kvferry.store.servers.part_files",
+        "kvferry.store.remote": "kvferry.store.servers.remote",
+        "kvferry.store.server_keys": "kvferry.store.servers.server_keys",
+        "kvferry.store.tier": "kvferry.store.tiers",
+        "kvferry.store.tiered": "kvferry.store.tiers",
+        "kvferry.store.valkey": "kvferry.store.servers.valkey",
         "kvferry.topology": "kvferry.v1 (tensor_parallel_shard to kvferry.layout.shards)",
     }
 )
-"""Modules that are gone, by full name; each raises `moved` of its own name."""
+"""Modules that are gone, by full name."""
 
 MOVED_NAMES: Final = MappingProxyType(
     {
@@ -39,9 +55,17 @@ MOVED_NAMES: Final = MappingProxyType(
 """Names that packages no longer have, by package; all are in `NEW_HOME`."""
 
 
-def moved(module: str) -> ImportError:
-    """The error of importing `module`, one of `MOVED_MODULES`."""
-    return ImportError(f"{module} is gone: its names moved to {MOVED_MODULES[module]}")
+class MovedModules:
+    """The last finder of modules, which nobody asks for one that is there: a stub for each that is
+    gone would be a file that a reader opens in vain."""
+
+    @staticmethod
+    def find_spec(name: str, _path: object = None, _target: object = None) -> None:
+        """Raises ImportError for one of `MOVED_MODULES`."""
+        if name in MOVED_MODULES:
+            raise ImportError(
+                f"{name} is gone: its names moved to {MOVED_MODULES[name]}", name=name
+            )
 
 
 def moved_names(package: str) -> Callable[[str], NoReturn]:

@@ -65,7 +65,7 @@ class Filled:
 
     def flip_last_bit(self, index: int) -> None:
         with self.opened() as store:
-            name = store._name(self.keys[index])
+            name = store.name_of(self.keys[index])
             value = bytearray(self.schema.record_bytes)
             until = time.monotonic() + 10
             store._client.read(name, [(0, memoryview(value))], until)
@@ -120,7 +120,7 @@ def set_idle(valkey_server):
 
     def idle(filled: Filled, index: int, seconds: int) -> None:
         with filled.opened() as store:
-            name = store._name(filled.keys[index])
+            name = store.name_of(filled.keys[index])
         value = valkey_server.ask("DUMP", name)
         valkey_server.ask("RESTORE", name, 0, value, "REPLACE", "IDLETIME", seconds)
 

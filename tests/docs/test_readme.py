@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import build_app
-from kvferry.store.file.kind import FileOptions
+from kvferry.store.file import FileOptions
 from kvferry.store.servers.valkey import ValkeyOptions
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer

@@ -26,6 +26,8 @@ class Request(NamedTuple):
     """check (a list behind all names), list, get, head, put or delete."""
     number: int
     """How many came before."""
+    first_byte: int = 0
+    """Of the range that a get asks for."""
 
 
 def whole(status: str, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
@@ -35,6 +37,7 @@ def whole(status: str, body: bytes = b"", *headers: str, length: int | None = No
         f"Content-Length: {len(body) if length is None else length}",
         f"Last-Modified: {_DATE}",
         'ETag: "e"',
+        "Connection: close",  # else a client may send its next request as this end closes
         *headers,
         "",
         "",
@@ -167,6 +170,7 @@ WAYS: dict[str, Answer] = {
     "negative-range": _get("Content-Range: bytes 0-15/-1"),
     "unreal-range": _get("Content-Range: bytes 0-15/99999999999999999999999"),
     "no-range": _get(status="200 OK"),
+    "refused-range": _get(status="416 Range Not Satisfiable", body=b""),
     "short-body": _only(
         "get",
         lambda _request: iter([whole("206 Partial Content", b"v", _RANGE, length=16)]),
@@ -210,7 +214,18 @@ _RECORDS = listing([f"kv/{0:064x}/{number:064x}" for number in range(1000)], tok
 CIRCLES: dict[str, Answer] = {"same-records": _list(_RECORDS)}
 """Lists of records that begin again at their end."""
 
-_ALL = HONEST | WAYS | LISTS | CIRCLES
+
+def _two_values(request: Request) -> Iterator[bytes]:
+    """The second range is of another value than the first, which has gone."""
+    size = SIZE << 20 if request.first_byte == 0 else request.first_byte + 8
+    count = min(16, size - request.first_byte)
+    span = f"{request.first_byte}-{request.first_byte + count - 1}"
+    yield whole("206 Partial Content", b"v" * count, f"Content-Range: bytes {span}/{size}")
+
+
+REPLACED: dict[str, Answer] = {"two-values": _only("get", _two_values)}
+
+_ALL = HONEST | WAYS | LISTS | CIRCLES | REPLACED
 
 
 def fuzzed(seed: int) -> Answer:
@@ -299,7 +314,8 @@ class HostileS3:
             kind = "check" if "start-after" in target else "list"
         number = self._numbers.get(f"{bucket} {kind}", 0)
         self._numbers[f"{bucket} {kind}"] = number + 1
-        return bucket, Request(kind, number)
+        first_byte = re.search(rb"range: bytes=(\d+)", head, re.IGNORECASE)
+        return bucket, Request(kind, number, int(first_byte[1]) if first_byte else 0)
 
     def _send(self, client: socket.socket, piece: bytes) -> bool:
         """False when the client has left, or the server is closed."""

@@ -41,6 +41,16 @@ class Ticker:
         self.longest = 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
+    def stall_of(self, call: Callable[[], object]) -> float:
+        """The longest stall of a call. One during which this machine stalls is made again."""
+        for _ in range(_MAX_TRIES):
+            self.longest = 0.0
+            call()
+            time.sleep(0.002)  # the ticker sees the end
+            if self.longest < MAX_STALL_SECONDS:
+                break
+        return self.longest
+
     def _run(self) -> None:
         last = time.process_time()
         while True:
@@ -82,16 +92,9 @@ class Costs:
         self._ticker = Ticker()
 
     def measure(self, what: str, call: Callable[[float], object]) -> None:
-        """A call during which this machine stalls is made again."""
-        for _ in range(_MAX_TRIES):
-            self._ticker.longest = 0.0
-            self.outcomes[what] = self._made(call)
-            time.sleep(0.002)  # the ticker sees the end
-            self.stalls[what] = self._ticker.longest
-            if self._ticker.longest < MAX_STALL_SECONDS:
-                return
+        self.stalls[what] = self._ticker.stall_of(lambda: self._make(what, call))
 
-    def _made(self, call: Callable[[float], object]) -> str:
+    def _make(self, what: str, call: Callable[[float], object]) -> None:
         started, cpu = time.monotonic(), time.thread_time()
         try:
             outcome = repr(call(started + CALL_SECONDS))[:60]
@@ -101,7 +104,7 @@ class Costs:
             outcome = f"RAISED {type(error).__name__}"
         self.late = max(self.late, time.monotonic() - started - CALL_SECONDS)
         self.cpu = max(self.cpu, time.thread_time() - cpu)
-        return outcome
+        self.outcomes[what] = outcome
 
 
 def main(ports: dict[str, int], seed: int, rounds: int) -> None:

@@ -97,6 +97,8 @@ def urls_of(scheme: str) -> Iterator[str]:
     base = base_of(scheme)
     yield from (f"{base}?{options}" for options in with_options(scheme))
     yield f"{base}#{SECRET}"
+    if kind_of_scheme(scheme).hosts:
+        yield from (f"{base}{mark}token={SECRET}" for mark in ("&", ";", "/", "&amp;", "%20;"))
     if scheme == "s3":
         yield f"{base}?endpoint=http://127.0.0.1:1&region={SECRET}"
     if kind_of_scheme(scheme).hosts:

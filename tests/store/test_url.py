@@ -270,6 +270,15 @@ def test_what_no_library_takes_is_refused_before(url, what_to_write):
     assert what_to_write in str(caught.value)
 
 
+@pytest.mark.parametrize("mark", ["&token=", ";token=", "/token="])
+@pytest.mark.parametrize("server", ["valkey://h", "s3://b", "mooncake://h:1"])
+def test_options_without_a_question_mark_are_no_prefix(server, mark):
+    with pytest.raises(ConfigError, match="options begin with") as caught:
+        parse_store_url(f"{server}/kv{mark}hunter2")
+    assert "hunter2" not in str(caught.value)
+    assert parse_store_url(f"{server}/kv{quote(mark)}x").path == f"kv{mark}x"
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -58,7 +58,7 @@ def test_the_next_save_replaces_a_wrong_value(url, wrong, is_read):
     key, until = make_key(), time.monotonic() + 30
     with open_one(url, namespace=SCHEMA.namespace) as store:
         if wrong or "mooncake" not in url:  # its library keeps no empty value
-            store._client.put(store._name(key), [wrong], until)
+            store._client.put(store.name_of(key), [wrong], until)
     with open_store(url, namespace=SCHEMA.namespace, check=value_check(SCHEMA)) as store:
         is_unread_and_whole = not is_read and len(wrong) == SCHEMA.record_bytes
         if is_read or is_unread_and_whole:  # only its reader can tell what has the right size

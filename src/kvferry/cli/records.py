@@ -38,10 +38,10 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
-from kvferry.store import checking
+from kvferry.store import maintenance
 from kvferry.store.base import Entry, Removal, Store
 from kvferry.store.kind import shown_url
-from kvferry.store.surplus import estimate
+from kvferry.store.maintenance import estimate
 from kvferry.types import FORMAT_VERSION
 
 _SHOWN_NAMESPACES = 20
@@ -333,7 +333,7 @@ def verify(
     """
     with open_existing(url, writable=not dry_run) as store, progress() as bar:
         task = bar.add_task("verifying", total=store.stat().num_records or None)
-        report = checking.verify(
+        report = maintenance.verify(
             store,
             entries(store, store.stored()),
             lambda num_records, _: bar.update(task, completed=num_records),

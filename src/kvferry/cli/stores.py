@@ -14,8 +14,8 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
-from kvferry.store.checking import verify
 from kvferry.store.kind import StoreUrl
+from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 
 T = TypeVar("T")

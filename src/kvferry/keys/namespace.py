@@ -77,12 +77,9 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """A digest and the readable description it was made from.
-
-    `digest` is BLAKE3 over `NAMESPACE_TAG` and the canonical encoding of `description`, so the
-    description is enough to check the digest. `model` is the model's name, if it has one; it is not
-    in the description.
-    """
+    """A digest and the readable description it was made from: `digest` is BLAKE3 over
+    `NAMESPACE_TAG` and the canonical encoding of `description`. `model`, the model's name if it has
+    one, is not in the description."""
 
     digest: bytes
     description: Mapping[str, JsonValue] = field(compare=False)
@@ -96,12 +93,8 @@ class Namespace:
         chunk_tokens: int,
         tenant: str = "",
     ) -> Namespace:
-        """The namespace of one model, geometry, chunk size and tenant.
-
-        Raises:
-            ConfigError: no groups, `chunk_tokens` below 1, or a config value that has no canonical
-                encoding.
-        """
+        """Raises ConfigError for no groups, `chunk_tokens` below 1, or a config value that has no
+        canonical encoding."""
         if not groups:
             raise ConfigError("a namespace needs at least one KV group")
         if chunk_tokens < 1:

@@ -1,24 +1,34 @@
 """Copy tokens between paged KV tensors and canonical record rows: the executor of `plan`.
 
-Tensors arrive in a host's layout, named and checked, never guessed. On CPU the copies run in
-`layout.numpy_copies`, on a device in `layout.device`.
+Tensors arrive in a host's layout, named and checked, never guessed. On CPU the copies run here,
+through numpy, on a device in `layout.device`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF, TorchCopies
-from kvferry.layout.numpy_copies import NumpyCopies
-from kvferry.layout.plan import BlockRun, Segment, block_runs, check_block_ids, segments
+from kvferry.layout.plan import (
+    BlockRun,
+    Move,
+    Segment,
+    block_runs,
+    check_block_ids,
+    move_of,
+    segments,
+)
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
+
+Array = np.ndarray[Any, Any]
 
 
 class Copies(Protocol):
@@ -52,14 +62,8 @@ class PagedKV:
     the null block of their host.
 
     Args:
-        tensors: one tensor per layer this rank holds, in layer order, or one with all layers.
-        group: geometry of the whole group.
-        shard: the layers and heads this rank holds.
-        layout: a name that `kvferry.layout.spec.parse` knows.
+        tensors, group, shard, layout: see `kvferry.layout.spec.layer_parts`, which checks them.
         copies: makes what runs the copies; None for the fastest on the tensors' device.
-
-    Raises:
-        LayoutError: tensors that are not what group, shard and layout say.
     """
 
     def __init__(
@@ -95,22 +99,14 @@ class PagedKV:
         check_block_ids(block_ids, self.num_blocks)
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
-        """Split tokens `[start, stop)` of a request into maximal runs of blocks: see `block_runs`.
-
-        Raises:
-            LayoutError: an id that is not a block of this cache, or fewer blocks than tokens need.
-        """
+        """See `block_runs`. Raises LayoutError also for an id that is not a block of this cache."""
         self.check_blocks(block_ids)
         return block_runs(block_ids, start, stop, self.block_size)
 
     def as_rows(self, buffer: memoryview | torch.Tensor, shape: tuple[int, int, int, int]) -> Any:
-        """View `buffer` as record rows, in the form that this cache copies.
-
-        Args:
-            buffer: writable, C order, exactly as long as `shape` says; or a tensor of integers that
-                has the shape already.
-            shape: `[layers, heads, tokens, content]`.
-        """
+        """View `buffer` as record rows `[layers, heads, tokens, content]`, in the form that this
+        cache copies. It is writable, in C order and exactly as long as `shape` says; or a tensor of
+        integers that has the shape already."""
         if isinstance(buffer, torch.Tensor):
             return buffer.numpy() if self._is_numpy else buffer
         if self._is_numpy:
@@ -123,7 +119,6 @@ class PagedKV:
         Args:
             rows: from `as_rows`, with all heads.
             layer: first layer of `rows`, counted within this rank's shard.
-            runs: where the tokens go, from `runs`.
             first_token: token position of index 0 of the token axis of `rows`.
 
         Raises:
@@ -138,11 +133,8 @@ class PagedKV:
         self._copies.gather(rows, layer, runs, first_token)
 
     def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
-        """Checksums of rows, which the device computes after what the current stream was given.
-
-        Args:
-            rows: from `as_rows`, on the device.
-            leaf_bytes: a row is hashed in leaves of this size, the last one shorter.
+        """Checksums of rows (from `as_rows`, on the device) in leaves of `leaf_bytes`, the last one
+        of a row shorter; the device computes them after what the current stream was given.
 
         Returns:
             A function to call once the stream is through: XXH3-128 of each leaf in the order of the
@@ -185,3 +177,71 @@ def _strided(tensor: torch.Tensor) -> Strided:
         storage=tensor.untyped_storage().data_ptr(),
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
+
+
+class _Spans(NamedTuple):
+    """A move as numpy runs it."""
+
+    move: Move
+    blocks: Array
+    """`[num_blocks, *move.shape]` of spans in the cache."""
+
+    def of_rows(self, rows: Array, start: int, num_blocks: int) -> Array:
+        """`[num_blocks, *move.shape]` of spans in rows, from token `start` of these on."""
+        offset = self.move.row_offset + start * self.move.row_token
+        shape = (num_blocks, *self.move.shape)
+        return np.ndarray(shape, self.blocks.dtype, rows, offset, self.move.row_strides)
+
+
+class NumpyCopies:
+    """Copies in the host's memory, by numpy, which releases the GIL and starts no threads: a plan's
+    moves become arrays whose element is a whole contiguous span. Thread-safe."""
+
+    def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
+        self._segments = parts
+        self._storages = {address: tensor.numpy() for address, tensor in storages.items()}
+        # As many keys as a geometry has: pieces of a record, times slots of partial blocks.
+        self._spans = lru_cache(maxsize=4096)(self._compute_spans)
+
+    def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        for run in runs:
+            index = _index(run.blocks)
+            for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
+                source = spans.of_rows(rows, run.start - first_token, len(run.blocks))
+                spans.blocks[index] = source
+
+    def gather(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
+        for run in runs:
+            for spans in self._spans(layer, rows.shape, run.first_slot, run.num_slots):
+                target = spans.of_rows(rows, run.start - first_token, len(run.blocks))
+                if isinstance(run.blocks, range):
+                    target[...] = spans.blocks[_index(run.blocks)]
+                    continue
+                # One by one: reading through an index array would copy twice.
+                for position, block in enumerate(run.blocks):
+                    target[position : position + 1] = spans.blocks[block : block + 1]
+
+    def _compute_spans(
+        self, layer: int, shape: tuple[int, int, int, int], first_slot: int, num_slots: int
+    ) -> tuple[_Spans, ...]:
+        found = []
+        for segment in self._segments:
+            move = move_of(segment, layer, shape, first_slot, num_slots)
+            if move is not None:
+                memory, kind = self._storages[move.storage], _span_type(move.span)
+                size = (segment.num_blocks, *move.shape)
+                blocks = np.ndarray(size, kind, memory, move.kv_offset, move.kv_strides)
+                found.append(_Spans(move, blocks))
+        return tuple(found)
+
+
+def _span_type(num_bytes: int) -> np.dtype[Any]:
+    # Single elements, as of transposed keys: numpy copies integers faster than spans of their size.
+    return np.dtype(f"u{num_bytes}" if num_bytes in (1, 2, 4, 8) else (np.void, num_bytes))
+
+
+def _index(blocks: range | tuple[int, ...]) -> slice | Array:
+    """What picks these blocks from a first axis."""
+    if isinstance(blocks, range):
+        return slice(blocks.start, blocks.stop)
+    return np.array(blocks, dtype=np.intp)

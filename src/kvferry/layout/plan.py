@@ -81,11 +81,7 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str = "") 
 
 def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
     """Split tokens `[start, stop)` of a request into maximal runs of blocks of `block_size` tokens.
-    `block_ids` hold the range and no more, in token order.
-
-    Raises:
-        LayoutError: fewer blocks than the range needs.
-    """
+    `block_ids` hold the range and no more, in token order. Raises LayoutError for too few."""
     first_index = start // block_size
     if start < 0 or -(-stop // block_size) - first_index > len(block_ids):
         raise LayoutError(
@@ -151,15 +147,8 @@ def move_of(
     first_slot: int,
     num_slots: int,
 ) -> Move | None:
-    """What a segment and record rows have in common; None if that is nothing.
-
-    Args:
-        segment: of the cache.
-        layer: first layer of the rows, counted in the rank's shard.
-        shape: of the rows, in elements.
-        first_slot: of the slots of a block that are copied.
-        num_slots: how many of them.
-    """
+    """What a segment of the cache and rows of a `shape` (in elements) from `layer` of the rank's
+    shard on have in common, in these slots of a block; None if that is nothing."""
     low = max(segment.first_layer, layer)
     high = min(segment.first_layer + segment.num_layers, layer + shape[0])
     if low >= high:
@@ -193,11 +182,8 @@ def move_of(
 def _coalesced(
     axes: list[tuple[int, int, int]], item: int
 ) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Join axes (size, stride in the block, stride in the row) that are contiguous on both sides.
-
-    Returns:
-        The contiguous span in bytes, and the axes that remain, outermost first.
-    """
+    """Join axes (size, stride in the block, stride in the row) that are contiguous on both sides:
+    the contiguous span in bytes, and the axes that remain, outermost first."""
     left = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
     span = item
     while left and left[-1][1] == left[-1][2] == span and left[-1][0] * span <= _MAX_SPAN:

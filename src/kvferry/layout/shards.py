@@ -23,18 +23,8 @@ def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> tuple[int, i
 
 
 def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int) -> RankShard:
-    """What a tensor-parallel rank holds: its share of the heads, or one replicated head.
-
-    Of the ranks that replicate a head, the first one writes it.
-
-    Args:
-        groups: KV groups of the whole model.
-        rank: in [0, world_size).
-        world_size: tensor-parallel size.
-
-    Raises:
-        TopologyError: heads and ranks of which neither is a multiple of the other.
-    """
+    """What a tensor-parallel rank holds of a model: its share of the heads of each group, or one
+    replicated head, which the first of its ranks writes. Raises as `heads_of_rank`."""
     shards = []
     for group in groups:
         heads = heads_of_rank(group.num_kv_heads, rank, world_size)

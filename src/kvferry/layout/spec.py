@@ -86,23 +86,18 @@ class Layout:
         return "L" in self.axes
 
     def of_tensor(self, num_axes: int) -> Layout:
-        """The layout of a tensor with so many axes.
-
-        The names of `MEMORY_ORDERS` stand for views of four axes and for a buffer of five.
-        """
+        """The layout of a tensor with so many axes: the names of `MEMORY_ORDERS` stand for views of
+        four axes and for a buffer of five."""
         if num_axes == 5 and self.name in MEMORY_ORDERS:
             return Layout(self.name, self.name, self.name)
         return self
 
     def check(self, tensor: Strided, num_layers: int, layer_stride: int | None = None) -> None:
-        """Whether a tensor is what the layout says.
-
-        Gaps are no fault: pages may be padded, and a view may be a part of something larger.
+        """Check a tensor of one layer, or of all. Gaps are no fault: pages may be padded, and a
+        view may be a part of something larger.
 
         Args:
-            tensor: of one layer, or of all.
-            num_layers: layers that lie together.
-            layer_stride: from one layer's tensor to the next, if they are evenly spaced.
+            layer_stride: from one of `num_layers` tensors to the next, if they are evenly spaced.
 
         Raises:
             LayoutError: another number of axes, an axis 2 of another size, or strides that lie in
@@ -171,11 +166,7 @@ class Layout:
 
 
 def parse(name: str) -> Layout:
-    """The layout of that name.
-
-    Raises:
-        LayoutError: no layout has this name.
-    """
+    """The layout of that name. Raises LayoutError if there is none."""
     full = ALIASES.get(name, name)
     if full in KEYS_ACROSS:
         return Layout(full, full[:-1], None, keys_across=True)
@@ -206,7 +197,7 @@ def layer_parts(
         layout: a name that `parse` knows, or several with | between them.
 
     Raises:
-        LayoutError: tensors that are not what group, shard and layout say.
+        LayoutError: the tensors are others.
     """
     num_layers = shard.layers[1] - shard.layers[0]
     num_axes = len(tensors[0].shape) if tensors else 0

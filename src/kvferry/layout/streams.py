@@ -93,15 +93,9 @@ class SideStream:
         return self.run(lambda: None, after=Mark())
 
     def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
-        """Call `work` with this stream as the current one.
-
-        Args:
-            work: submits copies; what it allocates on the device belongs to this stream.
-            after: nothing of it runs on the device before this.
-
-        Returns:
-            The place behind it.
-        """
+        """Call `work`, which submits copies, with this stream as the current one; none of them runs
+        before `after`. Returns the place behind it. What `work` allocates on the device belongs to
+        this stream."""
         if self._stream is None:
             work()
             return Mark()
@@ -113,12 +107,8 @@ class SideStream:
 
 @contextmanager
 def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
-    """Lock a buffer's pages for as long as this lasts, so that a device copies to and from it at
-    full speed. Does nothing without a device.
-
-    Args:
-        view: writable and page-aligned, such as the slots of a host pool.
-        device: of the KV.
+    """Lock the pages of a writable, page-aligned buffer for as long as this lasts, so that a device
+    copies to and from it at full speed. Does nothing without a device.
 
     Raises:
         TransferError: the system refuses, for example for want of lockable memory; the buffer can

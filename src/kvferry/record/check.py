@@ -80,13 +80,10 @@ def namespace_of(head: bytes) -> bytes | None:
 def check_head(
     schema: RecordSchema, key: ChunkKey, first_token: int, size: int, head: memoryview
 ) -> MissReason | None:
-    """Verify everything before the payload against what the reader expects.
+    """Verify everything before the payload against the reader's schema, key and position.
 
     Args:
-        schema: schema of the reader's namespace.
-        key: key that was asked for.
-        first_token: position of the chunk in its prompt.
-        size: size of the stored value in bytes.
+        size: of the stored value in bytes.
         head: the first `min(size, schema.head_bytes)` bytes; what follows them is ignored.
 
     Returns:
@@ -109,13 +106,8 @@ def check_head(
 
 
 def check_rows(component: Component, payload: memoryview, leaf_table: memoryview) -> bool:
-    """Whether `payload` matches its part of the leaf table, leaf by leaf.
-
-    Args:
-        component: what the rows belong to.
-        payload: whole rows.
-        leaf_table: exactly their digests, `table[schema.leaf_slice(rows)]` of a trusted table.
-    """
+    """Whether `payload`, whole rows of a component, matches its part of a trusted leaf table:
+    exactly their digests, `table[schema.leaf_slice(rows)]`."""
     if len(payload) % component.row_bytes:
         return False
     return leaf_digests(component, payload) == bytes(leaf_table)
@@ -124,14 +116,9 @@ def check_rows(component: Component, payload: memoryview, leaf_table: memoryview
 def check_record(
     schema: RecordSchema, key: ChunkKey, value: memoryview, size: int
 ) -> MissReason | None:
-    """Verify a whole record of any namespace and any place in a prompt; its key and shape are
-    those that are asked for.
-
-    Args:
-        schema: schema of the record's shape; its namespace is not compared.
-        value: the first `schema.record_bytes` bytes of the stored value, or all that there are.
-        size: size of the stored value in bytes.
-    """
+    """Verify a whole record of any namespace and any place in a prompt: its key and shape are
+    compared. `value` is the first `schema.record_bytes` bytes of it, or all that there are, `size`
+    that of the stored value."""
     info = parse_head(value, size)
     if isinstance(info, MissReason):
         return info
@@ -152,14 +139,11 @@ def check_record(
 
 
 def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
-    """Parse an untrusted header.
+    """Parse an untrusted header: `head` is the first bytes of a value of `size` bytes, at least its
+    header if that is below the bound.
 
     The header must be, byte for byte, the one that a writer of this version makes of the values in
     it: duplicate or missing fields, other orders, number formats and paddings are all refused.
-
-    Args:
-        head: the first bytes of the value, at least its header if that is below the bound.
-        size: size of the whole value; compared with what the header describes.
     """
     if len(head) < 8:
         return MissReason.TRUNCATED
@@ -201,11 +185,7 @@ def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: by
 
 
 def _info_from_json(tensors: object) -> RecordInfo | MissReason:
-    """What a decoded header says.
-
-    Raises:
-        ValueError: it says something impossible.
-    """
+    """What a decoded header describes. Raises ValueError for something impossible."""
     metadata = _mapping(_mapping(tensors).pop("__metadata__", None))
     if metadata.get("format") != FORMAT_NAME:
         return MissReason.BAD_HEADER

@@ -116,16 +116,8 @@ class RowRange(NamedTuple):
 
 
 class RecordSchema:
-    """All sizes and offsets of the records of one namespace, computed once.
-
-    Args:
-        namespace: 32-byte digest of everything that decides KV bytes besides tokens.
-        chunk_tokens: tokens per record.
-        components: named tensors, in file order.
-
-    Raises:
-        ConfigError: no component, two of one name, or too many leaves.
-    """
+    """All sizes and offsets of the records of one namespace, computed once; `components` in file
+    order. Raises ConfigError for what no record can have."""
 
     def __init__(
         self, *, namespace: bytes, chunk_tokens: int, components: tuple[Component, ...]
@@ -185,7 +177,7 @@ class RecordSchema:
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=tuple(components))
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
-        """The same record under another namespace; all sizes and offsets are equal."""
+        """All sizes and offsets stay."""
         return RecordSchema(
             namespace=namespace, chunk_tokens=self.chunk_tokens, components=self.components
         )

@@ -30,7 +30,7 @@ ASK_SECONDS = 0.25
 
 
 class PutResult(StrEnum):
-    """Outcome of a write. None of them is an exception: a cache that cannot store goes on."""
+    """Outcome of a write. A failed one is no exception: serving continues without it."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -46,7 +46,6 @@ class StoreStat(NamedTuple):
 
     url: str
     num_records: int
-    """Records that its index knows of."""
     used_bytes: int
     """Bytes counted against the quota, over all processes that share the store."""
     max_bytes: int | None
@@ -66,7 +65,7 @@ class Entry(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """One value that went, as a store remembers it for a while."""
+    """One value that went."""
 
     key: ChunkKey
     num_bytes: int
@@ -101,14 +100,13 @@ class Store(ABC):
     """Whole values under content keys: a value never changes, it appears, and it goes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
-    call: `put` is FAILED, `read` None, `contains` and `delete` False, `discard` and `touch` do
-    nothing, `stat` works; the methods with a default find and do nothing.
+    call: `put` is FAILED, `read` None, `contains` and `delete` False, `stat` works, all else finds
+    and does nothing.
 
-    `put` and `touch` update recency. Reads do not, so a full scan leaves the order alone. The least
-    recent value is evicted first.
+    `put` and `touch` update recency. Reads do not, so a full scan leaves the eviction order alone.
+    The least recent value is evicted first.
 
-    The methods that are not abstract have a default for a store that has nothing to do there, so
-    that no caller asks what a store is able to do.
+    The other methods have defaults, so that no caller asks what a store is able to do.
     """
 
     url: str
@@ -119,8 +117,7 @@ class Store(ABC):
 
     @property
     def takes_values(self) -> bool:
-        """Whether a `put` has a chance now. A hint, memory only: while it has none, making the
-        value is lost work."""
+        """Whether a `put` has a chance now, so that no value is made in vain. A hint."""
         return True
 
     @property
@@ -167,7 +164,7 @@ class Store(ABC):
     @abstractmethod
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Take a value out because it failed verification: quarantined if the store can, else
-        deleted. Never raises; racing discards are one, counted once as `store_quarantined`."""
+        deleted. Never raises. Concurrent discards of one key count once as `store_quarantined`."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
@@ -175,12 +172,12 @@ class Store(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that these were used, most important (nearest the root of the prefix) first.
-        Memory only; written back in batches."""
+        """Note that these were used, nearest the root of the prefix first; written back in
+        batches."""
 
     @abstractmethod
     def stat(self) -> StoreStat:
-        """Counts from memory; never blocks."""
+        """Counts."""
 
     @abstractmethod
     def close(self) -> None:
@@ -189,13 +186,11 @@ class Store(ABC):
     # -- an index that lags behind what other processes store -----------------------------------
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  # nothing to ask
-        """Ask the background to find out whether `keys` (a prefix chain, in order) are here, so
-        that a later `contains` knows. Memory only, drops requests when too many wait. Does nothing
-        in a store that was opened without an index."""
+        """Have the background find out whether `keys` (a prefix chain, in order) are here, so that
+        a later `contains` knows. Dropped when too many wait."""
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
-        """Learn that `key` was stored through another store object of the same URL: `contains` is
-        True from now on. Memory only."""
+        """Learn that `key` was stored through another store object of the same URL."""
 
     def wait_indexed(self, timeout: float) -> bool:
         """Block up to `timeout` seconds until the first fill of the index is complete."""
@@ -208,8 +203,8 @@ class Store(ABC):
         (the error)."""
 
     def tier_of(self, key: ChunkKey) -> str:
-        """Name of the tier that `key` would be read from: of a single store, its scheme. Memory
-        only; a hint."""
+        """Name of the tier that `key` would be read from: of a single store, its scheme. A
+        hint."""
         return self.url.partition(":")[0]
 
     # -- what is there: for commands; may be slow -----------------------------------------------
@@ -223,10 +218,7 @@ class Store(ABC):
     def scan(self) -> Iterator[Entry]:
         """Every stored value at some moment during the call; has no effect on later reads. Keeps a
         bounded number of names in memory: one that a server lists twice, far apart, may come twice.
-
-        Raises:
-            StoreError: the store cannot list its values, or the medium failed.
-        """
+        Raises StoreError if the store cannot list its values, or the medium failed."""
         raise StoreError(f"{self.url} cannot list its values")
 
     def stored(self) -> Iterator[Entry]:
@@ -235,12 +227,8 @@ class Store(ABC):
         return self.scan()
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        """Up to `limit` values, the most recently used first, without listing them all. Blocks on
-        I/O.
-
-        Raises:
-            StoreError: the store does not know which these are, or the medium failed.
-        """
+        """Up to `limit` values, the most recently used first, without listing them all. Raises as
+        `scan`."""
         raise StoreError(f"{self.url} does not know which values were used last")
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
@@ -253,29 +241,23 @@ class Store(ABC):
         return found
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if that is
-        not known. The text is untrusted, and empty where what stands there is too long for one. A
-        `description` replaces the earlier one. Blocks on I/O; never raises."""
+        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
+        The text is untrusted, and empty if it is too long. A `description` replaces the earlier
+        one. Never raises."""
         return None
 
     def removals(self, limit: int) -> list[Removal] | None:
-        """The last `limit` removals, newest first; None where the store remembers none.
-
-        Raises:
-            StoreError: the medium failed.
-        """
+        """The last `limit` removals, newest first; None where the store remembers none. Raises
+        StoreError if the medium failed."""
         return None
 
     def facts(self) -> dict[str, int | bool | None]:
-        """What people may want to know besides the values, by name. Blocks on I/O."""
+        """What people may want to know besides the values, by name."""
         return {}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove what was not used for long, then the least recently used until the rest fits.
-
-        Args:
-            max_bytes: keep at most so many bytes; None: as many as the quota allows.
-            older_than_seconds: remove what was not used for so long.
+        """Remove what was not used for `older_than_seconds`, then the least recently used until the
+        rest has at most `max_bytes`; None: as many as the quota allows.
 
         Raises:
             ConfigError: the store does not know when its values were used.

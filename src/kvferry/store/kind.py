@@ -29,12 +29,8 @@ _ENDPOINT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How a store is opened, apart from its URL; see `open_store`.
-
-    Attributes:
-        value_bytes: size of every value; None: sizes differ.
-        may_create: otherwise a directory must be a store already.
-    """
+    """How a store is opened, apart from its URL; see `open_store` and `open_one`. `value_bytes` is
+    the size of every value; None: sizes differ."""
 
     observer: Observer
     multi_process: bool
@@ -81,9 +77,6 @@ class StoreUrl:
             all values begin with, without slashes around it. The last two may be empty.
         options: what stood after the `?`, still text.
         hosts: names or addresses of servers, with their ports (None: the usual one).
-        username: at the servers.
-        password: at the servers.
-        kind: what the scheme stands for.
     """
 
     scheme: str
@@ -130,7 +123,8 @@ def shown_url(url: str) -> str:
     is_clear = is_clear or not (separator or ":" in head)
     if not is_clear or "@" in url[len(head) :]:
         return f"{scheme}{separator}***"
-    return f"{scheme}{separator}***@{rest}" if at else head
+    # What stands for options without a ? may be a secret, too.
+    return re.split(r"[&;=]", f"{scheme}{separator}***@{rest}" if at else head, maxsplit=1)[0]
 
 
 def is_host(host: str) -> bool:
@@ -155,12 +149,8 @@ def check_endpoint(
     """Check an option or a variable that is the URL of a server: a scheme, a host, and perhaps a
     port and a path. Client libraries panic at others, or show them.
 
-    Args:
-        example: a right value, for the message.
-        allows_login: a user and a password before the host are not refused.
-
     Raises:
-        ConfigError: it is something else. The message does not show it.
+        ConfigError: it is something else. The message shows the `example` only.
     """
     match = _ENDPOINT.fullmatch(url)
     place = None if match is None else HOST.fullmatch(match[3])

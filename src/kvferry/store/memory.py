@@ -62,7 +62,6 @@ class MemoryStore(Store):
 
     Args:
         name: shown in the URL.
-        max_bytes: sum of the sizes of all values; None for no limit.
         observer: counts `store_evicted_records`, `store_evicted_bytes` and `store_quarantined`.
         clock: seconds since the epoch.
 
@@ -120,7 +119,7 @@ class MemoryStore(Store):
         return PutResult.STORED
 
     def _make_room(self, num_bytes: int) -> list[int]:
-        """Evict until `num_bytes` fit; returns the sizes of what went. Needs the lock."""
+        """Evict until `num_bytes` fit; the sizes of what went. Needs the lock."""
         evicted: list[int] = []
         while self._max_bytes is not None and self._used_bytes + num_bytes > self._max_bytes:
             _, value = self._values.popitem(last=False)
@@ -129,7 +128,6 @@ class MemoryStore(Store):
         return evicted
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Dropped and counted: memory has no place for quarantine worth its space."""
         if self.delete(key):
             self._observer.count("store_quarantined")
 
@@ -162,17 +160,13 @@ class MemoryStore(Store):
 
     def scan(self) -> Iterator[Entry]:
         with self._lock:
-            entries = [
-                Entry(key, len(value.content), value.last_used)
-                for key, value in self._values.items()
-            ]
-        return iter(entries)
+            values = list(self._values.items())
+        return (Entry(key, len(value.content), value.last_used) for key, value in values)
 
     def recent(self, limit: int) -> Iterator[Entry]:
         return islice(reversed(list(self.scan())), limit)
 
     def close(self) -> None:
-        """Drops all values."""
         with self._lock:
             self._closed = True
             self._values.clear()

@@ -20,7 +20,7 @@ from kvferry.types import ChunkKey
 
 
 def value_check(schema: RecordSchema) -> ValueCheck:
-    """What tells the records of `schema`, of any namespace, from other values."""
+    """Tells the records of `schema`, of any namespace, from other values."""
     return ValueCheck(schema.record_bytes, partial(check_record, schema))
 
 
@@ -96,11 +96,7 @@ def put_record(
     image: memoryview,
     deadline: float = NO_DEADLINE,
 ) -> PutResult:
-    """Store a whole record in one atomic step. Never raises.
-
-    Args:
-        leaf_table: digests of the payload, in order.
-        image: the record file with its payload in place; the head is written here.
-    """
+    """Store a whole record in one atomic step. Never raises. `image` is the record with its payload
+    in place; its head is written here."""
     image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
     return store.put(key, [image], deadline)

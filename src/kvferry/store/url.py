@@ -19,7 +19,7 @@ from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, show
 from kvferry.store.tiers.late import LateStore
 
 MODULES: Mapping[str, str] = {
-    "file": "kvferry.store.file.kind",
+    "file": "kvferry.store.file",
     "memory": "kvferry.store.memory",
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "kvferry.store.servers.valkey"),
     **dict.fromkeys(("s3", "gs", "az"), "kvferry.store.servers.objects"),
@@ -85,6 +85,11 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
             # Without the text: it may be a piece of a password that was not escaped.
             raise ConfigError(f"{where}: names no {kind.hosts.format(scheme=scheme)}")
         hosts.append((match[1].strip("[]"), None if match[2] is None else port))
+    if re.search(r"[&;=]", raw_path):
+        raise ConfigError(
+            f"{where}: &, ; or = in the prefix; options begin with ?, and what belongs to the "
+            "prefix is escaped as %26, %3B or %3D"
+        )
     # Unlike other parts, user and password are in no message, not even where they are no UTF-8.
     return StoreUrl(
         scheme=scheme,

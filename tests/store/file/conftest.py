@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.store.file import FileStore, database, directory, fileio, store, upkeep
+from kvferry.store.file import FileSettings, FileStore, database, directory, fileio, store, upkeep
 from kvferry.store.file.directory import record_path
 from kvferry.testing.clock import FakeClock
 from tests.store.file import storing
@@ -76,13 +77,12 @@ class Bench:
         self.stores: list[FileStore] = []
 
     def open(self, **options) -> FileStore:
-        settings = {
-            "background": False,
-            "clock": self.clock,
-            "wall": self.wall,
-            "observer": self.counters,
-        }
-        made = FileStore(self.root, **(settings | options))
+        """Options of a store or of its settings."""
+        given = {"clock": self.clock, "wall": self.wall, **options}
+        names = {field.name for field in fields(FileSettings)}
+        settings = FileSettings(**{name: given.pop(name) for name in names & given.keys()})
+        given = {"background": False, "observer": self.counters, **given}
+        made = FileStore(self.root, settings=settings, **given)
         self.stores.append(made)
         return made
 

@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.checking import verify
 from kvferry.store.file import FileStore
+from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, read_value
 from tests.store.file.test_maintenance import make_record
 
@@ -85,7 +85,7 @@ class Machine:
         return sorted(entry.key.hex() for entry in self._store.scan())
 
     def clean(self) -> None:
-        self._store._upkeep.clean()
+        self._store.upkeep.clean()
 
     def verify(self) -> tuple[int, int, int]:
         report = verify(self._store, self._store.stored())
@@ -118,7 +118,7 @@ class Machine:
         return time.monotonic() - started
 
     def index_file(self) -> str:
-        return self._store._index._database._path
+        return self._store.index.database._path
 
 
 def value_of(number: int) -> bytes:

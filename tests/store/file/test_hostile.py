@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.checking import verify
+from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
 

@@ -26,6 +26,7 @@ from kvferry.store.file import FileStore, upkeep
 from kvferry.store.file import index as index_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
 from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.testing.stores.hooks import wait_until
 from tests.store.file.storing import (
     MAX_VALUE,
     NUM_KEYS,
@@ -320,6 +321,7 @@ class Traffic:
         self._stopping = False
         self.errors: list[Exception] = []
         self.longest = 0.0
+        self.num_done = 0
         self.results: Counter[PutResult] = Counter()
         self._thread = threading.Thread(target=self._run)
 
@@ -348,7 +350,13 @@ class Traffic:
             except Exception as error:  # any is one too many
                 self.errors.append(error)
             self.longest = max(self.longest, time.monotonic() - started)
+            self.num_done += 1
             time.sleep(0.002)
+
+    def do_more(self, count: int) -> None:
+        """Wait until it has done so many more actions."""
+        goal = self.num_done + count
+        wait_until(lambda: self.num_done >= goal or not self._thread.is_alive(), "actions", 60)
 
     def __enter__(self) -> Traffic:
         self._thread.start()
@@ -427,9 +435,9 @@ def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
     with FileStore(root, max_bytes=QUOTA) as store:
         assert store.wait_indexed(10)
         with Traffic(store) as traffic:
-            time.sleep(0.2)
+            traffic.do_more(20)
             damage(place)
-            time.sleep(0.5)
+            traffic.do_more(60)
         assert traffic.errors == []
         assert traffic.longest <= LOCK_SECONDS + LATE_SECONDS
         settle(store, root, on_disk=damage not in HIDDEN)
@@ -489,7 +497,7 @@ def test_a_store_that_is_opened_later_is_right(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
     damage(place)
     with FileStore(root, max_bytes=QUOTA) as store, Traffic(store) as traffic:
-        time.sleep(0.3)
+        traffic.do_more(40)
     assert traffic.errors == []
     with FileStore(root, max_bytes=QUOTA) as store:
         settle(store, root)
@@ -521,9 +529,10 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
         assert store.wait_indexed(10)
         assert other.wait_indexed(10)
         with Traffic(store) as traffic, Traffic(other, 1) as also:
-            time.sleep(0.1)
+            also.do_more(10)
             damage(place)
-            time.sleep(0.5)
+            traffic.do_more(40)
+            also.do_more(10)
         assert traffic.errors == also.errors == []
         settle(store, root)
         settle(other, root)
@@ -613,7 +622,7 @@ def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
         "except sqlite3.OperationalError: sys.exit(7)"
     )
     with FileStore(root, background=False) as store:
-        with store._index._database.transaction(writes=True):
+        with store.index.database.transaction(writes=True):
             FileStore(root, background=False).close()
             assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 7
         assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0
@@ -745,13 +754,13 @@ def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
 
     for method in ("keys_of_shard", "bound_quarantine", "complete"):
         with monkeypatch.context() as patch:
-            patch.setattr(store._index, method, locked)
+            patch.setattr(store.index, method, locked)
             for _ in range(100):
-                store._upkeep.step(rests=False)
-        assert not store._index.totals.is_complete
+                store.upkeep.step(rests=False)
+        assert not store.index.totals.is_complete
     for _ in range(100):
-        store._upkeep.step(rests=False)
-    assert store._index.totals.is_complete
+        store.upkeep.step(rests=False)
+    assert store.index.totals.is_complete
     assert store.stat().num_records == 1
     assert store.contains(make_key(1))
 
@@ -772,14 +781,14 @@ def test_a_shard_that_cannot_be_read_holds_up_nothing(bench, monkeypatch):
     bench.open().put(make_key(1), [b"value"])
     (bench.root / "index.sqlite3").unlink()
     store = bench.open(max_bytes=10_000)
-    list_shard = store._directory.list_shard
+    list_shard = store.directory.list_shard
 
     def refuse(shard):
         if shard in (0, 31):
             raise OSError(5, "Input/output error")
         return list_shard(shard)
 
-    monkeypatch.setattr(store._directory, "list_shard", refuse)
+    monkeypatch.setattr(store.directory, "list_shard", refuse)
     store.maintain()
     assert store.stat().index_complete
 
@@ -793,9 +802,9 @@ def test_what_could_not_be_followed_is_followed_later(bench, monkeypatch):
         raise IndexUnavailable(11, "locked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._index, "follow", locked)
-        store._upkeep.step()
-    store._upkeep.step()
+        patch.setattr(store.index, "follow", locked)
+        store.upkeep.step()
+    store.upkeep.step()
     assert store.contains(make_key(1))
 
 
@@ -842,7 +851,7 @@ def test_what_went_and_came_again_is_followed_in_parts(bench):
         other.delete(key)
     for key in keys[:100]:
         other.put(key, [b"value"])
-    while store._index.follow():
+    while store.index.follow():
         pass
     assert [store.contains(key) for key in keys] == [True] * 100 + [False] * 2400 + [True] * 500
 
@@ -859,7 +868,7 @@ def test_namespaces_count_what_has_none_together(bench):
 def test_values_are_right_with_no_index_at_all(bench):
     store = bench.open()
     store.put(make_key(), [b"value"])
-    store._index.close()
+    store.index.close()
     assert read_value(store, make_key()) == b"value"
     assert store.contains(make_key())
     assert store.delete(make_key())

@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason
 from kvferry.record.schema import Component, RecordSchema, leaf_digests
-from kvferry.store.checking import verify
+from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.checking import verify
 from kvferry.store.file import FileStore, database
 from kvferry.store.file.directory import record_path
+from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
@@ -73,7 +73,7 @@ def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp
         for shard in range(32):
             for number in range(4):
                 assert store.put(key_in(shard, number), [make_value(1000)]) is PutResult.STORED
-        wait_until(lambda: not store._upkeep._comparison.is_first_pass, "everything was compared")
+        wait_until(lambda: not store.upkeep.comparison.is_first_pass, "everything was compared")
         for shard in range(2, 32):
             shutil.rmtree(root / "records" / f"{shard:02x}")
         started = time.monotonic()
@@ -216,7 +216,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_itself(bench):
     for _ in range(100):  # as the thread does it
         bench.clock.advance(60)
         bench.wall.advance(60)
-        again._upkeep.step()
+        again.upkeep.step()
     assert not again.contains(key_in(9))
     del bench.io.listdir
     bench.clock.advance(3600)

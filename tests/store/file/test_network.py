@@ -11,7 +11,7 @@ import pytest
 from kvferry import filesystem
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore, directory, upkeep
+from kvferry.store.file import FileSettings, FileStore, directory, upkeep
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -38,7 +38,7 @@ def look(store, bench):
     for _ in range(100):
         bench.clock.advance(0.25)
         bench.wall.advance(0.25)
-        store._upkeep.step()
+        store.upkeep.step()
 
 
 def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
@@ -60,8 +60,8 @@ def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path, monke
     monkeypatch.setattr(upkeep, "_DUTY", 1)  # no long rest after a stall of the machine
     root = tmp_path / "store"
     with (
-        FileStore(root, index_file=tmp_path / "one" / "index") as one,
-        FileStore(root, index_file=tmp_path / "other" / "index") as other,
+        FileStore(root, settings=FileSettings(index_file=tmp_path / "one" / "index")) as one,
+        FileStore(root, settings=FileSettings(index_file=tmp_path / "other" / "index")) as other,
     ):
         assert one.wait_indexed(30)
         assert other.wait_indexed(30)
@@ -83,9 +83,9 @@ def test_a_probe_finds_at_once_what_the_other_stored(machine, bench):
     other.maintain()
     for number in range(3):
         one.put(make_key(number), [make_value(1000)])
-    other._upkeep._due["compare"] = bench.clock() + 1e6
+    other.upkeep._due["compare"] = bench.clock() + 1e6
     other.probe([make_key(number) for number in range(4)])
-    other._upkeep.step()
+    other.upkeep.step()
     assert [other.contains(make_key(number)) for number in range(4)] == [True] * 3 + [False]
 
 
@@ -187,7 +187,7 @@ def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
     for store in (other, one, other):
         bench.clock.advance(120)
         store.maintain()
-        store._upkeep.clean()
+        store.upkeep.clean()
     assert (bench.root / "writing" / dead).exists()
     assert one.write_at(session, 100, [make_value(900)])
     assert one.commit(session, make_value(1000)[:100]) is PutResult.STORED
@@ -235,12 +235,8 @@ def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
     one.maintain()
     pid = os.fork()
     if pid == 0:
-        with FileStore(
-            bench.root,
-            index_file=tmp_path / "one" / "index.sqlite3",
-            max_bytes=10_000,
-            background=False,
-        ) as dying:
+        settings = FileSettings(index_file=tmp_path / "one" / "index.sqlite3")
+        with FileStore(bench.root, max_bytes=10_000, background=False, settings=settings) as dying:
             dying.maintain()
             os._exit(isinstance(dying.begin(make_key(1), 9000), PutResult))
     assert os.waitpid(pid, 0)[1] == 0

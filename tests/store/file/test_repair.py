@@ -48,7 +48,7 @@ def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeyp
     fill(store, range(20))
     store.maintain()
     (bench.root / "index.sqlite3").unlink()
-    transaction, failures = store._index._database.transaction, [1]
+    transaction, failures = store.index.database.transaction, [1]
 
     def locked(*, writes):
         if failures:
@@ -56,9 +56,9 @@ def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeyp
             raise IndexUnavailable(errno.EAGAIN, "locked")
         return transaction(writes=writes)
 
-    monkeypatch.setattr(store._index._database, "transaction", locked)
+    monkeypatch.setattr(store.index.database, "transaction", locked)
     for _ in range(100):
-        store._upkeep.step(rests=False)
+        store.upkeep.step(rests=False)
     assert store.stat().used_bytes == disk_bytes(bench.root)
     fill(store, range(100, 140))
     assert disk_bytes(bench.root) <= QUOTA
@@ -74,7 +74,7 @@ def test_an_older_copy_moved_into_place_does_not_void_the_quota(bench):
     for number in range(100, 160):
         fill(store, [number])
         assert disk_bytes(bench.root) <= QUOTA
-        store._upkeep.step()
+        store.upkeep.step()
         bench.clock.advance(1)
     assert store.put(make_key(200), [make_value(SIZE)]) is PutResult.STORED
     assert disk_bytes(bench.root) <= QUOTA
@@ -106,14 +106,14 @@ def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch)
     store = bench.open(max_bytes=700 * 100)
     for number in range(600):
         store.put(key_in(3, number), [make_value(100)])
-    remove = store._directory.remove
+    remove = store.directory.remove
 
     def refuse(key):
         if key[0] >> 3 == 3:
             raise OSError(errno.EACCES, "Permission denied")
         return remove(key)
 
-    monkeypatch.setattr(store._directory, "remove", refuse)
+    monkeypatch.setattr(store.directory, "remove", refuse)
     results = []
     for number in range(1000, 1300):
         bench.wall.advance(1)
@@ -131,7 +131,7 @@ def test_a_quarantined_file_that_cannot_be_removed_stays_counted(bench, monkeypa
     (bench.root / "index.sqlite3").unlink()
     store = bench.open(max_bytes=QUOTA)
 
-    monkeypatch.setattr(store._directory, "drop", lambda folder, name: False)
+    monkeypatch.setattr(store.directory, "drop", lambda folder, name: False)
     store.maintain()
     assert store.stat().index_complete
     assert store.stat().used_bytes == disk_bytes(bench.root)
@@ -167,7 +167,7 @@ def test_notes_may_come_while_others_are_written(bench):
         for _ in range(3):
             time.sleep(0.05)
             started = time.monotonic()
-            store._index.flush()
+            store.index.flush()
             took.append(time.monotonic() - started)
     finally:
         stop.set()
@@ -214,8 +214,8 @@ def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):
     store.maintain()
     assert store.commit(session, b"head") is PutResult.EXISTS
     for _ in range(3):
-        store._upkeep._due["compare"] = 0.0
-        store._upkeep.step(rests=False)
+        store.upkeep._due["compare"] = 0.0
+        store.upkeep.step(rests=False)
     assert store.stat().num_records == 1
     assert_index_agrees(bench.root)
 
@@ -231,20 +231,20 @@ def test_a_folder_that_is_replaced_all_the_time_keeps_no_other_waiting(bench):
         folder.rename(bench.root / "writing" / f"old{number}")
         folder.mkdir()
         bench.clock.advance(100)
-        store._upkeep.step()
+        store.upkeep.step()
     assert store.stat().num_records == 64 - 2 - 1
 
 
 def test_a_record_removed_by_hand_as_it_is_stored_leaves_no_row(bench, monkeypatch):
     store = bench.open()
-    place = store._directory.place
+    place = store.directory.place
 
     def vanishing(file, key):
         won = place(file, key)
         bench.path(key).unlink()
         return won
 
-    monkeypatch.setattr(store._directory, "place", vanishing)
+    monkeypatch.setattr(store.directory, "place", vanishing)
     store.put(make_key(), [b"value"])
     store.maintain()
     assert store.stat().num_records == 0
@@ -253,14 +253,14 @@ def test_a_record_removed_by_hand_as_it_is_stored_leaves_no_row(bench, monkeypat
 @pytest.mark.parametrize("what", ["place", "execute"])
 def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
     store = bench.open()
-    place = store._directory.place
+    place = store.directory.place
 
     def failing(*arguments):
         if what == "place":  # a network file system that lost the answer
             place(*arguments)
         raise IndexUnavailable(errno.EIO, "after the link")
 
-    patched = store._directory if what == "place" else index_module
+    patched = store.directory if what == "place" else index_module
     with monkeypatch.context() as patch:
         patch.setattr(patched, what, failing)
         assert store.put(make_key(), [b"value"]) is PutResult.FAILED
@@ -277,7 +277,7 @@ def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatc
     def unavailable(*arguments):
         raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
 
-    monkeypatch.setattr(store._index, "forget", unavailable)
+    monkeypatch.setattr(store.index, "forget", unavailable)
     store.discard(make_key(), "bad_leaf")
     assert not store.contains(make_key())
     assert disk_bytes(bench.root) == 0
@@ -291,7 +291,7 @@ def test_a_put_that_would_have_to_evict_for_long_gives_up(bench, monkeypatch):
         bench.clock.advance(1.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._index, "add_written", more_to_evict)
+        patch.setattr(store.index, "add_written", more_to_evict)
         assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
     assert disk_bytes(bench.root) == 0
     assert store.put(make_key(), [b"value"]) is PutResult.STORED
@@ -371,8 +371,8 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
 
     def test_is_not_known_when_it_was_just_stored(self, bench, monkeypatch, removed_by):
         store = bench.open()
-        add_written = store._index.add_written
-        monkeypatch.setattr(store._index, "add_written", removed_by(add_written, store))
+        add_written = store.index.add_written
+        monkeypatch.setattr(store.index, "add_written", removed_by(add_written, store))
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert not store.contains(make_key())
 
@@ -386,8 +386,8 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
     def test_nor_when_it_was_there_before(self, bench, monkeypatch, removed_by):
         store = bench.open()
         bench.open().put(make_key(), [b"value"])
-        find = store._directory.find
-        monkeypatch.setattr(store._directory, "find", removed_by(find, store))
+        find = store.directory.find
+        monkeypatch.setattr(store.directory, "find", removed_by(find, store))
         assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
         monkeypatch.undo()
         store.maintain()
@@ -399,15 +399,15 @@ def test_a_key_that_was_gone_and_is_stored_again_is_known(bench, monkeypatch):
     other.put(make_key(), [b"value"])
     store.maintain()
     other.delete(make_key())
-    open_record = store._directory.open_record
+    open_record = store.directory.open_record
 
     def early(key):
         found = open_record(key)
         other.put(key, [b"value"])
-        store._index.follow()
+        store.index.follow()
         return found
 
-    monkeypatch.setattr(store._directory, "open_record", early)
+    monkeypatch.setattr(store.directory, "open_record", early)
     assert store.read(make_key(), ()) is None
     monkeypatch.undo()
     store.maintain()

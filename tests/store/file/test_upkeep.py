@@ -15,7 +15,7 @@ from kvferry.simulate.policies import Lru
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file import store as store_module
-from kvferry.store.known_keys import KnownKeys
+from kvferry.store.file.index import KnownKeys
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.types import ChunkKey
 
@@ -37,11 +37,11 @@ def test_known_keys_take_at_most_150_bytes_each():
 def test_a_banned_key_is_not_learnt_again_until_it_is_stored():
     known = KnownKeys()
     known.add(make_key())
-    known.ban(make_key())
+    known.hide(make_key())
     assert not known.contains(make_key())
     known.add(make_key())
     assert not known.contains(make_key())
-    known.stored(make_key())
+    known.note_written(make_key())
     assert known.contains(make_key())
 
 
@@ -209,8 +209,8 @@ def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
         def fail(*arguments):
             raise OSError("disk on fire")
 
-        monkeypatch.setattr(store._upkeep, "_clean", break_down)
-        monkeypatch.setattr(store._upkeep, "_flush", fail)
+        monkeypatch.setattr(store.upkeep, "_clean", break_down)
+        monkeypatch.setattr(store.upkeep, "_flush", fail)
         other.put(make_key(), [b"value"])
         until = time.monotonic() + 10
         while not store.contains(make_key()) and time.monotonic() < until:
@@ -227,8 +227,8 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, has_se
     store = FileStore(tmp_path / "store")
     assert store.wait_indexed(10)
     session = store.begin(make_key(), 1000) if has_session else ""
-    monkeypatch.setattr(store._directory, "drop", lambda *_: release.wait(30))
-    monkeypatch.setattr(store._index, "flush", lambda: release.wait(30))
+    monkeypatch.setattr(store.directory, "drop", lambda *_: release.wait(30))
+    monkeypatch.setattr(store.index, "flush", lambda: release.wait(30))
     store.touch([make_key()])
     started = time.monotonic()
     store.close()

@@ -23,9 +23,11 @@ print(parts.begin(bytes(32), 1000), flush=True)
 time.sleep(60)
 """
 
+SESSION = f"{'0' * 64}.{'0' * 8}.{'0' * 24}"
+
 
 def files_in(parent):
-    return {path.name for path in parent.glob("kvferry-parts-*/*")}
+    return {path.name for path in parent.glob("kvferry-parts-*/writing/*")}
 
 
 @pytest.fixture
@@ -52,38 +54,38 @@ def test_parts_of_another_process_come_together(tmp_path, another):
     with closing(PartFiles(tmp_path)) as parts:
         assert parts.write_at(session, 990, [b"0123456789"])
         assert not parts.write_at(session, 991, [b"0123456789"])
-        assert parts.take(session, b"head") is None, "it was begun elsewhere"
+        assert parts.pop(session, b"head") is None, "it was begun elsewhere"
 
 
 def test_a_value_is_whole_and_its_file_is_gone(tmp_path):
     with closing(PartFiles(tmp_path)) as parts:
         session = parts.begin(make_key(), 8)
         assert parts.write_at(session, 4, [b"tail"])
-        assert parts.take(session, b"head") == (make_key(), b"headtail")
+        assert parts.pop(session, b"head") == (make_key(), b"headtail")
         assert files_in(tmp_path) == set()
         parts.begin(make_key(), 8)
     assert files_in(tmp_path) == set()
 
 
 def test_files_that_are_no_parts_stay(tmp_path):
-    folder = tmp_path / f"kvferry-parts-{os.getuid()}"
-    folder.mkdir()
-    for name in ("report.txt", "0" * 31):
+    folder = tmp_path / f"kvferry-parts-{os.getuid()}" / "writing"
+    folder.mkdir(parents=True)
+    for name in ("report.txt", SESSION[1:]):
         (folder / name).write_text("mine")
     with closing(PartFiles(tmp_path)):
-        assert files_in(tmp_path) == {"report.txt", "0" * 31}
+        assert files_in(tmp_path) == {"report.txt", SESSION[1:]}
 
 
 def test_a_folder_that_leads_elsewhere_is_not_used(tmp_path):
     """Anybody may make it before we do."""
     victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / ("0" * 32)).write_text("mine")
+    (victim / "writing").mkdir(parents=True)
+    (victim / "writing" / SESSION).write_text("mine")
     (tmp_path / f"kvferry-parts-{os.getuid()}").symlink_to(victim)
     with closing(PartFiles(tmp_path)) as parts:
         assert parts.begin(make_key(), 8) is PutResult.FAILED
-        assert not parts.write_at("0" * 32, 0, [b"x"])
-    assert (victim / ("0" * 32)).read_text() == "mine"
+        assert not parts.write_at(SESSION, 0, [b"x"])
+    assert (victim / "writing" / SESSION).read_text() == "mine"
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.servers import remote, server_keys
-from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
+from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteSettings, RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
@@ -37,22 +36,23 @@ class TestRemoteStore(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests
 
     @pytest.fixture(autouse=True)
     def _servers(self):
-        self.servers: dict[Path, dict[str, bytes]] = {}
+        self.servers: dict[str, dict[str, bytes]] = {}
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
         assert max_bytes is None
-        client = DictClient(self.servers.setdefault(tmp_path, {}))
-        return RemoteStore("dict://test", client, namespace=SPACE, observer=observer)
+        url = f"dict://{tmp_path}"
+        values = self.servers.setdefault(url, {})
+        return RemoteStore(url, DictClient(values), namespace=SPACE, observer=observer)
 
     def poke(self, store, key, value):
-        name = f"{SPACE.hex()}/{key.hex()}"
+        values = self.servers[store.url]
         if value is None:
-            store._client.values.pop(name, None)
+            values.pop(store.name_of(key), None)
         else:
-            store._client.values[name] = value
+            values[store.name_of(key)] = value
 
     def peek(self, store, key):
-        return store._client.values.get(f"{SPACE.hex()}/{key.hex()}")
+        return self.servers[store.url].get(store.name_of(key))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_key_is_asked_for_once_and_again_when_it_is_old(make_store, client):
     clock = FakeClock()
     store = make_store(clock=clock)
     key = make_key()
-    client.put(store._name(key), [b"value"], time.monotonic() + 1)
+    client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     assert store.contains(key) is False
     store.probe([key])
     wait_until(lambda: store.contains(key) is True, "the key is known")
@@ -118,7 +118,7 @@ def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
             return found
 
     store = make_store(clock=FakeClock())
-    client.put(store._name(make_key()), [b"value"], time.monotonic() + 1)
+    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
     client.gate.clear()
     store.probe([make_key()])
     store._keys._known = AnsweredMeanwhile(store._keys._known)
@@ -146,7 +146,7 @@ def test_no_more_is_asked_than_can_hit(make_store, client):
     store = make_store()
     keys = [make_key(number) for number in range(1000)]
     for key in keys[:100]:
-        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+        client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     store.probe(keys)
     wait_until(lambda: not store._keys._asked, "the probe ends")
     assert store.contains(keys[999]) is False
@@ -158,7 +158,7 @@ def test_a_prefix_with_gaps_is_found(make_store, client):
     store = make_store()
     keys = [make_key(number) for number in range(100)]
     for key in keys[1:60] + keys[61:]:
-        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+        client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     store.probe(keys)
     wait_until(lambda: not store._keys._asked, "the probe ends")
     assert store.contains(keys[99]) is True
@@ -190,7 +190,7 @@ def test_prompts_that_wait_are_asked_for_together(make_store, client):
     store = make_store(observer=counts)
     keys = [make_key(number) for number in range(120)]
     for key in keys:
-        client.put(store._name(key), [b"value"], time.monotonic() + 1)
+        client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     client.gate.clear()
     for key in keys:
         store.probe([key])
@@ -300,7 +300,7 @@ def test_a_closed_store_closes_its_client(make_store, client):
 
 
 def test_what_ranks_wrote_is_one_value(make_store, client):
-    store, other = make_store(), make_store(index=False)
+    store, other = make_store(), make_store(settings=RemoteSettings(index=False))
     value = make_value(10_000)
     session = store.begin(make_key(), len(value))
     assert store.write_at(session, 100, [value[100:5000]])

@@ -21,7 +21,7 @@ from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.servers.resp import command
 from kvferry.store.servers.valkey import Login, ValkeyClient
-from kvferry.store.servers.valkey_node import ValkeyNode
+from kvferry.store.servers.valkey_nodes import ValkeyNode
 from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,
@@ -121,12 +121,12 @@ class TestStoreOnValkey(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTes
 
     def poke(self, store, key, value):
         if value is None:
-            self.server.ask("DEL", store._name(key))
+            self.server.ask("DEL", store.name_of(key))
         else:
-            self.server.ask("SET", store._name(key), value)
+            self.server.ask("SET", store.name_of(key), value)
 
     def peek(self, store, key):
-        return self.server.ask("GET", store._name(key))
+        return self.server.ask("GET", store.name_of(key))
 
 
 class TestStoreOnValkeyCluster(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
@@ -149,12 +149,12 @@ class TestStoreOnValkeyCluster(ScanTests, ProbeTests, ShardedWriteTests, RemoteS
 
     def poke(self, store, key, value):
         if value is None:
-            self._ask("DEL", store._name(key))
+            self._ask("DEL", store.name_of(key))
         else:
-            self._ask("SET", store._name(key), value)
+            self._ask("SET", store.name_of(key), value)
 
     def peek(self, store, key):
-        return self._ask("GET", store._name(key))
+        return self._ask("GET", store.name_of(key))
 
     def _ask(self, *words):
         """Of the node that has the key."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvferry.errors import StoreError
 from kvferry.store.servers.resp import Connection, command
 from kvferry.store.servers.valkey import ListLimit, Login, ValkeyClient
-from kvferry.store.servers.valkey_node import ValkeyNode
+from kvferry.store.servers.valkey_nodes import ValkeyNode
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores import make_key, read_value
 from tests.servers.hostile_valkey import (

@@ -12,7 +12,7 @@ from kvferry.record.schema import leaf_digests
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import put_record, value_check
-from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.servers.remote import RemoteSettings, RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
@@ -105,11 +105,13 @@ def test_a_right_record_is_copied(tmp_path):
 @pytest.mark.parametrize("wrong", [b"", b"x"], ids=["empty", "cut"])
 def test_a_wrong_value_behind_is_replaced_by_a_copy(wrong):
     server = DictClient()
-    far = RemoteStore("dict://far", server, value_bytes=SCHEMA.record_bytes)
-    server.values[far._name(LIAR)] = wrong
+    far = RemoteStore(
+        "dict://far", server, settings=RemoteSettings(value_bytes=SCHEMA.record_bytes)
+    )
+    server.values[far.name_of(LIAR)] = wrong
     with TieredStore([MemoryStore(), far], check=value_check(SCHEMA)) as store:
         image = put(store, LIAR)
-        wait_until(lambda: server.values[far._name(LIAR)] == image, "it is replaced")
+        wait_until(lambda: server.values[far.name_of(LIAR)] == image, "it is replaced")
 
 
 def test_a_whole_record_is_checked_against_the_key_asked_for():

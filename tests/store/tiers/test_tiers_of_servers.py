@@ -68,5 +68,5 @@ class TestTiersOfServers(ProbeTests, ShardedWriteTests, RemoteStoreTests):
                 tier.store.put(key, [value])
 
     def peek(self, store, key):
-        found = [*Path(store._tiers[0].store._directory.root).glob(f"records/*/{key.hex()}*")]
+        found = [*Path(store._tiers[0].store.directory.root).glob(f"records/*/{key.hex()}*")]
         return found[0].read_bytes() if found else None

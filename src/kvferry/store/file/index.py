@@ -33,7 +33,6 @@ from kvferry.store.file.database import (
     read_keys,
 )
 from kvferry.store.file.directory import Directory
-from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 MAX_REMOVALS = 16384
@@ -48,6 +47,7 @@ _NOTE_STEP = 1e-6
 """Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
 chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
+_MAX_HIDDEN = 4096
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
@@ -84,14 +84,43 @@ class Totals(NamedTuple):
     """Whether the whole directory was listed into it."""
 
 
-class Index:
-    """The database and the keys that this process knows from it. Thread-safe; not for a forked
-    child. Every method may raise `IndexUnavailable`.
+class KnownKeys:
+    """Which keys are known to be there: the answer to `contains`, without a lock. Grows only if it
+    `tracks_keys`, which nobody needs who never looks keys up."""
 
-    Args:
-        path: of the database; None keeps it in memory.
-        known: receives the keys that are there.
-        read_only: never change the database, which must exist.
+    def __init__(self, tracks_keys: bool = True) -> None:
+        self.tracks_keys = tracks_keys
+        self._keys: set[ChunkKey] = set()
+        self._hidden: set[ChunkKey] = set()
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: ChunkKey) -> None:
+        if self.tracks_keys and key not in self._hidden:
+            self._keys.add(key)
+
+    def discard(self, key: ChunkKey) -> None:
+        self._keys.discard(key)
+
+    def hide(self, key: ChunkKey) -> None:
+        """Forget a key whose record is broken and cannot be taken out; do not learn it again."""
+        if len(self._hidden) < _MAX_HIDDEN:
+            self._hidden.add(key)
+        self.discard(key)
+
+    def note_written(self, key: ChunkKey) -> None:
+        """We have just written it: an earlier `hide` no longer holds."""
+        self._hidden.discard(key)
+        self.add(key)
+
+    def clear(self) -> None:
+        self._keys = set()
+
+
+class Index:
+    """The database (see `Database`) and the keys that this process knows from it. Thread-safe; not
+    for a forked child. Every method may raise `IndexUnavailable`.
 
     Attributes:
         totals: as of the last look; read without a lock.
@@ -108,7 +137,7 @@ class Index:
         read_only: bool,
         wall: Callable[[], float],
     ) -> None:
-        self._database = Database(path, _SCHEMA, read_only=read_only)
+        self.database = Database(path, _SCHEMA, read_only=read_only)
         self.directory = directory
         self.known = known
         self._observer = observer
@@ -121,28 +150,28 @@ class Index:
 
     @property
     def is_ours(self) -> bool:
-        return self._database.is_ours
+        return self.database.is_ours
 
     def open(self) -> bool:
         """Open the database unless it is open. True if the known keys were cleared."""
-        if not self._database.open():
+        if not self.database.open():
             return False
         self.all_known.clear()
         # A database that came in place of ours may be an older copy: compare the directory again.
-        is_other = self._was_open and not self._database.read_only
+        is_other = self._was_open and not self.database.read_only
         try:
             with self._transaction(writes=is_other) as db:
                 if is_other:
                     db.execute("UPDATE totals SET is_complete = 0 WHERE is_complete = 1")
                 self._learn_anew(*self._last_ids(db))
         except OSError:
-            self._database.close()  # so that the next call starts again
+            self.database.close()  # so that the next call starts again
             raise
         self._was_open = True
         return True
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
     def add_written(
         self,
@@ -171,7 +200,7 @@ class Index:
                 db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file had vanished
                 row = (key, num_bytes, self.wall(), namespace_of(head) or b"")
                 execute(db, _INSERT, [row])
-                self.known.stored(key)
+                self.known.note_written(key)
         return result
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
@@ -277,7 +306,7 @@ class Index:
 
     def _learn_anew(self, last_record: int, last_removal: int) -> None:
         self.known.clear()
-        self._last_record = 0 if self.known.learns else last_record
+        self._last_record = 0 if self.known.tracks_keys else last_record
         self._last_removal = last_removal
 
     def _last_ids(self, db: sqlite3.Connection) -> tuple[int, int]:
@@ -390,7 +419,7 @@ class Index:
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
-        with self._database.transaction(writes=writes) as db:
+        with self.database.transaction(writes=writes) as db:
             self._read_totals(db)
             yield db
             if writes:

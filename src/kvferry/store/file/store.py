@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,10 +32,9 @@ from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import DirectIO, OpenRecord, as_views, write_all
-from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index
+from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index, KnownKeys
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.kind import StoreUrl
-from kvferry.store.known_keys import KnownKeys
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,28 @@ ROOM_SECONDS = 2.0
 """How long a put evicts before it gives up; what is over a quota is evicted in the background."""
 
 _Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSettings:
+    """What few who open a directory change.
+
+    Attributes:
+        create: make it a store if it is absent or empty.
+        direct_io: "auto" reads past the page cache what is not in it; "off" never does.
+        index: know what is stored. Without, `contains` finds nothing.
+        index_file: the database, if not in the directory itself. On a network mount the default is
+            this user's cache directory, one index per machine.
+        clock: monotonic seconds.
+        wall: seconds since the epoch.
+    """
+
+    create: bool = True
+    direct_io: DirectIO = "auto"
+    index: bool = True
+    index_file: Path | None = None
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
 
 
 class _Writing(NamedTuple):
@@ -68,6 +90,9 @@ class FileStore(Store):
       `read` of a record that is there and cannot be read.
 
     Has the whole store contract, and `SupportsShardedWrite`.
+
+    Attributes:
+        directory, index, upkeep: what it is made of; for tools and tests.
     """
 
     multi_process = True
@@ -78,56 +103,43 @@ class FileStore(Store):
         root: Path,
         *,
         max_bytes: int | None = None,
-        create: bool = True,
         read_only: bool = False,
         observer: Observer | None = None,
-        direct_io: DirectIO = "auto",
-        index: bool = True,
-        index_file: Path | None = None,
         background: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        settings: FileSettings = FileSettings(),  # frozen
     ) -> None:
         """Open a store; returns before all that it holds is known.
 
         Args:
-            root: the directory; made a store if it is absent or empty and `create` is set.
+            root: the directory; made a store if it is absent or empty and may be created.
             max_bytes: quota over all processes, None for none. Each process enforces its own value.
             read_only: never write. Implied, with a warning, if the directory cannot be written.
             observer: receives counts named `store_...`.
-            direct_io: "auto" reads past the page cache what is not in it; "off" never does.
-            index: know what is stored. Without, `contains` finds nothing.
-            index_file: the database, if not in the directory itself. On a network mount the default
-                is this user's cache directory, one index per machine.
             background: run the upkeep in a thread. Without, it runs in `maintain` only.
-            clock: monotonic seconds.
-            wall: seconds since the epoch.
 
         Raises:
             ConfigError: `root` cannot be used.
             StoreError: the medium does not answer now.
         """
-        self._directory = open_root(root, create=create and not read_only)
-        self.url = str(StoreUrl(scheme="file", path=self._directory.root))
+        self.directory = open_root(root, create=settings.create and not read_only)
+        self.url = str(StoreUrl(scheme="file", path=self.directory.root))
         self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
-        self._direct_io = direct_io
+        self._is_direct = settings.direct_io != "off"
         self._closed = False
         observer = Observer() if observer is None else observer
-        self._faults = MediumFaults(self.url, observer, clock)
-        self._known = KnownKeys(learns=index)
+        self._faults = MediumFaults(self.url, observer, settings.clock)
+        self._known = KnownKeys(tracks_keys=settings.index)
         self._sessions: dict[str, _Writing] = {}
-        self.is_read_only = read_only or not os.access(self._directory.root, os.W_OK)
-        if untrusted := why_untrusted(self._directory.root):
-            logger.warning("store %s %s: other users can change it", self.url, untrusted)
-        if self.is_read_only and not read_only:
-            logger.warning("store %s cannot be written: it is opened read-only", self.url)
-        machines_share = index_file is not None or not is_of_one_machine(self._directory.root)
+        self.is_read_only = read_only or not os.access(self.directory.root, os.W_OK)
+        self._warn(is_forced=self.is_read_only and not read_only)
+        file = settings.index_file
+        machines_share = file is not None or not is_of_one_machine(self.directory.root)
         try:
-            self._index, compares = self._open_index(index_file, machines_share, wall)
+            self.index, compares = self._open_index(file, machines_share, settings.wall)
         except OSError as error:
             raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
-        self._upkeep = Upkeep(
-            self._index,
+        self.upkeep = Upkeep(
+            self.index,
             self._faults,
             max_bytes=self._max_bytes,
             machines_share=machines_share,
@@ -135,34 +147,40 @@ class FileStore(Store):
             compares=compares,
         )
         if background:
-            self._upkeep.start()
+            self.upkeep.start()
+
+    def _warn(self, *, is_forced: bool) -> None:
+        if untrusted := why_untrusted(self.directory.root):
+            logger.warning("store %s %s: other users can change it", self.url, untrusted)
+        if is_forced:
+            logger.warning("store %s cannot be written: it is opened read-only", self.url)
 
     def _open_index(
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
     ) -> tuple[Index, bool]:
         """The index, and whether this process compares it with the directory all the time."""
         if file is None and machines_share:
-            file = _private_index(self._directory.root)
-        path = f"{self._directory.root}/index.sqlite3" if file is None else str(file)
+            file = _private_index(self.directory.root)
+        path = f"{self.directory.root}/index.sqlite3" if file is None else str(file)
         make = partial(
-            Index, directory=self._directory, known=self._known, observer=self._faults.observer
+            Index, directory=self.directory, known=self._known, observer=self._faults.observer
         )
         index = make(path, read_only=self.is_read_only, wall=wall)
         try:
             index.open()
             if not self.is_read_only:
-                if not index.totals.is_complete and self._directory.is_empty():
+                if not index.totals.is_complete and self.directory.is_empty():
                     index.complete()
-                return index, self._known.learns
+                return index, self._known.tracks_keys
             if index.totals.is_complete:
                 return index, False
         except OSError as error:
             if not self.is_read_only:
                 self._faults.failed("open", error)
                 if not machines_share or isinstance(error, IndexUnavailable):
-                    return index, self._known.learns  # opened later
+                    return index, self._known.tracks_keys  # opened later
         # There is no complete index, or it cannot be opened: this process keeps one in memory.
-        if not self._directory.is_empty():
+        if not self.directory.is_empty():
             logger.warning(
                 "store %s has no index that can be used: the directory is listed, so the times of "
                 "last use and the removals are not known",
@@ -185,7 +203,7 @@ class FileStore(Store):
         if self._closed:
             return None
         try:
-            opened = self._directory.open_record(key)
+            opened = self.directory.open_record(key)
         except NotAFile:
             self.discard(key, "not_a_file")
             return None
@@ -197,7 +215,7 @@ class FileStore(Store):
         if opened is None:
             self._miss(key)
             return None
-        with OpenRecord(*opened, direct=self._direct_io != "off") as record:
+        with OpenRecord(*opened, direct=self._is_direct) as record:
             record.read(ranges, deadline)
             return record.size
 
@@ -210,15 +228,15 @@ class FileStore(Store):
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         if not self._writes():
-            self._known.ban(key)
+            self._known.hide(key)
             return
         try:
-            moved = self._directory.quarantine(key, reason)
+            moved = self.directory.quarantine(key, reason)
         except FileNotFoundError:
             self._miss(key)
             return
         except OSError as error:
-            self._known.ban(key)  # the same broken hit is not offered twice
+            self._known.hide(key)  # the same broken hit is not offered twice
             self._faults.failed("quarantine", error)
             return
         self._faults.observer.count("store_quarantined")
@@ -230,7 +248,7 @@ class FileStore(Store):
         if not self._writes():
             return False
         try:
-            removed = self._directory.remove(key)
+            removed = self.directory.remove(key)
         except OSError as error:
             self._faults.failed("delete", error)
             return False
@@ -242,57 +260,56 @@ class FileStore(Store):
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         if self._writes():
-            self._index.note(keys)
+            self.index.note(keys)
 
     def stat(self) -> StoreStat:
-        totals = self._index.totals
+        totals = self.index.totals
         return StoreStat(
             url=self.url,
             num_records=totals.num_records,
             used_bytes=totals.num_bytes,
             max_bytes=self._max_bytes if self._max_bytes < NO_QUOTA else None,
-            index_complete=self._index.all_known.is_set(),
+            index_complete=self.index.all_known.is_set(),
         )
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._index.is_ours:  # in a forked child, locks may stay locked for ever
-            self._upkeep.stop(CLOSE_SECONDS, self._abort_all)
+        if self.index.is_ours:  # in a forked child, locks may stay locked for ever
+            self.upkeep.stop(CLOSE_SECONDS, self._abort_all)
         self._known.clear()
 
     def scan(self) -> Iterator[Entry]:
-        """Every record, from the index. Raises StoreError if the index cannot be read."""
-        return self._listed(self._index.entries())
+        return self._listed(self.index.entries())
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        return self._listed(self._index.entries(limit))
+        return self._listed(self.index.entries(limit))
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"
         try:
-            said = self._directory.read_text(name, "namespaces")
+            said = self.directory.read_text(name, "namespaces")
             if description not in (None, said) and self._writes():
-                self._directory.write_text(name, description, "namespaces")
+                self.directory.write_text(name, description, "namespaces")
         except OSError as error:
             self._faults.failed("describe", error)
             return None
         return description or said
 
     def removals(self, limit: int) -> list[Removal]:
-        return list(self._listed(self._index.removals(limit)))
+        return list(self._listed(self.index.removals(limit)))
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._closed and self._index.is_ours and self._known.learns:
-            self._upkeep.probe(keys)
+        if not self._closed and self.index.is_ours and self._known.tracks_keys:
+            self.upkeep.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:
             self._known.add(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        return self._known.learns and self._index.all_known.wait(timeout)
+        return self._known.tracks_keys and self.index.all_known.wait(timeout)
 
     def begin(
         self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
@@ -318,21 +335,12 @@ class FileStore(Store):
         buffers: Sequence[Buffer],
         deadline: float = NO_DEADLINE,
     ) -> bool:
-        views = as_views(buffers)
         try:
-            fd = None if self._closed or offset < 0 else self._directory.open_writing(session)
-            if fd is None:
-                return False
-            try:
-                if offset + sum(view.nbytes for view in views) > os.fstat(fd).st_size:
-                    return False
-                write_all(fd, views, offset)
-            finally:
-                os.close(fd)
+            views = as_views(buffers)
+            return not self._closed and self.directory.write_at(session, offset, views)
         except OSError as error:
             self._faults.write_failed(error)
             return False
-        return True
 
     def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
         writing = self._sessions.pop(session, None) if self._writes() else None
@@ -345,47 +353,37 @@ class FileStore(Store):
 
     def maintain(self) -> None:
         """Do all upkeep now, in this thread: for stores opened without background."""
-        if not self._closed and self._index.is_ours:
-            self._upkeep.run_until_idle()
+        if not self._closed and self.index.is_ours:
+            self.upkeep.run_until_idle()
 
     def stored(self) -> Iterator[Entry]:
-        """Every file, without the index."""
-        shards = map(self._directory.list_shard, range(NUM_SHARDS))
+        shards = map(self.directory.list_shard, range(NUM_SHARDS))
         keys = self._listed(chain.from_iterable(shards))
         return (Entry(key, 0, 0.0) for key in keys)
 
     def facts(self) -> dict[str, int | bool | None]:
-        counts = self.stat()
-        quarantine = self._directory.list_files("quarantine").values()
-        return {
-            "num_records": counts.num_records,
-            "used_bytes": counts.used_bytes,
-            "max_bytes": counts.max_bytes,
-            "index_complete": counts.index_complete,
-            "quarantined": len(quarantine),
-            "quarantined_bytes": sum(file.num_bytes for file in quarantine),
-        }
+        counts = self.stat()._asdict()
+        del counts["url"]
+        quarantine = self.directory.list_files("quarantine").values()
+        sizes = [file.num_bytes for file in quarantine]
+        return {**counts, "quarantined": len(sizes), "quarantined_bytes": sum(sizes)}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """See `Store.gc`; quarantined files, too."""
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
-        before = 0.0 if older_than_seconds is None else self._index.wall() - older_than_seconds
+        before = 0.0 if older_than_seconds is None else self.index.wall() - older_than_seconds
         try:
-            self._index.flush()
-            self._upkeep.clean()
-            start = self._index.totals
-            self._index.bound_quarantine(NO_QUOTA, before)
-            self._index.shrink(self._max_bytes if max_bytes is None else max_bytes, before)
-            self._upkeep.clean()
+            self.index.flush()
+            self.upkeep.clean()
+            start = self.index.totals
+            self.index.bound_quarantine(NO_QUOTA, before)
+            self.index.shrink(self._max_bytes if max_bytes is None else max_bytes, before)
+            self.upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
-        end = self._index.totals
-        return GcReport(
-            removed_records=start.num_records - end.num_records,
-            removed_bytes=start.num_bytes - end.num_bytes,
-            used_bytes=end.num_bytes,
-        )
+        end = self.index.totals
+        removed = start.num_records - end.num_records, start.num_bytes - end.num_bytes
+        return GcReport(*removed, used_bytes=end.num_bytes)
 
     def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
         """What is found, none in a closed store; errors are translated."""
@@ -395,7 +393,7 @@ class FileStore(Store):
             raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def _writes(self) -> bool:
-        return not self._closed and not self.is_read_only and self._index.is_ours
+        return not self._closed and not self.is_read_only and self.index.is_ours
 
     def _begin(self, key: ChunkKey, num_bytes: int) -> _Writing | PutResult:
         record_name(key)  # a key of another length is the caller's mistake
@@ -404,16 +402,16 @@ class FileStore(Store):
         if (resting := self._faults.resting()) is not None:
             return resting
         try:
-            found = self._directory.find(key)
+            found = self.directory.find(key)
             if found is not None and found.num_bytes:
                 self.probe([key])
                 return PutResult.EXISTS
             if num_bytes > self._max_bytes:
                 return PutResult.NO_SPACE
-            if self._max_bytes < NO_QUOTA and not self._index.totals.is_complete:
+            if self._max_bytes < NO_QUOTA and not self.index.totals.is_complete:
                 self._faults.observer.count("store_put_skipped")  # the index is not complete
                 return PutResult.FAILED
-            return _Writing(key, num_bytes, *self._directory.begin(key))
+            return _Writing(key, num_bytes, *self.directory.begin(key))
         except OSError as error:
             return self._faults.write_failed(error)
 
@@ -425,7 +423,7 @@ class FileStore(Store):
             os.close(os.dup(writing.fd))  # a network file system says here what it could not write
             place = partial(self._place, writing)
             add = partial(
-                self._index.add_written, key, writing.num_bytes, head, self._max_bytes, place
+                self.index.add_written, key, writing.num_bytes, head, self._max_bytes, place
             )
             until = self._faults.clock() + ROOM_SECONDS
             while (result := add()) is None and self._faults.clock() < until:
@@ -437,7 +435,7 @@ class FileStore(Store):
             self._faults.observer.count("store_put_records")
             self._faults.observer.count("store_put_bytes", writing.num_bytes)
         else:
-            self._directory.unplace(writing.file, key)  # nothing would count it
+            self.directory.unplace(writing.file, key)  # nothing would count it
         self._abort(writing)
         if result is PutResult.EXISTS:
             self.probe([key])
@@ -447,14 +445,14 @@ class FileStore(Store):
 
     def _place(self, writing: _Writing) -> PutResult:
         try:
-            won = self._directory.place(writing.file, writing.key)
+            won = self.directory.place(writing.file, writing.key)
         except OSError as error:
             return self._faults.write_failed(error)
         return PutResult.STORED if won else PutResult.EXISTS
 
     def _abort(self, writing: _Writing) -> None:
         """Never raises: what stays is found later."""
-        self._directory.drop("writing", writing.file)
+        self.directory.drop("writing", writing.file)
         with suppress(OSError):
             os.close(writing.fd)
 
@@ -468,10 +466,10 @@ class FileStore(Store):
     ) -> None:
         """Remove a key from the index if its file is gone; `moved` are now in quarantine."""
         try:
-            self._index.forget([key], reason, detail, moved)
+            self.index.forget([key], reason, detail, moved)
         except OSError:
             for file, _ in moved:  # it would not count against the quota
-                self._directory.drop("quarantine", file)
+                self.directory.drop("quarantine", file)
             self._miss(key)  # its row goes when the shard is next compared
 
     def _miss(self, key: ChunkKey) -> None:

@@ -81,9 +81,7 @@ class Upkeep:
     """The thread and its work. `probe`, `stop` and `clean` are for any thread.
 
     Args:
-        index: of the directory.
-        faults: counts and logs what fails; has the clock of this work.
-        max_bytes: the quota.
+        faults: has the clock of this work, too.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
         compares: whether to compare all the time, or only to complete an index that may be written.
@@ -105,7 +103,7 @@ class Upkeep:
         self._machines_share = machines_share
         self._changes = changes
         self._compares = compares
-        self._comparison = ShardComparison(
+        self.comparison = ShardComparison(
             index, _CACHED_SECONDS if machines_share else _SETTLED_SECONDS
         )
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
@@ -116,7 +114,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Look for the files of these keys soon; dropped when too many wait. Memory only."""
+        """See `Store.probe`."""
         if not self._compares:
             return
         if len(self._probes) >= _MAX_PROBES:
@@ -204,7 +202,7 @@ class Upkeep:
         return True
 
     def _restart(self) -> None:
-        self._comparison.restart()
+        self.comparison.restart()
         self._due = dict.fromkeys(self._due, 0.0)
 
     def _reopen(self) -> None:
@@ -233,7 +231,7 @@ class Upkeep:
         started = self._faults.clock()
         if rests and started < self._due["compare"]:
             return False
-        comparison = self._comparison
+        comparison = self.comparison
         if not comparison.waiting:
             if comparison.is_first_pass or not self._index.totals.is_complete:
                 with self._past_errors_of_files():

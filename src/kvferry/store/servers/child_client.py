@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvferry.errors import StoreError
+from kvferry.store.servers import child
 from kvferry.store.servers.remote import RemoteClient
 
 LONGEST_SECONDS = 60.0
@@ -47,12 +48,8 @@ class _Gone(Exception):
 
 
 class LaneEnd:
-    """One command at a time, and the memory that it moves bytes through.
-
-    Attributes:
-        memory: shared with the child.
-        waits_since: when the command was sent whose answer has not come; None if there is none.
-    """
+    """One command at a time, and the `memory` shared with the child through which it moves bytes.
+    `waits_since` is when the command was sent whose answer has not come, if there is one."""
 
     def __init__(self, end: socket.socket, whole: mmap.mmap, start: int, num_bytes: int) -> None:
         self.socket = end
@@ -196,14 +193,15 @@ class ChildClient(RemoteClient):
     """A client whose commands a child process carries out.
 
     Args:
-        where: of the server, for messages; holds no credential.
-        options: what the child gets, besides its sockets and its memory.
+        where: names the server in messages, without a credential.
+        options: what `make_lanes` of the worker gets.
     """
 
-    script: ClassVar[str]
-    """Path of what the child runs."""
+    script: ClassVar[str] = child.__file__
+    worker: ClassVar[str]
+    """Path of the module that works in the child; see `child.py`."""
     environment: ClassVar[dict[str, str]] = {}
-    """What it finds besides ours."""
+    """Of the child, besides ours."""
     memory_bytes: ClassVar[int]
     """What it may allocate beyond what it has when it is ready; if it tries to, it ends."""
     num_lanes: ClassVar[int]
@@ -213,7 +211,7 @@ class ChildClient(RemoteClient):
 
     def __init__(self, where: str, options: dict[str, object]) -> None:
         self._where = where
-        self._options = options
+        self._options = {**options, "worker": self.worker}
         # Notified when a lane is free. Held for moments only, but by `close`.
         self._changed = threading.Condition()
         self._idle: list[LaneEnd] = []
@@ -234,12 +232,9 @@ class ChildClient(RemoteClient):
     def _lane(self, what: str, deadline: float) -> Call:
         return Call(self, what, min(deadline, time.monotonic() + LONGEST_SECONDS))
 
-    def take(self, deadline: float) -> LaneEnd:
-        """A lane for one call; wait for one until `deadline`.
-
-        Raises:
-            StoreError: none came free, or there is no connection.
-        """
+    def get_lane(self, deadline: float) -> LaneEnd:
+        """A lane for one call. Raises StoreError if none comes free until `deadline`, or there is
+        no connection."""
         with self._changed:
             while True:
                 self._ensure_child()
@@ -334,13 +329,8 @@ class ChildClient(RemoteClient):
 
 
 class Call:
-    """One command after another on one lane, which goes back at the end.
-
-    Attributes:
-        what: it does, for messages.
-        lane: that it has.
-        used_bytes: of its memory, at most.
-    """
+    """One command after another on one lane, which goes back at the end. `what` it does stands in
+    messages; of the lane's memory it has used up to `used_bytes`."""
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
         self.what = what
@@ -351,7 +341,7 @@ class Call:
         self._started = time.monotonic()
 
     def __enter__(self) -> Call:
-        self.lane = self._client.take(self._deadline)
+        self.lane = self._client.get_lane(self._deadline)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -368,11 +358,8 @@ class Call:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, command: Sequence[object]) -> Any:  # noqa: ANN401
-        """The child's answer.
-
-        Raises:
-            StoreError: none came until the deadline, or the child is gone.
-        """
+        """The child's answer. Raises StoreError if none comes until the deadline, or the child is
+        gone."""
         try:
             return self.lane.ask(command, self._deadline)
         except _Gone as error:
@@ -381,10 +368,8 @@ class Call:
             raise self.late() from None
 
     def late(self) -> StoreError:
-        """The deadline passed, as an error."""
         seconds = max(0.0, self._deadline - self._started)
         return self.failed(f"did not end within {seconds:.1f} s")
 
     def failed(self, why: str) -> StoreError:
-        """What went wrong, as an error."""
         return StoreError(f"{self._client._where}: {self.what} {why}")

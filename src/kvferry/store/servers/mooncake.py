@@ -1,15 +1,21 @@
 """Values in Mooncake Store: the memory of many machines as one pool, over TCP or RDMA.
 
-A child process holds Mooncake's client (`mooncake_child` says why).
+A child process holds Mooncake's client (`mooncake_child` says why). The list of names comes by HTTP
+from the master, bounded in time and in bytes, whatever that sends.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
@@ -17,8 +23,9 @@ from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_e
 from kvferry.store.servers import mooncake_child
 from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
 from kvferry.store.servers.mooncake_child import ABSENT, EXISTS, EXISTS_HERE, PENDING
-from kvferry.store.servers.name_list import names_at
 from kvferry.store.servers.remote import RemoteStore, open_remote
+
+T = TypeVar("T")
 
 _NUM_LANES = 4
 _LANE_BYTES = 8 << 20
@@ -27,6 +34,11 @@ _CHILD_BYTES = 96 << 20
 _CLOSE_SECONDS = 3.0
 _SIZES_AT_ONCE = 1000
 _NO_SPACE = -200
+MAX_LIST_BYTES = 1 << 30
+"""Some five million names of ours."""
+
+_PIECE_BYTES = 64 << 10
+_MAX_NAME_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,31 +84,18 @@ class MooncakeClient(ChildClient):
 
     Args:
         master: `host:port` of the master.
-        metadata: URL of its metadata server; P2PHANDSHAKE where there is none.
-        segment_bytes: memory that this client lends; 0 to use that of others.
-        protocol: tcp or rdma.
-        device: names of RDMA devices, separated by commas; empty for all.
-        admin: URL of the master's metrics port, which lists names; without it `scan` fails.
+        options: where it has no metrics port, `scan` fails.
 
     Raises:
         ConfigError: Mooncake is not installed, or `master` is not host:port.
     """
 
-    script = mooncake_child.__file__
+    worker = mooncake_child.__file__
     memory_bytes = _CHILD_BYTES
     num_lanes = _NUM_LANES
     lane_bytes = _LANE_BYTES
 
-    def __init__(
-        self,
-        master: str,
-        *,
-        metadata: str = "P2PHANDSHAKE",
-        segment_bytes: int = 0,
-        protocol: str = "tcp",
-        device: str = "",
-        admin: str | None = None,
-    ) -> None:
+    def __init__(self, master: str, options: MooncakeOptions | None = None) -> None:
         where = f"mooncake://{master}"
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(
@@ -106,18 +105,11 @@ class MooncakeClient(ChildClient):
         host, _, port = master.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"{where}: the master is host:port, such as 10.0.0.1:50051")
-        self._admin = admin
-        # Only who lends memory has something to tell the master.
-        self.close_seconds = _CLOSE_SECONDS if segment_bytes else 0.0
-        options: dict[str, object] = {
-            "master": master,
-            "host": own_address(host),
-            "metadata": metadata,
-            "segment_bytes": segment_bytes,
-            "protocol": protocol,
-            "device": device,
-        }
-        super().__init__(where, options)
+        given = MooncakeOptions() if options is None else options
+        self._admin = given.admin
+        # A child that lends memory tells the master that it goes.
+        self.close_seconds = _CLOSE_SECONDS if given.segment else 0.0
+        super().__init__(where, {**asdict(given), "master": master, "host": own_address(host)})
 
     def read(
         self, name: str, ranges: Sequence[tuple[int, memoryview]], deadline: float
@@ -140,7 +132,9 @@ class MooncakeClient(ChildClient):
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        if replaces:  # the master overwrites nothing
+        if replaces:
+            # The master overwrites nothing. To die between the two loses a value that was wrong
+            # anyway, and is a miss. Another writer may store first: then the answer is EXISTS.
             self.delete(name, deadline)
         parts = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(map(len, parts))
@@ -257,15 +251,102 @@ def own_address(host: str) -> str:
         return socket.gethostname()
 
 
+def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
+    """The words of the answer to a GET of `url`, one after the other.
+
+    Args:
+        deadline: `time.monotonic()` seconds.
+        longest: seconds that the server may take in all; who takes the names is not hurried.
+
+    Raises:
+        ValueError: the answer is no list of names, has no end, or takes too long; one line, without
+            the URL.
+    """
+    patience = _Patience(min(deadline - time.monotonic(), longest))
+    with closing(_connection(url, patience.seconds)) as connection:
+        patience.wait_for(connection.connect)
+        patience.socket = connection.sock
+        patience.wait_for(lambda: connection.request("GET", urlsplit(url).path))
+        with closing(patience.wait_for(connection.getresponse)) as response:
+            if response.status != 200:
+                raise ValueError(f"the server answers {response.status}")
+            rest, num_bytes = b"", 0
+            while piece := patience.wait_for(lambda: response.read1(_PIECE_BYTES)):
+                num_bytes += len(piece)
+                *words, rest = _split(rest + piece)
+                if num_bytes > MAX_LIST_BYTES or len(rest) > _MAX_NAME_BYTES:
+                    raise ValueError("what the server sends does not end")
+                for word in words:
+                    yield word.decode(errors="replace")
+            if response.length:
+                raise ValueError("the list ends too early")
+            if rest:
+                yield rest.decode(errors="replace")
+
+
+def _split(text: bytes) -> list[bytes]:
+    """The words of `text`; the last, which may go on, is empty if it has ended."""
+    words = text.split()
+    return words if words and not text[-1:].isspace() else [*words, b""]
+
+
+def _connection(url: str, seconds: float) -> HTTPConnection:
+    """Not connected yet."""
+    try:
+        parts = urlsplit(url)
+        if parts.hostname and parts.scheme == "http":
+            return HTTPConnection(parts.hostname, parts.port, timeout=seconds)
+        if parts.hostname and parts.scheme == "https":
+            return HTTPSConnection(parts.hostname, parts.port, timeout=seconds)
+    except (ValueError, HTTPException):
+        pass
+    raise ValueError("admin is no URL of a metrics port, such as http://10.0.0.1:9003")
+
+
+class _Patience:
+    """The seconds that are left for a server in all, after which its `socket` is cut: the timeout
+    of a socket begins again with each byte."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(0.001, seconds)
+        self.socket: socket.socket | None = None
+
+    def wait_for(self, call: Callable[[], T]) -> T:
+        """What `call` returns. Raises ValueError, one line, if it failed or the time is over."""
+        started = time.monotonic()
+        timer = threading.Timer(self.seconds, self._cut)
+        timer.daemon = True
+        timer.start()
+        why = ""
+        try:
+            result = call()
+        except HTTPException as error:
+            why = f"no answer of HTTP ({type(error).__name__})"  # its text quotes the server's
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        finally:
+            timer.cancel()
+        self.seconds -= time.monotonic() - started
+        if self.seconds <= 0:
+            raise ValueError("the list took too long")
+        if why:
+            raise ValueError(why)
+        return result
+
+    def _cut(self) -> None:
+        if self.socket is not None:
+            with suppress(OSError):
+                # Not the method of a TLS socket, which is for the thread that reads only.
+                socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+
 def _open_url(url: StoreUrl, options: MooncakeOptions, opening: Opening) -> RemoteStore:
     (host, port), *others = url.hosts
     if others or port is None or url.username or url.password:
         raise ConfigError(
             f"{url.where}: names no single master; write mooncake://host:50051/prefix"
         )
-    given = asdict(options)
-    client = MooncakeClient(f"{host}:{port}", segment_bytes=given.pop("segment"), **given)
-    return open_remote(url, client, opening)
+    return open_remote(url, MooncakeClient(f"{host}:{port}", options), opening)
 
 
 KIND = StoreKind(

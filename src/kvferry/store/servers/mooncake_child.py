@@ -1,24 +1,18 @@
-"""The process that holds a connection to Mooncake; `kvferry.store.servers.mooncake` starts it as a
-script. Imports nothing of kvferry.
+"""What the child process of `kvferry.store.servers.mooncake` does (`child.py` runs it). Imports
+nothing of kvferry.
 
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
 its master is dead. In a process of its own, that stops no thread of ours; nor does its crash.
 
-Each lane is a socket and a part of shared memory, registered with Mooncake. A lane reads one
-command, works, and sends one answer: lines of JSON. The first answer says that the lane is ready.
+The memory of the lanes is registered with Mooncake.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import mmap
-import os
-import select
 import signal
 import socket
-import sys
-import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ABSENT = -704
@@ -34,52 +28,40 @@ _PIECE_SECONDS = 2.0
 _CLOSE_SECONDS = 10
 
 
-class Lane:
-    """Answers the commands of one socket, one after the other.
+class MooncakeLane:
+    """A `Worker` of `child.py`.
 
     Args:
         mooncake: a `MooncakeDistributedStore`, shared by all lanes.
-        end: of the socket.
         address: of the lane's memory.
     """
 
-    def __init__(self, mooncake: Any, end: socket.socket, address: int) -> None:  # noqa: ANN401
+    def __init__(self, mooncake: Any, address: int) -> None:  # noqa: ANN401
         self._mooncake = mooncake
-        self._socket = end
         self._address = address
         self._unfinished: str | None = None
-
-    def serve(self) -> None:
-        """Until the other end closes."""
-        say(self._socket, 0)
-        commands = {
+        self._commands: dict[str, Callable[..., object]] = {
             "read": self.read,
             "put": self.put,
-            "exists": self._mooncake.batch_is_exist,
+            "exists": mooncake.batch_is_exist,
             "sizes": self.sizes,
             "delete": self.delete,
         }
-        lines = self._socket.makefile("rb")
-        # Not `select`, which takes no descriptor above 1023; it is the parent's.
-        coming = select.poll()
-        coming.register(self._socket, select.POLLIN)
-        while True:
-            if self._unfinished is not None and not coming.poll(1000 * _PIECE_SECONDS):
-                self._revoke()
-            line = lines.readline()
-            if not line:
-                break
-            name, *arguments = json.loads(line)
-            if (name, arguments[0]) != ("put", self._unfinished):
-                self._revoke()
-            say(self._socket, commands[name](*arguments))
-        self._revoke()
 
-    def _revoke(self) -> None:
+    def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
+        if (command, arguments[0]) != ("put", self._unfinished):
+            self.give_up()
+        return self._commands[command](*arguments)
+
+    @property
+    def patience(self) -> float | None:
+        return None if self._unfinished is None else _PIECE_SECONDS
+
+    def give_up(self) -> None:
         """Take back a value whose writer gave up in its middle, so that another can store it."""
-        if self._unfinished is not None:
-            self._mooncake.batch_put_session_revoke([self._unfinished])
-            self._unfinished = None
+        name, self._unfinished = self._unfinished, None
+        if name is not None:
+            self._mooncake.batch_put_session_revoke([name])
 
     def read(self, name: str, pieces: list[tuple[int, int]]) -> int:
         """Put the pieces (offset, length) into the memory, one after the other, each up to the end
@@ -130,10 +112,6 @@ class Lane:
         return int(self._mooncake.remove(name, True))
 
 
-def say(end: socket.socket, answer: object) -> None:
-    end.sendall(json.dumps(answer).encode() + b"\n")
-
-
 def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
     """A client of the master, or the reason why there is none."""
     host, _, port = options["master"].rpartition(":")
@@ -151,7 +129,7 @@ def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
     code = mooncake.setup(
         options["host"],
         options["metadata"],
-        options["segment_bytes"],
+        options["segment"],
         0,
         options["protocol"],
         options["device"],
@@ -160,38 +138,17 @@ def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
     return mooncake, None if code == 0 else f"Mooncake's set-up answers {code}"
 
 
-def main(options: dict[str, Any]) -> None:
-    """Serve until the parent closes the sockets, or is gone."""
-    ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
+def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[MooncakeLane] | str:
+    """See `child.py`."""
     mooncake, reason = connect(options)
     if reason is not None:
-        for end in ends:
-            say(end, reason)
-        return
-    num_bytes = options["lane_bytes"]
-    memory = mmap.mmap(options["memory"], num_bytes * len(ends))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    mooncake.register_buffer(address, len(memory))
-    lanes = [Lane(mooncake, end, address + number * num_bytes) for number, end in enumerate(ends)]
-    over = threading.Event()
+        return reason
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    mooncake.register_buffer(addresses[0], sum(map(len, memories)))  # they follow each other
+    return [MooncakeLane(mooncake, address) for address in addresses]
 
-    def serve(lane: Lane) -> None:
-        try:
-            lane.serve()
-        finally:
-            over.set()
 
-    for lane in lanes:
-        threading.Thread(target=serve, args=[lane], daemon=True).start()
-    # The first lane that ends says that the parent closes, or is gone: another may hang for long.
-    over.wait()
+def close(lanes: Sequence[MooncakeLane]) -> None:
+    """Tell the master that the memory goes. Another lane may hang for long: this may not."""
     signal.alarm(_CLOSE_SECONDS)
-    mooncake.close()
-
-
-if __name__ == "__main__":
-    try:
-        main(json.load(sys.stdin))
-    finally:
-        # Mooncake's own threads may not end.
-        os._exit(0)
+    lanes[0]._mooncake.close()

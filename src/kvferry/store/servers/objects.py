@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
@@ -64,28 +64,22 @@ _CONNECTION = re.compile(
 )
 
 
-class ByteSpan(NamedTuple):
-    """Bytes `[start, end)` of a value that one request fetches."""
-
-    start: int
-    end: int
-
-
-def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[ByteSpan]:
-    """The fewest requests for `ranges`: those near each other are joined.
+def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, int]]:
+    """The fewest requests for `ranges`, as bytes `[start, end)`: those near each other are joined.
 
     >>> spans_of([(5 << 20, memoryview(b"1234")), (0, memoryview(b"12")), (9, memoryview(b"1"))])
-    [ByteSpan(start=0, end=10), ByteSpan(start=5242880, end=5242884)]
+    [(0, 10), (5242880, 5242884)]
     """
-    spans: list[ByteSpan] = []
+    spans: list[tuple[int, int]] = []
     for start, buffer in sorted(ranges, key=lambda each: each[0]):
         end = start + buffer.nbytes
         if end == start:
             continue
-        if spans and start - spans[-1].end <= _GAP_BYTES:
-            spans[-1] = ByteSpan(spans[-1].start, max(end, spans[-1].end))
+        if spans and start - spans[-1][1] <= _GAP_BYTES:
+            first, last = spans.pop()
+            spans.append((first, max(end, last)))
         else:
-            spans.append(ByteSpan(start, end))
+            spans.append((start, end))
     return spans
 
 
@@ -110,23 +104,13 @@ class ObjectOptions:
 
 
 class ObjectClient(ChildClient):
-    """Objects of one bucket, each created once and never changed.
+    """Objects of one bucket (of a container, for az), each created once and never changed.
 
-    Credentials come from the environment as obstore and the tools of each cloud read it
-    (`AWS_ACCESS_KEY_ID`, ...; instance roles). They need the rights to list, get, put and delete
-    objects.
-
-    Args:
-        scheme: s3, gs or az.
-        bucket: its name; for az, the container.
-        endpoint: URL of the server, for S3-compatible stores; http:// is allowed where it says so.
-        region: of the bucket (s3).
-
-    Raises:
-        ConfigError: obstore refuses the options.
+    The rights to list, get, put and delete objects are needed. `ObjectOptions` documents the
+    options. Raises ConfigError if obstore refuses them.
     """
 
-    script = objects_child.__file__
+    worker = objects_child.__file__
     environment = objects_child.ENVIRONMENT
     memory_bytes = _CHILD_BYTES
     num_lanes = _NUM_LANES
@@ -222,12 +206,7 @@ class ObjectClient(ChildClient):
                 raise StoreError(str(error)) from None
 
     def _ask(self, call: Call, command: str, *arguments: object) -> Any:  # noqa: ANN401
-        """The result of a command of the child.
-
-        Raises:
-            StoreError: the server failed, or the deadline passed.
-            ConfigError: as `check`.
-        """
+        """The result of a command of the child. Raises as `check`."""
         answer = call.ask([command, call.seconds_left, *arguments])
         match answer:
             case {"result": result}:

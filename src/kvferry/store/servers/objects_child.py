@@ -1,26 +1,18 @@
-"""The process that holds a connection to a bucket; `kvferry.store.servers.objects` starts it as a
-script. Imports nothing of kvferry.
+"""What the child process of `kvferry.store.servers.objects` does (`child.py` runs it). Imports
+nothing of kvferry.
 
 obstore keeps in memory what a server sends as a list or as an error, without end if that has none,
 and panics on some of it. In a process of its own, which may have little memory, that costs one
 call.
-
-Each lane is a socket and a part of shared memory. A lane reads one command, works until the
-command's time is over, and sends one answer: lines of JSON. The first answer says that the lane is
-ready.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import mmap
 import os
 import re
-import signal
-import socket
-import sys
-from collections.abc import Coroutine, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,7 +46,6 @@ _PAGE = 1000
 _PAGE_CHARACTERS = 128 << 10
 # S3's limit; no name of ours is as long.
 _MAX_NAME_CHARACTERS = 1024
-_MAX_COMMAND_BYTES = 64 << 20
 _MAX_TEXT_CHARACTERS = 16 << 10
 # Few threads, and few places for what is freed: all of it counts as memory.
 ENVIRONMENT = {
@@ -75,24 +66,23 @@ class WrongAnswer(Exception):
     """The server sent something else than was asked for."""
 
 
-class Lane:
-    """Answers the commands of one socket, one after the other.
+class ObjectLane:
+    """A `Worker` of `child.py`. A command works until its time is over. Lanes share the names that
+    some of them is `removing`, and the limits of `reads` and of questions for sizes (`heads`)."""
 
-    Args:
-        memory: of the lane.
-        removing: names that some lane deletes.
-        reads: limits the reads of all lanes.
-        heads: limits their questions for the size of a value.
-    """
+    patience = None
+    give_up = staticmethod(lambda: None)
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         store: Any,  # noqa: ANN401
         memory: memoryview,
         removing: set[str],
         reads: asyncio.Semaphore,
         heads: asyncio.Semaphore,
     ) -> None:
+        self._loop = loop
         self._store = store
         self._memory = memory
         self._removing = removing
@@ -100,11 +90,7 @@ class Lane:
         self._heads = heads
         self._stream: Any = None
         self._listed: list[tuple[str, int, float]] = []
-
-    async def serve(self, end: socket.socket) -> None:
-        """Until the other end closes."""
-        reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_COMMAND_BYTES)
-        commands: dict[str, Any] = {
+        self._commands: dict[str, Callable[..., Coroutine[Any, Any, object]]] = {
             "read": self.read,
             "put": self.put,
             "exists": self.exists,
@@ -112,15 +98,24 @@ class Lane:
             "list": self.begin_list,
             "next": self.next_page,
         }
-        answer: object = 0
-        while True:
-            writer.write(json.dumps(answer).encode() + b"\n")
-            await writer.drain()
-            line = await reader.readline()
-            if not line:
-                return
-            name, seconds, *arguments = json.loads(line)
-            answer = await answer_of(commands[name](*arguments), seconds)
+
+    def answer(self, command: str, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
+        """What came of a command: its result, or the text and the type of an error."""
+        work = self._answer(command, *arguments)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _answer(self, command: str, seconds: float, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
+        try:
+            work = self._commands[command](*arguments)
+            return {"result": await asyncio.wait_for(work, seconds)}
+        except TimeoutError:
+            return {"late": True}
+        except asyncio.CancelledError:
+            raise
+        except MemoryError:
+            os._exit(1)  # what holds the memory may stay: a new child begins without it
+        except BaseException as error:  # a panic of obstore's is no Exception
+            return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
 
     async def read(self, name: str, spans: list[tuple[int, int]]) -> int | None:
         """Put the bytes of each span (start, end) into the memory, one after the other; of what
@@ -137,7 +132,8 @@ class Lane:
             if NO_BUCKET.search(str(error)):
                 raise
             return None
-        return sizes[0]
+        # Sizes differ if the value went, and another one came, between two ranges.
+        return sizes[0] if len(set(sizes)) == 1 else None
 
     async def _read_span(self, name: str, start: int, target: memoryview) -> int:
         async with self._reads:
@@ -148,8 +144,11 @@ class Lane:
             except BaseError as error:
                 if _NO_RANGE not in str(error):
                     raise
-                return await self._size(name)  # all of it lies behind the end
-            size: int = response.meta["size"]
+                size = await self._size(name)
+                if size > start:  # nothing came for what lies before the end
+                    raise WrongAnswer("a range inside the value was refused") from None
+                return size
+            size = int(response.meta["size"])
             wanted, at = max(0, min(len(target), size - start)), 0
             piece_bytes = wanted if wanted <= _SHORT_BYTES else _PIECE_BYTES
             async for piece in response.stream(max(1, piece_bytes)):
@@ -229,20 +228,6 @@ class Lane:
         return some
 
 
-async def answer_of(work: Coroutine[Any, Any, object], seconds: float) -> dict[str, object]:
-    """What came of a command: its result, or the text and the type of an error."""
-    try:
-        return {"result": await asyncio.wait_for(work, seconds)}
-    except TimeoutError:
-        return {"late": True}
-    except asyncio.CancelledError:
-        raise
-    except MemoryError:
-        os._exit(1)  # what holds the memory may stay: a new child begins without it
-    except BaseException as error:  # a panic of obstore's is no Exception
-        return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
-
-
 async def gather(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All at once; when one fails, the others end."""
     tasks = [asyncio.ensure_future(request) for request in requests]
@@ -262,32 +247,18 @@ async def released(content: memoryview) -> None:
             await asyncio.sleep(0.001)
 
 
-async def serve(options: dict[str, Any]) -> None:
-    """Serve until the parent closes a socket, or is gone."""
-    ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
+def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[ObjectLane] | str:
+    """See `child.py`."""
     try:
         store = make_store(*options["store"])
     except (BaseError, OSError, ValueError) as error:
-        for end in ends:
-            end.sendall(json.dumps(f"obstore refuses it ({type(error).__name__})").encode() + b"\n")
-        return
-    num_bytes = options["lane_bytes"]
-    memory = memoryview(mmap.mmap(options["memory"], num_bytes * len(ends)))
+        return f"obstore refuses it ({type(error).__name__})"
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     removing: set[str] = set()
     limits = asyncio.Semaphore(_READS_IN_FLIGHT), asyncio.Semaphore(_HEADS_IN_FLIGHT)
-    lanes = [
-        Lane(store, memory[at * num_bytes : (at + 1) * num_bytes], removing, *limits)
-        for at in range(len(ends))
-    ]
-    tasks = [asyncio.ensure_future(lane.serve(end)) for lane, end in zip(lanes, ends, strict=True)]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    os._exit(0)  # without the end of what is under way, in which obstore's threads would panic
+    return [ObjectLane(loop, store, memory, removing, *limits) for memory in memories]
 
 
-if __name__ == "__main__":
-    # Ctrl-C is for the parent.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        asyncio.run(serve(json.load(sys.stdin)))
-    finally:
-        os._exit(0)
+def close(_lanes: Sequence[ObjectLane]) -> None:
+    """Nothing to do."""

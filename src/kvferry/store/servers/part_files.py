@@ -1,35 +1,24 @@
-"""Records that the ranks of one machine put together in shared memory before one of them sends it.
-
-No kind of server has to offer more than whole values, and a record is one value there.
-"""
+"""Records that the ranks of one machine put together in shared memory before one of them sends it:
+servers store whole values only."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import re
-import secrets
+import stat
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from kvferry.store.base import Buffer, PutResult
+from kvferry.store.file.directory import Directory
+from kvferry.store.file.fileio import as_views
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
-
-_SESSION = re.compile(r"[0-9a-f]{32}")
-
-
-class _Begun(NamedTuple):
-    key: ChunkKey
-    fd: int
-    """Holds the file's lock, which ends with the process: an unlocked file is a dead writer's."""
 
 
 class PartFiles:
@@ -40,118 +29,94 @@ class PartFiles:
 
     Args:
         parent: where the user's folder is made; shared memory, if there is any.
-
-    Attributes:
-        refusal: why the last `begin` was FAILED; empty if it was not.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
         if parent is None:
             shared = Path("/dev/shm")
             parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        self._folder = parent / f"kvferry-parts-{os.getuid()}"
+        self._directory = Directory(f"{parent}/kvferry-parts-{os.getuid()}")
         self._lock = threading.Lock()
         self._has_warned = False
-        self.refusal = ""
-        self._begun: dict[str, _Begun] = {}
+        self.refusal = ""  # why the last `begin` was FAILED
+        self._begun: dict[str, tuple[ChunkKey, int]] = {}
         with suppress(OSError):
-            self._remove_abandoned()
+            self._check_folder()
+            for name in self._directory.list_files("writing"):
+                self._directory.drop_abandoned(name, is_old=False, first=lambda: None)
 
     def begin(self, key: ChunkKey, num_bytes: int) -> str | PutResult:
         """See `SupportsShardedWrite`."""
-        session = secrets.token_hex(16)
-        fd = -1
+        session, fd = "", -1
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            with self._opened() as folder:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                fd = os.open(session, flags, 0o600, dir_fd=folder)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(fd).st_nlink:
-                raise BlockingIOError(errno.EAGAIN, "taken for a dead writer's")
+            os.makedirs(self._directory.root, mode=0o700, exist_ok=True)
+            self._check_folder()
+            session, fd = self._directory.begin(key)
             # Memory that is full says so now, not by a signal later.
             reserve = getattr(os, "posix_fallocate", None)
             os.ftruncate(fd, num_bytes) if reserve is None else reserve(fd, 0, num_bytes)
         except OSError as error:
             if fd >= 0:
                 self._end(session, fd)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                self.refusal = (
-                    f"ranks cannot put records together in {self._folder}: {error.strerror}; it "
-                    "must be a folder that this user alone can write to"
-                )
-                return PutResult.FAILED
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "%s: no room to put a record together: %s; give /dev/shm some gigabytes",
-                    self._folder,
-                    error.strerror,
-                )
-            return PutResult.NO_SPACE
+            return self._refused(error)
         self.refusal = ""
         with self._lock:
-            self._begun[session] = _Begun(key, fd)
+            self._begun[session] = key, fd
         return session
 
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """Handle of the folder. OSError if another user made it, who could change what is in it."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._folder, flags)
-        try:
-            if os.fstat(fd).st_uid != os.getuid():
-                raise PermissionError(errno.EPERM, "it is of another user")
-            yield fd
-        finally:
-            os.close(fd)
+    def _refused(self, error: OSError) -> PutResult:
+        folder, reason = self._directory.root, error.strerror
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            self.refusal = (
+                f"ranks cannot put records together in {folder}: {reason}; it must be a folder "
+                "that this user alone can write to"
+            )
+            return PutResult.FAILED
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: no room to put a record together: %s; give /dev/shm some gigabytes",
+                folder,
+                reason,
+            )
+        return PutResult.NO_SPACE
+
+    def _check_folder(self) -> None:
+        """OSError if another user made the folder, who could change what is in it. Once it is ours,
+        nobody else replaces it: its parent is sticky."""
+        status = os.lstat(self._directory.root)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it is of another user")
 
     def write_at(self, session: str, offset: int, buffers: Sequence[Buffer]) -> bool:
         """See `SupportsShardedWrite`."""
-        if _SESSION.fullmatch(session) is None or offset < 0:
-            return False
-        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        try:
-            with self._opened() as folder:
-                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-                fd = os.open(session, flags, dir_fd=folder)
-            try:
-                if offset + sum(map(len, views)) > os.fstat(fd).st_size:
-                    return False
-                for view in views:
-                    while view:
-                        written = os.pwrite(fd, view, offset)
-                        view, offset = view[written:], offset + written  # noqa: PLW2901
-            finally:
-                os.close(fd)
-        except OSError:
-            return False
-        return True
+        with suppress(OSError):
+            self._check_folder()
+            return self._directory.write_at(session, offset, as_views(buffers))
+        return False
 
-    def take(self, session: str, head: Buffer) -> tuple[ChunkKey, bytes] | None:
+    def pop(self, session: str, head: Buffer) -> tuple[ChunkKey, bytes] | None:
         """The whole value, with its head; None for a session that is over or never began here.
         The file is gone afterwards."""
         with self._lock:
-            begun = self._begun.pop(session, None)
-        if begun is None:
+            key, fd = self._begun.pop(session, (None, -1))
+        if key is None:
             return None
         try:
             if self.write_at(session, 0, [head]):
-                with os.fdopen(os.dup(begun.fd), "rb") as file:
+                with suppress(OSError), os.fdopen(os.dup(fd), "rb") as file:
                     file.seek(0)
-                    return begun.key, file.read()
-        except OSError:
-            pass
+                    return key, file.read()
         finally:
-            self._end(session, begun.fd)
+            self._end(session, fd)
         return None
 
     def abort(self, session: str) -> None:
         """Remove what was begun here."""
         with self._lock:
-            begun = self._begun.pop(session, None)
-        if begun is not None:
-            self._end(session, begun.fd)
+            _, fd = self._begun.pop(session, (None, -1))
+        if fd >= 0:
+            self._end(session, fd)
 
     def close(self) -> None:
         """Remove all that was begun here."""
@@ -159,17 +124,5 @@ class PartFiles:
             self.abort(session)
 
     def _end(self, session: str, fd: int) -> None:
-        with suppress(OSError), self._opened() as folder:
-            os.unlink(session, dir_fd=folder)
+        self._directory.drop("writing", session)
         os.close(fd)
-
-    def _remove_abandoned(self) -> None:
-        with self._opened() as folder:
-            for name in filter(_SESSION.fullmatch, os.listdir(folder)):
-                with suppress(OSError):
-                    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        os.unlink(name, dir_fd=folder)
-                    finally:
-                        os.close(fd)

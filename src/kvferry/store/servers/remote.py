@@ -1,7 +1,7 @@
 """Stores on other machines: what all of them share, and what one kind of server has to bring.
 
 A value's name is `<prefix><namespace>/<key>`, both in hexadecimal, so that one server or bucket
-holds the records of many models. What is known of a server: `kvferry.store.servers.server_keys`.
+holds the records of many models. A cache of its keys: `kvferry.store.servers.server_keys`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -26,9 +27,9 @@ from kvferry.store.base import (
     StoreStat,
 )
 from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.maintenance import shrink
 from kvferry.store.servers.part_files import PartFiles
 from kvferry.store.servers.server_keys import ServerKeys
-from kvferry.store.surplus import shrink
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0
@@ -71,11 +72,8 @@ class RemoteClient(ABC):
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        """Store the concatenation of `buffers`. Atomic.
-
-        Args:
-            replaces: also where the name has a value; otherwise the answer is then EXISTS.
-        """
+        """Store the concatenation of `buffers`. Atomic. Where the name has a value, the answer is
+        EXISTS, unless this `replaces` it."""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
@@ -95,6 +93,21 @@ class RemoteClient(ABC):
         """Idempotent; bounded in time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """What few who open a remote store change.
+
+    Attributes:
+        prefix: of all names; ends in a separator, or is empty.
+        index: False if `contains` is never asked.
+        value_bytes: size of every value; `put` replaces one of another size. None: sizes differ.
+    """
+
+    prefix: str = ""
+    index: bool = True
+    value_bytes: int | None = None
+
+
 class RemoteStore(Store):
     """Values that a server keeps, and evicts by its own rules.
 
@@ -103,10 +116,7 @@ class RemoteStore(Store):
     Args:
         url: without credentials.
         client: closed with the store.
-        prefix: of all names; ends in a separator, or is empty.
         namespace: under which values are named; `of` reads those of others.
-        index: False if `contains` is never asked.
-        value_bytes: size of every value; `put` replaces one of another size. None: sizes differ.
         clock: monotonic seconds.
     """
 
@@ -117,21 +127,19 @@ class RemoteStore(Store):
         url: str,
         client: RemoteClient,
         *,
-        prefix: str = "",
         namespace: bytes = bytes(32),
         observer: Observer | None = None,
-        index: bool = True,
-        value_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        settings: RemoteSettings = RemoteSettings(),  # frozen
     ) -> None:
         self.url = url
         self._client = client
-        self._prefix = prefix
+        self._prefix = settings.prefix
         self._namespace = namespace
         self._observer = Observer() if observer is None else observer
-        self._size = value_bytes
+        self._size = settings.value_bytes
         self._closed = False
-        self._keys = ServerKeys(self._find, self._observer, learns=index, clock=clock)
+        self._keys = ServerKeys(self._find, self._observer, learns=settings.index, clock=clock)
         self._parts = PartFiles()
         self._refusal = ""
 
@@ -145,7 +153,7 @@ class RemoteStore(Store):
     ) -> int | None:
         if self._closed:
             return None
-        size = self._client.read(self._name(key), ranges, self._until(deadline))
+        size = self._client.read(self.name_of(key), ranges, self._until(deadline))
         if size is None:
             self._keys.forget(key)
         else:
@@ -157,7 +165,7 @@ class RemoteStore(Store):
     ) -> PutResult:
         if self._closed:
             return PutResult.FAILED
-        name, until = self._name(key), self._until(deadline)
+        name, until = self.name_of(key), self._until(deadline)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         try:
             result = self._client.put(name, buffers, until)
@@ -178,8 +186,7 @@ class RemoteStore(Store):
         return result
 
     def _is_wrong(self, size: int | None) -> bool:
-        """Whether a value of this size is none of ours; None for one that went, or is not whole
-        yet."""
+        """Whether a value of this size is none of ours; None: it went, or is not whole yet."""
         return size == 0 or (size is not None and self._size not in (None, size))
 
     @property
@@ -187,7 +194,6 @@ class RemoteStore(Store):
         return self._refusal
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Deleted and counted: a server that others share is no place for quarantine."""
         if self.delete(key):
             self._observer.count("store_quarantined")
 
@@ -196,7 +202,7 @@ class RemoteStore(Store):
         if self._closed:
             return False
         try:
-            return self._client.delete(self._name(key), time.monotonic() + DELETE_SECONDS)
+            return self._client.delete(self.name_of(key), time.monotonic() + DELETE_SECONDS)
         except StoreError:
             self._observer.count("store_delete_failed")
             return False
@@ -221,7 +227,7 @@ class RemoteStore(Store):
             self._keys.probe(keys)
 
     def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
-        return self._client.exists([self._name(key) for key in keys], deadline)
+        return self._client.exists([self.name_of(key) for key in keys], deadline)
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.heard = heard
@@ -242,29 +248,22 @@ class RemoteStore(Store):
         return other
 
     def scan(self) -> Iterator[Entry]:
-        """Every value of every namespace."""
         return (entry for entry in self._scan() if entry.key)
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """By one deletion each: a server evicts by rules of its own."""
         return shrink(self, max_bytes, older_than_seconds)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Also those of which nothing but the description is left."""
         found: dict[bytes, tuple[int, int]] = {}
-        for entry in self._scan():
-            num_records, num_bytes = found.get(entry.namespace, (0, 0))
-            if entry.key:
-                num_records, num_bytes = num_records + 1, num_bytes + entry.num_bytes
-            found[entry.namespace] = (num_records, num_bytes)
+        for key, num_bytes, _, namespace in self._scan():
+            num_records, total = found.get(namespace, (0, 0))
+            found[namespace] = (num_records + 1, total + num_bytes) if key else (num_records, total)
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Every value, and with an empty key every description.
-
-        Raises:
-            StoreError: the server cannot be asked, or its listing does not end.
-        """
+        """Every value, and with an empty key every description. Raises StoreError also for a
+        listing that does not end."""
         if self._closed:
             return
         # Those listed last, the oldest first: a server may list a name twice.
@@ -311,7 +310,7 @@ class RemoteStore(Store):
     def begin(
         self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
     ) -> str | PutResult:
-        name = self._name(key)
+        name = self.name_of(key)
         try:
             if self._closed:
                 return PutResult.FAILED
@@ -335,7 +334,7 @@ class RemoteStore(Store):
         return not self._closed and self._parts.write_at(session, offset, buffers)
 
     def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        whole = None if self._closed else self._parts.take(session, head)
+        whole = None if self._closed else self._parts.pop(session, head)
         if whole is None:
             return PutResult.FAILED
         key, content = whole
@@ -346,13 +345,13 @@ class RemoteStore(Store):
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _name(self, key: ChunkKey) -> str:
+    def name_of(self, key: ChunkKey) -> str:
+        """Of a value, at the server."""
         if len(key) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(key)}")
         return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
 
     def _until(self, deadline: float) -> float:
-        """The deadline by the clock of the clients."""
         return min(deadline, time.monotonic() + OPERATION_SECONDS)
 
     def __repr__(self) -> str:
@@ -360,13 +359,14 @@ class RemoteStore(Store):
 
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
-    """The store of a URL, by a client of its kind."""
     return RemoteStore(
         str(url),
         client,
-        prefix=url.path and f"{url.path}/",
         namespace=opening.namespace,
         observer=opening.observer,
-        index=opening.index,
-        value_bytes=opening.value_bytes,
+        settings=RemoteSettings(
+            prefix=url.path and f"{url.path}/",
+            index=opening.index,
+            value_bytes=opening.value_bytes,
+        ),
     )

@@ -48,7 +48,6 @@ class Command(NamedTuple):
 
 
 def command(*words: Word, into: memoryview | None = None, room: int = 0) -> Command:
-    """See `Command`."""
     return Command(words, into, room)
 
 
@@ -70,10 +69,7 @@ class ErrorReply(NamedTuple):
 
 class Connection:
     """A connection that one call at a time uses, each wait of which ends at the call's deadline.
-
-    Args:
-        stream: connected; closed with this.
-    """
+    Closes `stream`."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -141,7 +137,7 @@ class Connection:
     def _parse(self, line: bytes, depth: int) -> object:
         kind = line[:1]
         if depth:
-            self._take(len(line))
+            self._reserve(len(line))
         if kind == b":":
             return _number(line)
         if kind == b"+":
@@ -152,15 +148,15 @@ class Connection:
             return None
         if kind == b"$":
             size = _number(line)
-            self._take(size)
+            self._reserve(size)
             return bytes(self._bulk(memoryview(bytearray(size)), size))
         if kind == b"*" and depth < _MAX_DEPTH:
             count = _number(line)
-            self._take(_ITEM_BYTES * count)
+            self._reserve(_ITEM_BYTES * count)
             return [self._parse(self._line(), depth + 1) for _ in range(count)]
         raise StoreError(_STRANGE)
 
-    def _take(self, num_bytes: int) -> None:
+    def _reserve(self, num_bytes: int) -> None:
         if not 0 <= num_bytes <= self._room:
             raise StoreError(_MORE)
         self._room -= num_bytes

@@ -1,4 +1,4 @@
-"""What is known of a server's keys, for look-ups that may not block, and the questions to it.
+"""A cache of a server's keys, so that look-ups never block, and the probes that fill it.
 
 No process lists a server. When a request arrives, one question asks for the keys of its prompt; the
 answers are remembered for a while.
@@ -22,8 +22,8 @@ PROBE_SECONDS = 1.0
 """Deadline of the question itself: a late answer serves the next look-up."""
 
 FRESH_SECONDS = 300.0
-"""How long a key is taken to be there before the server is asked again. It may be evicted there
-meanwhile: then the fetch misses."""
+"""How long a positive answer is trusted. The server may evict the key meanwhile: then the fetch
+misses."""
 
 ABSENT_SECONDS = 1.0
 """How long a key that was absent is not asked for again."""
@@ -156,7 +156,7 @@ class ServerKeys:
                 batches = [keys[start : start + count] for keys in waiting]
                 self._ask_for(list(dict.fromkeys(key for keys in batches for key in keys)))
                 start, count = start + count, 2 * count
-                # Some of a prompt may lie elsewhere, but behind a whole batch nothing hits.
+                # After a batch without a key, no later chunk can be part of a prefix hit.
                 waiting = [
                     keys
                     for keys, batch in zip(waiting, batches, strict=True)

@@ -4,7 +4,7 @@ A value is one string key: it appears by SET NX, and goes by UNLINK, expiry or t
 eviction, which needs no quota of ours. Names share no hash tag, so a cluster spreads them.
 
 The client is our own, since what a server sends has to be bounded before memory is made for it, and
-each call as a whole by its deadline: `resp.py` reads, `valkey_node.py` connects.
+each call as a whole by its deadline: `resp.py` reads, `valkey_nodes.py` connects.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 from kvferry.store.servers.resp import Command, ErrorReply, Word, command
-from kvferry.store.servers.valkey_cluster import ValkeyCluster
-from kvferry.store.servers.valkey_node import Login, ValkeyNode, make_tls
+from kvferry.store.servers.valkey_nodes import Login, ValkeyCluster, ValkeyNode, make_tls
 
 __all__ = ["DEFAULT_PORT", "ListLimit", "Login", "ValkeyClient", "make_tls"]
 
@@ -51,7 +50,7 @@ class ValkeyOptions:
         password_file: its first line is the password; read again at every connect.
         ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
         cert_file: PEM file of a certificate to show to the servers.
-        key_file: PEM file of its key.
+        key_file: PEM file of its key, unless that is in the same file.
     """
 
     cluster: bool = False
@@ -71,12 +70,8 @@ class ValkeyOptions:
 
 
 class ListLimit:
-    """Ends a list that does not end by itself.
-
-    Args:
-        max_pages: of 500 names each, those of others included.
-        max_names: that begin as it was asked.
-    """
+    """Ends a list that does not end by itself: after so many pages of 500 names, those of others
+    included, and names that begin as it was asked."""
 
     def __init__(self, max_pages: int = 1 << 18, max_names: int = 1 << 22) -> None:
         self._pages_left = max_pages
@@ -101,8 +96,6 @@ class ValkeyClient(RemoteClient):
 
     Args:
         addresses: the server; of a cluster, any of its nodes, tried in this order.
-        cluster: spread over the nodes of a cluster.
-        login: None if the server asks for none.
         tls: None for a connection in clear.
 
     Raises:
@@ -182,12 +175,8 @@ class ValkeyClient(RemoteClient):
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
         """As in the base class. A value may come twice while the server resizes its table. The last
-        use is unknown where the server evicts by frequency (LFU).
-
-        Raises:
-            StoreError: also for a list that does not end, or is larger than that of a server can
-                be.
-        """
+        use is unknown where the server evicts by frequency (LFU). Fails where the list does not
+        end."""
         # Characters of the pattern language stand for themselves.
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", prefix) + "*"
         until = min(deadline, time.monotonic() + _LIST_SECONDS)
@@ -219,8 +208,7 @@ class ValkeyClient(RemoteClient):
         return self._server
 
     def _ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
-        """Replies to commands, in one round trip to each node. Errors that a server answered are
-        replies, too."""
+        """Replies, also errors that a server answered, in one round trip to each node."""
         if any("{" in str(each.words[1]) for each in commands):
             raise StoreError("valkey: a name holds a brace, which decides the place in a cluster")
         server = self._open()
@@ -233,7 +221,6 @@ class ValkeyClient(RemoteClient):
         return replies
 
     def _number(self, reply: object, what: str, name: str) -> int:
-        """A count or a size."""
         if not isinstance(reply, int) or reply < 0:
             self._refuse(reply, what, name)
         return reply

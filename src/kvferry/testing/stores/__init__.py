@@ -27,9 +27,10 @@ from kvferry.testing.stores.abilities import (
     ScanTests,
     ShardedQuotaTests,
     ShardedWriteTests,
+    StoreMachine,
+    store_machine,
 )
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
-from kvferry.testing.stores.machine import StoreMachine, store_machine
 from kvferry.testing.stores.required import EmptyValueTests, RemoteStoreTests, StoreTests
 
 __all__ = [

@@ -1,11 +1,23 @@
-"""What a store with an optional ability must do: scan, probe, sharded write."""
+"""What a store with an optional ability must do (scan, probe, sharded write), and a store beside a
+dict: the same actions on both, compared after each."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvferry.store.base import (
     Entry,
@@ -15,15 +27,23 @@ from kvferry.store.base import (
 )
 from kvferry.testing.stores.hooks import (
     StoreHooks,
+    can_scan,
     make_key,
     make_value,
     read_value,
     same_bytes,
     wait_until,
 )
+from kvferry.types import ChunkKey
 
 SIZE = 40_961
 HEAD = 4096
+
+QUOTA = 20_000
+"""Two or three large values fill it: eviction is the rule, not the exception."""
+
+numbers = st.integers(0, 7)
+sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
 
 BAD_SESSIONS = (
     "",
@@ -260,3 +280,129 @@ class ShardedQuotaTests(StoreHooks):
                 assert self.peek(store, make_key(number - 2)) is None
                 assert store.stat().used_bytes <= quota
                 self.settle(store)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Values under eight keys, with and without a quota.
+
+    Without a quota the store must equal the dict. With one, values may go, but only in an action
+    that needs room for a new value; what goes then leaves the dict, and everything else must stay.
+
+    `vanished_bytes` is the size of values that were removed behind the store's back or
+    quarantined. A correct store may still count them.
+    """
+
+    hooks: StoreHooks
+    store: Store
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="kvferry-store-"))
+        self.model: dict[ChunkKey, bytes] = {}
+        self.vanished_bytes = 0
+        self.max_bytes: int | None = None
+        self.resources = ExitStack()
+        self.resources.callback(shutil.rmtree, self.root, ignore_errors=True)
+
+    @initialize(has_quota=st.booleans())
+    def open(self, has_quota: bool) -> None:
+        self.max_bytes = QUOTA if has_quota else None
+        self._open()
+
+    def _open(self) -> None:
+        store = self.hooks.make_store(self.root, max_bytes=self.max_bytes)
+        self.store = self.resources.enter_context(store)
+
+    def _charge(self) -> int:
+        return sum(self.hooks.charge(len(value)) for value in self.model.values())
+
+    @rule(number=numbers, size=sizes, variant=st.integers(0, 2))
+    def put(self, number: int, size: int, variant: int) -> None:
+        key, value = make_key(number), make_value(size, variant)
+        needed = self._charge() + self.vanished_bytes + self.hooks.charge(size)
+        may_evict = self.max_bytes is not None and needed > self.max_bytes
+        buffers = [value[: size // 2], value[size // 2 :]]
+        result = self.store.put(key, buffers)
+        if key in self.model:
+            assert result is PutResult.EXISTS
+            return
+        if result is PutResult.NO_SPACE and may_evict and self.vanished_bytes:
+            # It counted free room as taken. After `settle` its count must be right.
+            self.hooks.settle(self.store)
+            result = self.store.put(key, buffers)
+        assert result is PutResult.STORED
+        assert self.store.contains(key)
+        if may_evict:
+            for evicted in [k for k in self.model if self.hooks.peek(self.store, k) is None]:
+                assert self.store.read(evicted, ()) is None
+                del self.model[evicted]
+        self.model[key] = value
+
+    @precondition(lambda self: self.max_bytes is not None)
+    @rule(number=numbers)
+    def put_too_large(self, number: int) -> None:
+        key = make_key(number)
+        expected = PutResult.EXISTS if key in self.model else PutResult.NO_SPACE
+        assert self.store.put(key, [bytes(QUOTA + 1)]) is expected
+
+    @rule(number=numbers)
+    def delete(self, number: int) -> None:
+        was_there = self.model.pop(make_key(number), None) is not None
+        assert self.store.delete(make_key(number)) is was_there
+
+    @rule(number=numbers)
+    def discard(self, number: int) -> None:
+        value = self.model.pop(make_key(number), None)
+        self.store.discard(make_key(number), "bad_leaf")
+        if value is not None:
+            self.vanished_bytes += self.hooks.charge(len(value))
+
+    @rule(number=numbers)
+    def lose(self, number: int) -> None:
+        value = self.model.pop(make_key(number), None)
+        if value is not None:
+            self.hooks.poke(self.store, make_key(number), None)
+            self.hooks.settle(self.store)
+            self.vanished_bytes += self.hooks.charge(len(value))
+
+    @rule(touched=st.lists(numbers, max_size=8))
+    def touch(self, touched: list[int]) -> None:
+        self.store.touch(make_key(number) for number in touched)
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self._open()
+        self.hooks.settle(self.store)
+        if not self.hooks.persistent:
+            self.model.clear()
+            self.vanished_bytes = 0
+
+    @invariant()
+    def holds_what_the_dict_holds(self) -> None:
+        for number in range(8):
+            key = make_key(number)
+            assert same_bytes(read_value(self.store, key), self.model.get(key))
+            if key not in self.model:  # the read above found nothing, so the index knows
+                assert not self.store.contains(key)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        used_bytes = self.store.stat().used_bytes
+        if self.max_bytes is not None:
+            assert used_bytes <= self.max_bytes
+        assert self._charge() <= used_bytes <= self._charge() + self.vanished_bytes
+
+    @invariant()
+    def scan_lists_what_the_dict_holds(self) -> None:
+        if can_scan(self.store):
+            listed = {entry.key: entry.num_bytes for entry in self.store.scan()}
+            assert listed == {key: len(value) for key, value in self.model.items()}
+
+    def teardown(self) -> None:
+        self.resources.close()
+
+
+def store_machine(hooks: StoreHooks) -> type[StoreMachine]:
+    """The machine for one kind of store; its `.TestCase` is what pytest collects."""
+    return type(f"{type(hooks).__name__}Machine", (StoreMachine,), {"hooks": hooks})

@@ -1,16 +1,21 @@
-"""Stored records against their own checksums, for readers that know no schema beforehand."""
+"""What operators do to a whole store: check every record against its own checksums, without a
+schema known beforehand, and delete what is too much or too old where the store does not evict."""
 
 from __future__ import annotations
 
+import logging
 import mmap
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from kvferry.errors import StoreError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, check_head, parse_head
 from kvferry.record.schema import DIGEST_BYTES, digest, leaf_spans
-from kvferry.store.base import Entry, Store
+from kvferry.store.base import Entry, GcReport, Store
 from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called after each record with the number of records and of bytes checked so far."""
@@ -73,11 +78,8 @@ def verify(
 def check_record(
     store: Store, key: ChunkKey, window: memoryview
 ) -> tuple[int, MissReason | None] | None:
-    """Check every checksum of an untrusted record.
-
-    Args:
-        key: the key that it must have.
-        window: scratch that holds at least one leaf and the longest header.
+    """Check every checksum of an untrusted record that must have this key; `window` is scratch for
+    at least one leaf and the longest header.
 
     Returns:
         The size in bytes, and why the record is wrong, None if it is right; None if it is absent.
@@ -118,3 +120,72 @@ def _check(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissRe
                 return MissReason.BAD_LEAF
             at += DIGEST_BYTES
     return None
+
+
+def estimate(
+    store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
+) -> GcReport:
+    """What `Store.gc` would remove of the values `found`; nothing is removed."""
+    entries = _newest_first(store, found, age)
+    surplus = list(_surplus(entries, max_bytes, age))
+    removed_bytes = sum(entry.num_bytes for entry in surplus)
+    # Of a directory, with its quarantine.
+    used_bytes = store.facts().get("used_bytes") or sum(entry.num_bytes for entry in entries)
+    return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
+
+
+def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
+    """Delete what `estimate` counts, the least recently used first. An engine that looks for one of
+    these misses.
+
+    Raises:
+        ConfigError: there is an `age`, and no value says when it was used.
+        StoreError: the store refused to delete a value, or failed; what went before is gone.
+    """
+    entries = _newest_first(store, store.scan(), age)
+    used_bytes = sum(entry.num_bytes for entry in entries)
+    removed_records = removed_bytes = 0
+    for entry in reversed(list(_surplus(entries, max_bytes, age))):
+        used_bytes -= entry.num_bytes
+        values = store.of(entry.namespace)
+        if values.delete(entry.key):
+            removed_records += 1
+            removed_bytes += entry.num_bytes
+        elif values.read(entry.key, ()) is not None:  # else it went by itself
+            raise StoreError(
+                f"{store.url} does not delete {entry.key.hex()}; check the right to delete "
+                f"({removed_records} records were deleted before)"
+            )
+    return GcReport(removed_records, removed_bytes, used_bytes)
+
+
+def _newest_first(store: Store, found: Iterable[Entry], age: float | None) -> list[Entry]:
+    """The most recently used first. Raises ConfigError if there is an `age`, and no value says when
+    it was used."""
+    entries = sorted(found, key=lambda entry: entry.last_used, reverse=True)
+    num_unknown = sum(entry.last_used == 0.0 for entry in entries)
+    if age is not None and entries and num_unknown == len(entries):
+        raise ConfigError(
+            f"{store.url} does not say when its records were used, so --older-than cannot choose; "
+            "give --max-bytes alone"
+        )
+    if num_unknown:
+        logger.warning(
+            "%s does not say when %d of its records were used: --max-bytes takes these first, and "
+            "--older-than none of them",
+            store.url,
+            num_unknown,
+        )
+    return entries
+
+
+def _surplus(found: Iterable[Entry], max_bytes: int | None, age: float | None) -> Iterator[Entry]:
+    """The values of `found` (the most recently used first) that do not fit, or were not used for
+    long. An unknown last use is never long ago."""
+    unused_since = 0.0 if age is None else time.time() - age
+    seen_bytes = 0
+    for entry in found:
+        seen_bytes += entry.num_bytes
+        too_much = max_bytes is not None and seen_bytes > max_bytes
+        if too_much or 0.0 < entry.last_used < unused_since:
+            yield entry

@@ -1,5 +1,0 @@
-"""Gone; see `kvferry.moved`."""
-
-from kvferry.moved import moved
-
-raise moved(__name__)
