@@ -49,6 +49,11 @@ class _Candidate(NamedTuple):
     audited: int | None
     """The last of them, if it is to be computed and compared."""
 
+    @property
+    def num_slots(self) -> int:
+        """With one for what the engine computes of an audited chunk."""
+        return len(self.numbers) + (self.audited is not None)
+
 
 class Lookup:
     """Runs in: scheduler thread; memory only.
@@ -118,10 +123,10 @@ class Lookup:
         stop = self._usable(known, num_tokens)
         while stop > num_local:
             hit = self._candidate(state, num_local, stop)
-            num_slots = self._pool.num_slots - (hit.audited is not None)
-            if len(hit.numbers) > num_slots:
+            num_surplus = hit.num_slots - self._pool.num_slots
+            if num_surplus > 0:
                 search.miss = LookupMiss.NO_MEMORY
-                fits = self._usable(hit.numbers[num_slots], num_tokens)
+                fits = self._usable(hit.numbers[-num_surplus], num_tokens)
                 stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
@@ -369,5 +374,5 @@ class Lookup:
     @staticmethod
     def _answer(state: RequestState, search: Search) -> LookupResult:
         start, stop = search.promised or (0, 0)
-        reason = search.miss if state.audited is None else LookupMiss.AUDIT
+        reason = search.miss if state.audit is None else LookupMiss.AUDIT
         return LookupResult(stop - start, False, reason)
