@@ -4,7 +4,8 @@ An audit is a save that compares. A hit is promised up to the chunk that is comp
 is held and pinned → the engine computes the chunk → the plan of the step that completes it saves
 the chunk into a spare slot, and says which record to compare it with → every rank does this as for
 any save, but reports the result instead of writing (`kvferry.cache.moving.comparisons`) → `learn`.
-The first hit is audited, and hits that begin before its audit has passed.
+The first hit is audited, and hits that begin before an audit has passed that was not of a
+beginning alone.
 
 After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
 nothing is promised or saved, and the first chunk of every hit is compared: the engine has computed
@@ -107,20 +108,25 @@ class Audits:
                 return number
         return None
 
-    def reserve(self, state: RequestState, start: int, number: int) -> bool:
+    def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if
         there is no slot.
 
         Args:
-            start: index of the first chunk of the hit.
+            whole: the chunks of the hit before it was shortened.
+            number: index of the chunk to compare.
         """
-        key = state.keys.keys[number]
-        record = self._pool.find(key)
+        keys = state.keys.keys
+        record = self._pool.find(keys[number])
         copy = self._pool.spare(number * self._context.config.chunk_tokens)
         if record is None or copy is None:
             return False
         self._pool.pin(record)
-        state.audit = Audit(record, copy, tuple(state.keys.keys[: number + 1]), start)
+        is_at_end = number > whole.start or all(
+            slot is not None and slot.is_save
+            for slot in (self._pool.find(keys[later]) for later in whole[1:])
+        )
+        state.audit = Audit(record, copy, tuple(keys[: number + 1]), whole.start, is_at_end)
         return True
 
     def release(self, state: RequestState) -> None:
@@ -279,7 +285,7 @@ class Audits:
         if audit.record.key in self.suspects:
             del self.suspects[audit.record.key]
         elif not self.is_undecided:
-            self._has_passed = True
+            self._has_passed |= audit.is_at_end
         if self.is_undecided:
             self.is_undecided = False
             self.suspects.update(dict.fromkeys(self.suspects, False))

@@ -46,8 +46,10 @@ class _Candidate(NamedTuple):
     """Of the tokens to promise."""
     numbers: range
     """Indices of the chunks that must be held."""
+    whole: range
+    """Of the chunks of the hit before it was shortened for an audit."""
     audited: int | None
-    """The last of them, if it is to be computed and compared."""
+    """The last of `numbers`, if it is to be computed and compared."""
 
     @property
     def num_slots(self) -> int:
@@ -245,11 +247,11 @@ class Lookup:
         numbers = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audits.choose(state, numbers)
         if audited is None:
-            return _Candidate(start, stop, self._numbers(start, stop), None)
+            return _Candidate(start, stop, self._numbers(start, stop), numbers, None)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
-        return _Candidate(start, stop, range(first, audited + 1), audited)
+        return _Candidate(start, stop, range(first, audited + 1), numbers, audited)
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
         """The groups of one chunk that a hit needs."""
@@ -339,8 +341,8 @@ class Lookup:
         needs one slot more than there is."""
         keys = state.keys.keys
         self._pin_only(search, [keys[number] for number in hit.numbers])
-        first = hit.start // self._chunk
-        if hit.audited is not None and not self._audits.reserve(state, first, hit.audited):
+        audited = hit.audited
+        if audited is not None and not self._audits.reserve(state, hit.whole, audited):
             return False
         search.promised = (hit.start, hit.stop)
         return True

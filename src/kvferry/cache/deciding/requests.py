@@ -34,6 +34,8 @@ class Audit:
         copy: slot for what the engine computes, pinned.
         chain: the chunks before it, and itself.
         start: how many of them the host had itself; the others are loaded, but for the last.
+        is_at_end: False: it is the first of several records. What changes KV more the further back
+            a token is, such as other rotary frequencies, may not show there.
         load: of the hit, once it is admitted; None if it loads nothing.
         results: of the ranks that have compared their part.
     """
@@ -42,6 +44,7 @@ class Audit:
     copy: Slot
     chain: tuple[ChunkKey, ...]
     start: int
+    is_at_end: bool
     load: Load | None = None
     results: list[Filled] = field(default_factory=list)
 
