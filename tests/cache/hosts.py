@@ -71,8 +71,8 @@ def make_shared_storage_host(
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
-        part.context = replace(part.context, clock=clock, draw=draw)
-    scheduler = parts[0].scheduler(prefetch_recent=fills)
+        part.context = replace(part.context, clock=clock)
+    scheduler = parts[0].scheduler(prefetch_recent=fills, draw=draw)
     host = SimulatedHost(
         scheduler,
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,11 +160,15 @@ class PrefixCache:
                 smallest,
             )
 
-    def scheduler(self, *, prefetch_recent: bool = True) -> SharedStorageScheduler:
+    def scheduler(
+        self, *, prefetch_recent: bool = True, draw: Callable[[], float] = random.random
+    ) -> SharedStorageScheduler:
         """The scheduler role; call once.
 
         Args:
             prefetch_recent: whether the records that were used last are fetched at start.
+            draw: makes a random number from 0 to 1, without 1; says which hits are audited, and
+                from which end.
 
         Raises:
             ConfigError: a store that several ranks cannot write together, or a journal that
@@ -189,7 +194,7 @@ class PrefixCache:
         ):
             recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         return SharedStorageScheduler(
-            self.context,
+            replace(self.context, draw=draw),
             self.schema.namespace,
             pool,
             new_namespace=self._next_epoch,

@@ -40,22 +40,19 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Copy one whole chunk from blocks into its slot and, if this rank holds all of a record, write
-    it to the store. `blocks` has one slice per table."""
+    it to the store. `blocks` has one slice per table.
+
+    A save that compares is an audit: nothing is written.
+    """
 
     chunk: SlotChunk
     blocks: tuple[BlockSlice, ...]
-
-
-class Audit(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one whole chunk from blocks into a slot of its own, and compare it with its record in
-    slot `record`. `blocks` has one slice per table."""
-
-    chunk: SlotChunk
-    blocks: tuple[BlockSlice, ...]
-    record: int
-    load: Load | None
-    """Of the hit that is checked. Its blocks are reported as failed, in the same step, unless the
-    comparison succeeds. None: nothing was loaded, or the host cannot compute it again."""
+    compare_with: SlotChunk | None = None
+    """Compare the copy with this record of the chunk, in another slot, instead of writing it."""
+    checks: Load | None = None
+    """The load of the hit that the comparison checks. Its blocks are reported as failed, in the
+    same step, unless the comparison passes. None: nothing was loaded, or the host cannot compute it
+    again."""
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +73,6 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Slots whose fetch is no longer wanted. Its end is reported nevertheless."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
-    audits: tuple[Audit, ...] = ()
     unchecked: tuple[Load, ...] = ()
     """Loads of earlier steps whose blocks are reported as failed."""
     writes: tuple[Write, ...] = ()
@@ -100,16 +96,30 @@ PUT_OFF = "put_off"
 REFUSED = "refused"
 """The host's blocks do not hold what it reported: no later try helps."""
 
+NOT_COMPARED = "not_compared"
+"""There is no result of the comparison."""
+
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended on one rank."""
+    """A fetch, or the copy of a save, ended on one rank; of a save that compares, the comparison
+    ended."""
 
     slot: int
     missed: str | None = None
     """None: the slot holds what the plan said, verified. Else why it does not: a
-    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save."""
+    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save, any of these
+    or `NOT_COMPARED` for a save that compares."""
     seconds: float = 0.0
     """Of a fetch: from the plan to the end of the read."""
+    excess: float = 0.0
+    """Of a comparison: `kvferry.blocks.audit.Difference.excess` ..."""
+    difference: str = ""
+    """... and where the largest difference is, for people."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether a comparison passed."""
+        return self.missed is None and self.excess <= 1
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -125,21 +135,6 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-class Audited(msgspec.Struct, frozen=True, array_like=True):
-    """A comparison ended on one rank."""
-
-    slot: int
-    """Of the copy."""
-    excess: float | None = None
-    """`kvferry.blocks.audit.Difference.excess`; None: it could not be compared."""
-    what: str = ""
-    """What differs most, for people."""
-
-    @property
-    def has_passed(self) -> bool:
-        return self.excess is not None and self.excess <= 1
-
-
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The operations that ended on one rank since its last report."""
 
@@ -149,7 +144,6 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     the other."""
     filled: tuple[Filled, ...] = ()
     saved: tuple[Saved, ...] = ()
-    audited: tuple[Audited, ...] = ()
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0

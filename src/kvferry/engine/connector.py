@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,8 +52,17 @@ def cache_arguments(
     )
 
 
-def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int = 0) -> Roles:
+def open_roles(
+    arguments: CacheArguments | None,
+    observer: Observer,
+    rank: int = 0,
+    *,
+    draw: Callable[[], float] = random.random,
+) -> Roles:
     """Open the cache on one rank; only the first has a scheduler role that does something.
+
+    Args:
+        draw: see `PrefixCache.scheduler`.
 
     Raises:
         ConfigError: an unknown option, or a store that cannot be used.
@@ -65,7 +75,7 @@ def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int =
     cache = PrefixCache(
         replace(spec, shard=shard), arguments.options, observer, has_scheduler=schedules
     )
-    scheduler = cache.scheduler() if schedules else NoScheduler()
+    scheduler = cache.scheduler(draw=draw) if schedules else NoScheduler()
     return Roles(scheduler, cache.worker(), cache.close, cache.wait_ready)
 
 

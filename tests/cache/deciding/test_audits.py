@@ -327,12 +327,32 @@ def test_one_first_hit_in_as_many_as_it_has_chunks_is_compared_from_nothing(read
     prompt = PROMPT[: num_chunks * CHUNK + 1]
     for number in range(10):
         drawn = number / 10
-        host = reader(draw=lambda drawn=drawn: drawn)
+        draws = iter([drawn, 0.99, 0.99])
+        host = reader(draw=lambda draws=draws: next(draws))
         hit = settled_run(host, "first", prompt).num_external_tokens
-        assert hit == (0 if drawn < 1 / num_chunks else (num_chunks - 1) * CHUNK)
+        is_from_nothing = drawn < 1 / num_chunks
+        assert hit == (0 if is_from_nothing else (num_chunks - 1) * CHUNK)
         assert counts(host) == (1, 0, 0)
+        if is_from_nothing and num_chunks > 1:  # a beginning that agrees is not enough
+            hit = settled_run(host, "next", prompt).num_external_tokens
+            assert hit == (num_chunks - 1) * CHUNK
+            assert counts(host) == (2, 0, 0)
         assert settled_run(host, "later", prompt).num_external_tokens == num_chunks * CHUNK
         host.close()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_model_that_differs_at_the_end_only_is_found_after_its_beginning_agreed(
+    reader, store_prompt, run_wrong, recomputes
+):
+    """As one with other rotary frequencies does: the first tokens show little of it."""
+    draws = iter([0.0, 0.99])
+    host = reader(recomputes=recomputes, draw=lambda: next(draws))
+    assert settled_run(host, "agrees at its beginning").num_external_tokens == 0
+    assert counts(host) == (1, 0, 0)
+    assert run_wrong(host, "differs at its end", PROMPT) == SHORT
+    assert counts(host) == (1, 1, 0)
+    assert settled_run(host, "not loaded").num_external_tokens == 0
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

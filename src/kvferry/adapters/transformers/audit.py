@@ -41,7 +41,10 @@ class Auditor:
 
     Attributes:
         is_other: the model computes other KV than is stored under its identity.
+        draw: makes a random number from 0 to 1, without 1.
     """
+
+    draw = staticmethod(random.random)  # replaced by tests
 
     def __init__(
         self,
@@ -96,7 +99,8 @@ class Auditor:
         """
         if not self._is_due():
             return len(hit.images)
-        sample = [0, random.randrange(1, len(hit.images))] if len(hit.images) > 1 else [0]
+        num_others = len(hit.images) - 1
+        sample = [0, 1 + int(self.draw() * num_others)] if num_others else [0]
         excesses = []
         for number in sample:
             found = self._difference(hit, number)
@@ -118,7 +122,7 @@ class Auditor:
     def _is_due(self) -> bool:
         if self._rate == "off":
             return False
-        is_sampled = not isinstance(self._rate, str) and random.random() < self._rate
+        is_sampled = not isinstance(self._rate, str) and self.draw() < self._rate
         return is_sampled or not self._has_passed
 
     # ---- comparisons

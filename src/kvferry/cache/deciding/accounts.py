@@ -62,8 +62,8 @@ class Accounts:
         hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
-        if state.audited is not None:
-            audited = min(limit, state.audited.record.first_token + self._chunk)
+        if state.audit is not None:
+            audited = min(limit, state.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
         misses[search.miss or LookupMiss.ABSENT] += limit - stop

@@ -1,9 +1,11 @@
 """Audits: whether what is stored under this model's identity is what the engine computes.
 
-Life of an audit: a hit is promised up to the chunk that is compared, whose record is held and
-pinned → the engine computes the chunk → the plan of the step that completes it carries an `Audit` →
-every rank copies the chunk into a spare slot, and an I/O thread compares the two → `learn`. The
-first hit is audited, and hits that begin before its audit has passed.
+An audit is a save that compares. A hit is promised up to the chunk that is compared, whose record
+is held and pinned → the engine computes the chunk → the plan of the step that completes it saves
+the chunk into a spare slot, and says which record to compare it with → every rank does this as for
+any save, but reports the result instead of writing (`kvferry.cache.moving.comparisons`) → `learn`.
+The first hit is audited, and hits that begin before an audit has passed that was not of a
+beginning alone.
 
 After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
 nothing is promised or saved, and the first chunk of every hit is compared: the engine has computed
@@ -16,13 +18,12 @@ and the records stay.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import OTHER_KV, TOLERANCE
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.host_pool import HostPool
-from kvferry.cache.deciding.requests import AuditSlots, RequestState
-from kvferry.cache.messages import Audit, Audited, Load, SlotChunk
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.requests import Audit, RequestState
+from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey, ScheduledRequest, StepView
@@ -45,19 +46,6 @@ DOUBT = (
 
 CLOSE_SECONDS = 0.5
 """How long `close` waits for wrong records to be taken out."""
-
-AUDIT_SECONDS = 5.0
-"""An idle host is kept stepping until an audit is reported, but for no longer than this."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """An audit that some rank has not reported yet."""
-
-    slots: AuditSlots
-    is_current: bool = True
-    """False after the epoch in which it began."""
-    results: list[Audited] = field(default_factory=list)
 
 
 class Audits:
@@ -87,10 +75,9 @@ class Audits:
         self.has_failed = False
         self.is_undecided = False
         self.suspects: dict[ChunkKey, bool] = {}
-        self._expected: dict[str, tuple[AuditSlots, Load | None]] = {}
-        self._running: dict[int, _Running] = {}
+        self._expected: dict[str, Audit] = {}  # by request
+        self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
-        self._await_until = 0.0
         self._thread = IOPool(1, "kvferry-discard")
 
     # -- hits -----------------------------------------------------------------------------------
@@ -121,42 +108,47 @@ class Audits:
                 return number
         return None
 
-    def reserve(self, state: RequestState, start: int, number: int) -> bool:
+    def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if
         there is no slot.
 
         Args:
-            start: index of the first chunk of the hit.
+            whole: the chunks of the hit before it was shortened.
+            number: index of the chunk to compare.
         """
-        key = state.keys.keys[number]
-        record = self._pool.find(key)
+        keys = state.keys.keys
+        record = self._pool.find(keys[number])
         copy = self._pool.spare(number * self._context.config.chunk_tokens)
         if record is None or copy is None:
             return False
         self._pool.pin(record)
-        state.audited = AuditSlots(record, copy, tuple(state.keys.keys[: number + 1]), start)
+        is_at_end = number > whole.start or all(
+            slot is not None and slot.is_save
+            for slot in (self._pool.find(keys[later]) for later in whole[1:])
+        )
+        state.audit = Audit(record, copy, tuple(keys[: number + 1]), whole.start, is_at_end)
         return True
 
     def release(self, state: RequestState) -> None:
         """The hit of a request is not promised any more."""
-        if state.audited is not None:
-            self._unpin(state.audited)
-            state.audited = None
+        if state.audit is not None:
+            self._unpin(state.audit)
+            state.audit = None
 
     def expect(self, request_id: str, state: RequestState, load: Load | None) -> None:
         """A request was admitted; `load` is that of its hit, if it loads anything."""
         self.forget(request_id)
-        if state.audited is not None:
-            self._expected[request_id] = state.audited, load
-            state.audited = None
+        if state.audit is not None:
+            self._expected[request_id], state.audit = state.audit, None
+            self._expected[request_id].load = load if self._context.spec.host_recomputes else None
 
     def forget(self, request_id: str) -> None:
         """A request lost its blocks. What they hold may still be in the host's own cache."""
         if request_id in self._expected:
-            slots, load = self._expected.pop(request_id)
-            self._unpin(slots)
-            if load is not None and self._context.spec.host_recomputes:
-                self._unchecked.append(load)
+            audit = self._expected.pop(request_id)
+            self._unpin(audit)
+            if audit.load is not None:
+                self._unchecked.append(audit.load)
 
     def forget_all(self) -> None:
         """Some load failed: the requests may compute on blocks that were not filled."""
@@ -171,37 +163,36 @@ class Audits:
     def begin_epoch(self) -> None:
         """The records of the new epoch are written by this engine only."""
         self.forget_all()
-        for running in self._running.values():
-            running.is_current = False
         self.has_failed = self.is_undecided = False
         self.suspects.clear()
 
-    def _unpin(self, slots: AuditSlots) -> None:
-        self._pool.unpin(slots.record)
-        self._pool.unpin(slots.copy)
+    def _unpin(self, audit: Audit) -> None:
+        self._pool.unpin(audit.record)
+        self._pool.unpin(audit.copy)
 
     # -- plan -----------------------------------------------------------------------------------
 
-    def plan(self, step: StepView) -> tuple[Audit, ...]:
-        """The audits of chunks that this step completes."""
+    def plan(self, step: StepView) -> tuple[Save, ...]:
+        """The saves that compare, of chunks that this step completes."""
         if not self._expected:
             return ()
-        audits = []
+        saves = []
         scheduled = {item.request.request_id for item in step.scheduled}
         # One that is scheduled was admitted again after the preemption.
         for request_id in set(step.preempted_request_ids) - scheduled:
             self.forget(request_id)
         for item in step.scheduled:
             if item.request.request_id in self._expected:
-                audit = self._plan_request(item)
-                if audit is not None:
-                    audits.append(audit)
-        return tuple(audits)
+                save = self._plan_request(item)
+                if save is not None:
+                    saves.append(save)
+        return tuple(saves)
 
-    def _plan_request(self, item: ScheduledRequest) -> Audit | None:
+    def _plan_request(self, item: ScheduledRequest) -> Save | None:
         request_id = item.request.request_id
-        slots, load = self._expected[request_id]
-        first = slots.record.first_token
+        audit = self._expected[request_id]
+        record, copy = audit.record, audit.copy
+        first = record.first_token
         stop = first + self._context.config.chunk_tokens
         if item.num_computed_tokens + item.num_scheduled_tokens < stop:
             return None
@@ -215,15 +206,10 @@ class Audits:
             self.forget(request_id)
             return None
         del self._expected[request_id]
-        self._pool.fill_spare(slots.copy)
-        self._running[slots.copy.index] = _Running(slots)
-        self._await_until = self._context.clock() + AUDIT_SECONDS
-        return Audit(
-            SlotChunk(slots.copy.index, slots.record.key, first),
-            blocks,
-            slots.record.index,
-            load if self._context.spec.host_recomputes else None,
-        )
+        self._pool.fill_spare(copy)
+        self._running[copy.index] = audit
+        chunk, compare_with = (SlotChunk(each.index, record.key, first) for each in (copy, record))
+        return Save(chunk, blocks, compare_with, audit.load)
 
     def take_unchecked(self) -> tuple[Load, ...]:
         """Loads of hits whose audit will not come: what they filled is to be reported as failed."""
@@ -233,80 +219,73 @@ class Audits:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._expected or self._running or self._unchecked)
-
-    @property
-    def keeps_host_awake(self) -> bool:
-        """Whether a host without requests should step for the reports of audits."""
-        return bool(self._running) and self._context.clock() < self._await_until
+        return not (self._expected or self._unchecked)
 
     # -- reports --------------------------------------------------------------------------------
 
-    def learn(self, audited: Audited) -> None:
+    def learn(self, copy: Slot, compared: Filled) -> None:
         """A rank reported the end of a comparison."""
-        running = self._running.get(audited.slot)
-        copy = self._pool.report_filled(audited.slot)
-        if running is None or copy is not running.slots.copy:
-            return
-        running.results.append(audited)
+        audit = self._running[copy.index]
+        audit.results.append(compared)
         if copy.filling:
             return
-        del self._running[audited.slot]
-        self._unpin(running.slots)
-        if running.is_current:
-            self._conclude(running.slots, running.results)
+        del self._running[copy.index]
+        is_current = self._pool.find(audit.record.key) is audit.record  # no epoch has begun since
+        self._unpin(audit)
+        if is_current:
+            self._conclude(audit)
 
-    def _conclude(self, slots: AuditSlots, results: list[Audited]) -> None:
+    def _conclude(self, audit: Audit) -> None:
         """All ranks have compared their parts of a chunk."""
         observer = self._context.observer
-        if any(each.excess is None for each in results):
+        if audit.copy.failed:
             # A rank whose load failed spoils what the others compute in that step.
             observer.count("audit_failed")
             return
-        worst = max(results, key=lambda each: each.excess or 0.0)
-        key = slots.record.key
-        if worst.has_passed:
+        worst = max(audit.results, key=lambda each: each.excess)
+        key = audit.record.key
+        if worst.agrees:
             observer.count("audits")
-            logger.info("a chunk was computed again; at most, %s", worst.what)
-            self._pass(slots)
+            logger.info("audit passed; largest difference: %s", worst.difference)
+            self._pass(audit)
             return
         observer.count("audit_mismatch")
         where = f"record {key.hex()} of {self._context.store.url}"
-        if self._is_on_suspects(slots):
-            self._suspect(slots)
+        if self._is_on_suspects(audit):
+            self._suspect(audit)
         elif key in self.suspects:
             self.suspects[key] = True
-            logger.warning("%s differs from what the model computes: %s", where, worst.what)
+            logger.warning("%s differs from what the model computes: %s", where, worst.difference)
             # The host's own cache may hold KV of records that were never compared.
-            if not (self.is_undecided or slots.start):
+            if not (self.is_undecided or audit.start):
                 self._take_out(key)
         elif not self.suspects or self._has_passed:
             self.is_undecided, self._has_passed = True, False
-            self._suspect(slots)
-            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, DOUBT)
+            self._suspect(audit)
+            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, DOUBT)
         elif not self.has_failed:
             self.has_failed = True
-            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.what, REMEDY)
+            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, REMEDY)
 
-    def _is_on_suspects(self, slots: AuditSlots) -> bool:
+    def _is_on_suspects(self, audit: Audit) -> bool:
         """Whether a chunk was computed on records that are suspected, maybe only since then: its
         comparison says nothing about its own record. What the host had itself counts, too: its
         cache may hold the KV of those records."""
-        return not self.suspects.keys().isdisjoint(slots.chain[:-1])
+        return not self.suspects.keys().isdisjoint(audit.chain[:-1])
 
-    def _suspect(self, slots: AuditSlots) -> None:
+    def _suspect(self, audit: Audit) -> None:
         """A hit differs: any of its records may be the wrong one."""
-        for key in slots.chain[slots.start :]:
+        for key in audit.chain[audit.start :]:
             self.suspects.setdefault(key, False)
 
-    def _pass(self, slots: AuditSlots) -> None:
+    def _pass(self, audit: Audit) -> None:
         """The engine computed what is stored in a record."""
-        if self._is_on_suspects(slots):
+        if self._is_on_suspects(audit):
             return
-        if slots.record.key in self.suspects:
-            del self.suspects[slots.record.key]
+        if audit.record.key in self.suspects:
+            del self.suspects[audit.record.key]
         elif not self.is_undecided:
-            self._has_passed = True
+            self._has_passed |= audit.is_at_end
         if self.is_undecided:
             self.is_undecided = False
             self.suspects.update(dict.fromkeys(self.suspects, False))

@@ -63,6 +63,11 @@ class Slot:
     seconds: float = 0.0
 
     @property
+    def is_spare(self) -> bool:
+        """Whether it is for a second copy of a chunk."""
+        return self.key == NO_KEY
+
+    @property
     def is_busy(self) -> bool:
         """Whether some rank may still read into it or write from it."""
         return self.num_filling > 0 or self.num_writing > 0

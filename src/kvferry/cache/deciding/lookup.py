@@ -46,8 +46,15 @@ class _Candidate(NamedTuple):
     """Of the tokens to promise."""
     numbers: range
     """Indices of the chunks that must be held."""
+    whole: range
+    """Of the chunks of the hit before it was shortened for an audit."""
     audited: int | None
-    """The last of them, if it is to be computed and compared."""
+    """The last of `numbers`, if it is to be computed and compared."""
+
+    @property
+    def num_slots(self) -> int:
+        """With one for what the engine computes of an audited chunk."""
+        return len(self.numbers) + (self.audited is not None)
 
 
 class Lookup:
@@ -118,10 +125,10 @@ class Lookup:
         stop = self._usable(known, num_tokens)
         while stop > num_local:
             hit = self._candidate(state, num_local, stop)
-            num_slots = self._pool.num_slots - (hit.audited is not None)
-            if len(hit.numbers) > num_slots:
+            num_surplus = hit.num_slots - self._pool.num_slots
+            if num_surplus > 0:
                 search.miss = LookupMiss.NO_MEMORY
-                fits = self._usable(hit.numbers[num_slots], num_tokens)
+                fits = self._usable(hit.numbers[-num_surplus], num_tokens)
                 stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
@@ -240,11 +247,11 @@ class Lookup:
         numbers = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audits.choose(state, numbers)
         if audited is None:
-            return _Candidate(start, stop, self._numbers(start, stop), None)
+            return _Candidate(start, stop, self._numbers(start, stop), numbers, None)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
-        return _Candidate(start, stop, range(first, audited + 1), audited)
+        return _Candidate(start, stop, range(first, audited + 1), numbers, audited)
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
         """The groups of one chunk that a hit needs."""
@@ -334,8 +341,8 @@ class Lookup:
         needs one slot more than there is."""
         keys = state.keys.keys
         self._pin_only(search, [keys[number] for number in hit.numbers])
-        first = hit.start // self._chunk
-        if hit.audited is not None and not self._audits.reserve(state, first, hit.audited):
+        audited = hit.audited
+        if audited is not None and not self._audits.reserve(state, hit.whole, audited):
             return False
         search.promised = (hit.start, hit.stop)
         return True
@@ -369,5 +376,5 @@ class Lookup:
     @staticmethod
     def _answer(state: RequestState, search: Search) -> LookupResult:
         start, stop = search.promised or (0, 0)
-        reason = search.miss if state.audited is None else LookupMiss.AUDIT
+        reason = search.miss if state.audit is None else LookupMiss.AUDIT
         return LookupResult(stop - start, False, reason)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvferry.cache.deciding.host_pool import Slot
+from kvferry.cache.messages import Filled, Load
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys
 from kvferry.types import ChunkKey, RequestView
@@ -24,16 +25,28 @@ MAX_UNREADABLE = 100_000
 """Beyond this number all are forgotten."""
 
 
-class AuditSlots(NamedTuple):
-    """Two pinned slots."""
+@dataclass(slots=True, eq=False)
+class Audit:
+    """The comparison of a promised hit with what the engine computes.
+
+    Attributes:
+        record: slot of the chunk that is compared, pinned.
+        copy: slot for what the engine computes, pinned.
+        chain: the chunks before it, and itself.
+        start: how many of them the host had itself; the others are loaded, but for the last.
+        is_at_end: False: it is the first of several records. What changes KV more the further back
+            a token is, such as other rotary frequencies, may not show there.
+        load: of the hit, once it is admitted; None if it loads nothing.
+        results: of the ranks that have compared their part.
+    """
 
     record: Slot
     copy: Slot
-    """For what the engine computes."""
     chain: tuple[ChunkKey, ...]
-    """The chunks before it, and itself."""
     start: int
-    """How many of them the host had itself; the others are loaded, but for the last."""
+    is_at_end: bool
+    load: Load | None = None
+    results: list[Filled] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,7 +103,7 @@ class RequestState:
         saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
             has new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
-        audited: the record that the promised hit is to be compared with.
+        audit: of the hit that is promised.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
             drawn yet.
     """
@@ -102,7 +115,7 @@ class RequestState:
     asking_until: float | None = None
     saves_blocked: bool = False
     next_save: int = 0
-    audited: AuditSlots | None = None
+    audit: Audit | None = None
     sample: float | None = None
 
 

@@ -100,8 +100,6 @@ class SavePlan:
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
                     self.forget(item.request.request_id)
-        if saves:
-            self._await_until = self._context.clock() + SAVES_SECONDS
         return tuple(saves)
 
     @property
@@ -112,7 +110,12 @@ class SavePlan:
     @property
     def keeps_host_awake(self) -> bool:
         """Whether a host without requests should step for the reports of saves."""
-        return self._pool.is_writing and self._context.clock() < self._await_until
+        is_saving = self._pool.is_writing or self._pool.is_filling
+        return is_saving and self._context.clock() < self._await_until
+
+    def await_reports(self) -> None:
+        """A plan carries saves, or audits, which are saves that compare."""
+        self._await_until = self._context.clock() + SAVES_SECONDS
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
         """Add every chunk that this step completes, or that an earlier one had to leave."""

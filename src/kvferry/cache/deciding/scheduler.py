@@ -218,15 +218,16 @@ class SharedStorageScheduler(SchedulerRole):
             saves = self.saves.plan(step)
             if saves and self._announcer is not None:
                 self._announcer.planned(saves, step, self.requests.by_id)
-        audits = self.audits.plan(step)
+        saves += self.audits.plan(step)
+        if saves:
+            self.saves.await_reports()
         unchecked = self.audits.take_unchecked()
         writes = self.saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
-        checks = audits or unchecked
-        if not (self._loads or saves or checks or writes or timed or self.pool.has_orders):
+        if not (self._loads or saves or unchecked or writes or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
         return SharedStoragePlan(
@@ -235,7 +236,6 @@ class SharedStorageScheduler(SchedulerRole):
             cancels=cancels,
             loads=tuple(load for load, _slots in self._loads.values()),
             saves=saves,
-            audits=audits,
             unchecked=unchecked,
             writes=writes,
             failures_known=self.saves.failures_known,
@@ -264,7 +264,6 @@ class SharedStorageScheduler(SchedulerRole):
         return (
             self.pool.has_orders
             or self.saves.keeps_host_awake
-            or self.audits.keeps_host_awake
             or (self._recent is not None and self._recent.keeps_host_awake)
         )
 
@@ -288,8 +287,6 @@ class SharedStorageScheduler(SchedulerRole):
             is_stored = self.saves.learn_saved(report.rank, slot, saved)
             if not is_stored and self._announcer is not None:
                 self._announcer.failed(slot.key)
-        for audited in report.audited:
-            self.audits.learn(audited)
         if report.failed_keys:
             self.requests.unreadable.add(report.failed_keys)
             for key in report.failed_keys:
@@ -304,7 +301,9 @@ class SharedStorageScheduler(SchedulerRole):
         slot = self.pool.report_filled(filled.slot, filled.seconds, missed=is_missed)
         if slot is None:
             return
-        if slot.is_save:
+        if slot.is_spare:
+            self.audits.learn(slot, filled)
+        elif slot.is_save:
             if is_missed:
                 self.saves.learn_missed(slot, filled)
         elif is_missed and filled.missed != MissReason.CANCELLED:

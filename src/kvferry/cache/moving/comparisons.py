@@ -10,13 +10,11 @@ import logging
 import time
 from collections.abc import Iterator
 
-import msgspec
-
 from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import Tolerances
-from kvferry.cache.messages import Audit, Audited
+from kvferry.cache.messages import NOT_COMPARED, Filled, Load, Save
 from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SlotMemory
 from kvferry.store.io_pool import IOPool, Job
 
@@ -42,7 +40,8 @@ class Comparisons:
         self._rows = rows
         self._memory = memory
         self._tolerances = tolerances
-        self._jobs: list[tuple[Audit, Job[Audited]]] = []
+        # With each, the load that this step's tokens depend on.
+        self._jobs: list[tuple[int, Load | None, Job[Filled]]] = []
         self._pool = IOPool(1, "kvferry-audit")
 
     @property
@@ -50,44 +49,43 @@ class Comparisons:
         """Whether none is under way."""
         return not self._jobs
 
-    def begin(self, audit: Audit, gathered: Gathered, *, is_held: bool) -> None:
+    def begin(self, save: Save, gathered: Gathered, *, is_held: bool) -> None:
         """A chunk was copied out of the blocks, or will be at the mark. Never blocks.
 
         Args:
             is_held: whether the slot of the record holds all of it.
         """
+        slot, record = save.chunk.slot, save.compare_with
 
-        def run(_job: Job[Audited]) -> Audited:
-            if not is_held or not gathered.mark.wait(DEVICE_SECONDS):
-                return Audited(audit.chunk.slot)
+        def run(_job: Job[Filled]) -> Filled:
+            if record is None or not is_held or not gathered.mark.wait(DEVICE_SECONDS):
+                return Filled(slot, NOT_COMPARED)
             computed, stored = (
-                tensors_of(self._rows, self._memory.slot(slot))
-                for slot in (audit.chunk.slot, audit.record)
+                tensors_of(self._rows, self._memory.slot(each)) for each in (slot, record.slot)
             )
             found = largest_difference(computed, stored, self._tolerances)
-            return Audited(audit.chunk.slot, found.excess, found.describe(self._rows))
+            what = found.describe(self._rows)
+            return Filled(slot, excess=found.excess, difference=what)
 
-        self._jobs.append((audit, self._pool.submit(run)))
+        self._jobs.append((slot, save.checks, self._pool.submit(run)))
 
-    def collect(self, audited: list[Audited]) -> Iterator[Audit]:
-        """Append the results of the comparisons that ended. Yields the audits that have not passed,
-        or not in time. Waits for those that decide whether the tokens of this step are right."""
+    def collect(self, filled: list[Filled]) -> Iterator[Load]:
+        """Append the comparisons that ended. Yields the loads whose comparison has not passed, or
+        not in time. Waits for those that decide whether the tokens of this step are right."""
         deadline = time.monotonic() + AUDIT_SECONDS
-        pending = []
-        for audit, job in self._jobs:
-            timeout = 0.0 if audit.load is None else deadline - time.monotonic()
+        pending: list[tuple[int, Load | None, Job[Filled]]] = []
+        for slot, checks, job in self._jobs:
+            timeout = 0.0 if checks is None else deadline - time.monotonic()
+            result = None
             if not job.wait(max(0.0, timeout)):
-                if audit.load is not None:
-                    yield audit
-                # The next steps do not depend on it.
-                pending.append((msgspec.structs.replace(audit, load=None), job))
-                continue
-            if job.error is not None:
-                logger.error("a comparison with a record failed", exc_info=job.error)
-            result = job.result or Audited(audit.chunk.slot)
-            if not result.has_passed:
-                yield audit
-            audited.append(result)
+                pending.append((slot, None, job))  # the next steps do not depend on it
+            else:
+                if job.error is not None:
+                    logger.error("a comparison with a record failed", exc_info=job.error)
+                result = job.result or Filled(slot, NOT_COMPARED)
+                filled.append(result)
+            if checks is not None and not (result and result.agrees):
+                yield checks
         self._jobs = pending
 
     def close(self) -> None:

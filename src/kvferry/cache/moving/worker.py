@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +25,6 @@ from kvferry.cache.messages import (
     EMPTY_PLAN,
     PUT_OFF,
     REFUSED,
-    Audit,
-    Audited,
     Fetch,
     Filled,
     Load,
@@ -70,7 +68,6 @@ class _Ended:
     timed: int = 0
     filled: list[Filled] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
-    audited: list[Audited] = field(default_factory=list)
     failed_requests: set[str] = field(default_factory=set)
     failed_keys: list[bytes] = field(default_factory=list)
     invalid_block_ids: set[int] = field(default_factory=set)
@@ -78,7 +75,7 @@ class _Ended:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        has_ended = self.filled or self.saved or self.audited or self.timed
+        has_ended = self.filled or self.saved or self.timed
         return not (has_ended or self.failed_keys or self.invalid_block_ids)
 
     def output(self, rank: int) -> WorkerOutput:
@@ -87,7 +84,6 @@ class _Ended:
             pool=self.pool,
             filled=tuple(self.filled),
             saved=tuple(self.saved),
-            audited=tuple(self.audited),
             timed=self.timed,
             failures=self.failures,
             failed_requests=frozenset(self.failed_requests),
@@ -181,18 +177,17 @@ class SharedStorageWorker(WorkerRole):
 
     def save(self) -> None:
         self._saved = True
-        if not (self._plan.saves or self._plan.audits):
+        if not self._plan.saves:
             return
-        orders: tuple[Save | Audit, ...] = (*self._plan.saves, *self._plan.audits)
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
         if failures_known >= self._ended.failures:
-            self._save(orders)
+            self._save(self._plan.saves)
         else:
             # A load failed, and this plan was made before the scheduler role knew: the step may
             # have computed on blocks that were never filled. The chunks are offered again when the
             # host has recomputed them.
-            self._put_off(orders)
+            self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
         self.io.wait(seconds)
@@ -200,8 +195,8 @@ class SharedStorageWorker(WorkerRole):
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         ended = self._ended
         self.io.collect(ended.filled, ended.saved)
-        for audit in self._comparisons.collect(ended.audited):
-            self._take_back(audit.load)
+        for load in self._comparisons.collect(ended.filled):
+            self._take_back(load)
         if ended.is_empty:
             return EMPTY_OUTPUT
         self._ended = _Ended(pool=ended.pool, failures=ended.failures)
@@ -214,7 +209,7 @@ class SharedStorageWorker(WorkerRole):
     def end_step(self) -> None:
         if not self._saved:
             # The forward failed: the scheduler role must not take these saves for under way.
-            self._put_off((*self._plan.saves, *self._plan.audits))
+            self._put_off(self._plan.saves)
         # The step failed at its beginning. These were not begun, and the pool waits for their end.
         for order in self._to_begin:
             if isinstance(order, Fetch):
@@ -289,12 +284,12 @@ class SharedStorageWorker(WorkerRole):
 
     # -- saves ----------------------------------------------------------------------------------
 
-    def _save(self, orders: Sequence[Save | Audit]) -> None:
+    def _save(self, saves: Sequence[Save]) -> None:
         """Copy chunks out of the blocks; writes and comparisons happen behind. Never blocks on
         I/O."""
-        left = iter(orders)
-        waiting: deque[Save | Audit] = deque()
-        copied: list[tuple[Save | Audit, Gathered]] = []
+        left = iter(saves)
+        waiting: deque[Save] = deque()
+        copied: list[tuple[Save, Gathered]] = []
         try:
             copied.extend(
                 (waiting.popleft(), gathered)
@@ -305,49 +300,40 @@ class SharedStorageWorker(WorkerRole):
             self._observer.count("save_no_device_memory")
         finally:
             # What was not copied, by whatever error, may still be on its way to its slot.
-            for order in waiting:
-                self.io.busy_until(order.chunk.slot, self._copies.stream.end())
+            for save in waiting:
+                self.io.busy_until(save.chunk.slot, self._copies.stream.end())
             self._put_off([*waiting, *left])
             # Only now: hashing and writing take memory bandwidth from the copies.
-            for order, gathered in copied:
-                if isinstance(order, Audit):
-                    self._compare(order, gathered)
-                else:
-                    one = SavedChunk(order.chunk, gathered, self._rows.schema)
+            for save, gathered in copied:
+                if save.compare_with is None:
+                    one = SavedChunk(save.chunk, gathered, self._rows.schema)
                     self.io.save(one, write=self._writes_alone)
+                else:
+                    self.io.overwrite(save.chunk.slot)
+                    is_held = self.io.groups_held(save.compare_with) == self._rows.all_groups
+                    self._comparisons.begin(save, gathered, is_held=is_held)
 
-    def _compare(self, audit: Audit, gathered: Gathered) -> None:
-        self.io.overwrite(audit.chunk.slot)
-        record = SlotChunk(audit.record, audit.chunk.key, audit.chunk.first_token)
-        is_held = self.io.groups_held(record) == self._rows.all_groups
-        self._comparisons.begin(audit, gathered, is_held=is_held)
-
-    def _copies_out(
-        self, left: Iterator[Save | Audit], waiting: deque[Save | Audit]
-    ) -> Iterator[ChunkCopy]:
+    def _copies_out(self, left: Iterator[Save], waiting: deque[Save]) -> Iterator[ChunkCopy]:
         """The copies of those chunks whose blocks are right, which also go to `waiting`."""
-        for order in left:
-            chunk = order.chunk
+        for save in left:
+            chunk = save.chunk
             try:
-                runs = self._copies.paged.chunk_runs(order.blocks, chunk.first_token)
+                runs = self._copies.paged.chunk_runs(save.blocks, chunk.first_token)
             except LayoutError as error:
                 logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
-                self._end_early(order, REFUSED)
+                self._end_early(save, REFUSED)
                 continue
-            waiting.append(order)
+            waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
 
-    def _put_off(self, orders: Sequence[Save | Audit]) -> None:
-        for order in orders:
-            self._end_early(order, PUT_OFF)
+    def _put_off(self, saves: Iterable[Save]) -> None:
+        for save in saves:
+            self._end_early(save, PUT_OFF)
 
-    def _end_early(self, order: Save | Audit, why: str) -> None:
+    def _end_early(self, save: Save, why: str) -> None:
         """A chunk was not copied into its slot."""
-        if isinstance(order, Audit):
-            self._ended.audited.append(Audited(order.chunk.slot))
-            self._take_back(order.load)
-        else:
-            self._ended.filled.append(Filled(order.chunk.slot, why))
+        self._ended.filled.append(Filled(save.chunk.slot, why))
+        self._take_back(save.checks)
 
     def _take_back(self, load: Load | None) -> None:
         """What a hit loaded is not known to be of this model."""
