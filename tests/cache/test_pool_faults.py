@@ -209,7 +209,7 @@ def test_close_does_not_wait_for_a_pool_full_of_unfinished_reads(make_host, two_
     stalled.give_up()
     started = time.monotonic()
     stalled.host.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     stalled.gate.release()
 
 

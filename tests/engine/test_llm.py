@@ -220,7 +220,7 @@ def test_a_connector_that_never_ends_a_load_does_not_hang_the_engine(model_dir):
         (second,) = llm.generate([prompt(70)], GREEDY)
         assert second.token_ids == first.token_ids
         assert second.num_external_tokens == 0
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
 
 
 # ---- sampling

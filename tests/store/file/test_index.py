@@ -532,7 +532,13 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
     assert caplog.text.count("is rebuilt") <= 2
 
 
-@pytest.mark.parametrize("num_damages", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_damages",
+    [
+        pytest.param(20, marks=pytest.mark.slow),  # each kind three times
+        pytest.param(60, marks=pytest.mark.sweep),
+    ],
+)
 def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, children, num_damages):
     root = tmp_path / "store"
     rng = random.Random(11)
