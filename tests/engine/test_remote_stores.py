@@ -38,26 +38,24 @@ class Written(NamedTuple):
     """First ones of the model's own generation."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _credentials(seaweed):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in seaweed.environment.items():
-            patch.setenv(name, value)
-        yield
-
-
-# Of the session, because a worker may come back to this module for tests left by another worker.
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def places(valkey_server, valkey_cluster, seaweed, mooncake, tmp_path_factory):
-    """The stores by name, for one rank and for two."""
+    """The stores by name, for one rank and for two, and the environment that leads to them."""
+    patch = pytest.MonkeyPatch()
+    for name, value in seaweed.environment.items():
+        patch.setenv(name, value)
+    # The servers live longer than this, which may be made twice: a worker also takes tests that
+    # were left to another one.
     root = tmp_path_factory.mktemp("tiers")
     servers = AllServers(valkey_server, valkey_cluster, seaweed, mooncake, root)
-    of_two = {f"{name} of two ranks": url for name, url in servers.urls("two").items()}
-    return servers.urls("one") | of_two
+    two_ranks = servers.urls(f"{root.name}-two").items()
+    of_two = {f"{name} of two ranks": url for name, url in two_ranks}
+    yield servers.urls(f"{root.name}-one") | of_two
+    patch.undo()
 
 
-@pytest.fixture(scope="session")
-def written(model_dir, places, seaweed):
+@pytest.fixture(scope="module")
+def written(model_dir, places):
     """What one other process stored, by the name of the store."""
     path = model_dir()
     prompts = {name: prompt(NUM_TOKENS, seed=seed) for seed, name in enumerate(places)}
@@ -72,9 +70,8 @@ def written(model_dir, places, seaweed):
     work = {"model_dir": str(path), "chunk_tokens": CHUNK_TOKENS, "writes": writes}
     command = [sys.executable, "-W", "error", "-m", "tests.engine.remote_writer", json.dumps(work)]
     ended = subprocess.run(
-        command, env=os.environ | seaweed.environment, capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
+        command, env=os.environ, capture_output=True, text=True, timeout=200, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert not ended.stderr, "the other process said something"
     logits = [first for first, _ in own_generation(path, prompts.values(), 1)]
