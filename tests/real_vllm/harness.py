@@ -238,7 +238,7 @@ class Process:
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "block_size": 128,
-            "kv_cache_memory_bytes": 256 << 20,
+            "kv_cache_memory_bytes": 128 << 20,  # of which each engine writes every byte
             "max_model_len": 1024,
             "max_num_seqs": 8,
             "max_logprobs": -1,
