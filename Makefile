@@ -21,7 +21,7 @@ BENCH ?=
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make test        lint, types and all tests"
-	@echo "make test-sweep  every architecture of Transformers, and every pair of shapes"
+	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"

@@ -51,7 +51,7 @@ class HangsLater(FaultyStore):
 
 def open_store(directory: Path) -> CountingStore:
     store = FileStore(directory)
-    assert store.wait_indexed(10.0)
+    assert store.wait_indexed(60)
     return CountingStore(store)
 
 

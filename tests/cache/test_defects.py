@@ -168,7 +168,7 @@ def test_09_ranks_do_not_overwrite_each_other(make_host, tmp_path):
     assert writer.observer["put_stored"] == 5
     reader = make_host(store=url, groups=groups, world_size=2)
     for part in reader.parts:
-        assert part.store.wait_indexed(10)
+        assert part.store.wait_indexed(60)
     assert reader.run("r", PROMPT).num_external_tokens == 40
 
 

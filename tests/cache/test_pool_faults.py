@@ -211,7 +211,7 @@ def test_close_does_not_wait_for_a_pool_full_of_unfinished_reads(make_host, two_
     stalled.give_up()
     started = time.monotonic()
     stalled.host.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     stalled.gate.release()
 
 
@@ -236,7 +236,7 @@ def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_siz
     assert_settles(writer)
     host = make_host(store=url, world_size=world_size, num_slots=1)
     for part in host.parts:
-        assert part.store.wait_indexed(10)
+        assert part.store.wait_indexed(60)
     for number in range(2):
         assert host.run(f"reads {number}", PROMPT).num_external_tokens == 8
     first, second = host.add("first", PROMPT), host.add("second", PROMPT)
@@ -354,7 +354,7 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
     # What was written after all carries the old namespace, and is right under it.
     other = make_host(store=f"file://{tmp_path}", world_size=world_size)
     for part in other.parts:
-        assert part.store.wait_indexed(10)
+        assert part.store.wait_indexed(60)
     hit = other.run("of the old epoch", PROMPT).num_external_tokens
     assert hit == 40 if world_size == 1 else hit in range(0, 41, 8)
     assert other.observer["records_corrupt"] == 0
@@ -437,7 +437,7 @@ def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
 ):
     host = make_host(store=f"file://{directory}", world_size=world_size)
     for part in host.parts:
-        assert part.store.wait_indexed(10)
+        assert part.store.wait_indexed(60)
     request = host.add("reader", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     fetch, begun = SlotIO.fetch, []
@@ -539,7 +539,7 @@ def test_a_rank_that_does_not_hold_what_was_promised_says_so_and_nothing_wrong_i
 ):
     host = make_host(store=f"file://{directory}", world_size=2)
     for part in host.parts:
-        assert part.store.wait_indexed(10)
+        assert part.store.wait_indexed(60)
     request = host.add("reader", PROMPT)
     assert host.admit(request) == 40
     lose_chunk(host, keys_of(host)[2], rank=1)

@@ -139,7 +139,7 @@ def test_ranks_of_any_number_read_windows(
         wait_stored(writer, 5)
     with opened(groups, url, world_size=readers, tables=tables) as reader:
         for part in reader.parts:
-            assert part.store.wait_indexed(10)
+            assert part.store.wait_indexed(60)
         assert reader.run("reader", prompt, budget=3).num_external_tokens == 40
         assert reader.observer["load_failed_chunks"] == 0
 
@@ -421,7 +421,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     host.observer = caches[0].observer
     wait_stored(host, 5)
     for cache in caches:
-        assert cache.store.wait_indexed(10)
+        assert cache.store.wait_indexed(60)
         cache.store.probe(host.scheduler.requests.track(host.add("probe", prompt)).keys.keys)
     wait_for(lambda: all(cache.store.stat().num_records == 5 for cache in caches))
     assert host.run("held", prompt).num_external_tokens == 40

@@ -7,6 +7,7 @@ import sys
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.store.tiers import tier, tiered
+from tests.engine.rank_threads import ThreadedLLM
 
 
 def main(given: str) -> None:
@@ -22,7 +23,9 @@ def main(given: str) -> None:
     for write in work["writes"]:
         size = write["tensor_parallel_size"]
         store = write["store"]
-        with LLM(work["model_dir"], store=store, tensor_parallel_size=size, **options) as llm:
+        # Processes for ranks, which take long to start, for the store that is of every kind.
+        engine = LLM if isinstance(store, list) else ThreadedLLM
+        with engine(work["model_dir"], store=store, tensor_parallel_size=size, **options) as llm:
             params = SamplingParams(max_tokens=1, ignore_eos=True)
             (completion,) = llm.generate([write["prompt"]], params)
             assert completion.num_external_tokens == 0, "it was there before"

@@ -65,7 +65,7 @@ def complete(path, prompts, *, store=None, counts=None, options=None, draw=from_
         for each in prompts:
             completion = llm.generate([each], GREEDY)[0]
             found.append((completion.first_logits, completion.num_external_tokens))
-        assert llm.drain(10.0)
+        assert llm.drain(60.0)
     return found
 
 

@@ -149,7 +149,7 @@ def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp
     expected = own_generation(path, [prompt(101)], 6)
     with engine(path, **options) as llm:
         assert_same(llm.generate([prompt(101)], GREEDY), expected)
-        assert llm.drain(5.0)
+        assert llm.drain(60.0)
     # Another block size, to show that it is no part of what is stored.
     with engine(path, block_size=5, **options) as llm:
         completions = llm.generate([prompt(101)], GREEDY)
@@ -221,7 +221,7 @@ def test_a_connector_that_never_ends_a_load_does_not_hang_the_engine(model_dir):
         (second,) = llm.generate([prompt(70)], GREEDY)
         assert second.token_ids == first.token_ids
         assert second.num_external_tokens == 0
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
 
 
 # ---- sampling
@@ -459,7 +459,7 @@ def test_token_ids_of_numpy_and_torch_are_taken(model_dir):
 def test_drain_waits_until_what_was_saved_is_visible(model_dir, tmp_path):
     with LLM(model_dir(), store=f"file://{tmp_path}/s", connector_options={"chunk_tokens": 8}) as a:
         a.generate([prompt(200)], SamplingParams(max_tokens=1))
-        assert a.drain(10)
+        assert a.drain(60.0)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 25
 
 

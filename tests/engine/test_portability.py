@@ -75,7 +75,7 @@ def read(llm, token_ids, hit):
 def check(path, store, writers, readers):
     options = {
         "store": f"file://{store}?max_bytes=512MiB",
-        "connector_options": {"chunk_tokens": CHUNK_TOKENS},
+        "connector_options": {"chunk_tokens": CHUNK_TOKENS, "audit": "off"},
     }
     prompts = [prompt(NUM_TOKENS, seed=100 + index) for index in range(len(writers))]
     expected = own_hits(path, prompts)

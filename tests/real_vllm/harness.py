@@ -18,7 +18,7 @@ from typing import Any, overload
 DRIVER = Path(__file__).with_name("driver.py")
 START_SECONDS = 240.0
 GENERATE_SECONDS = 120.0
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 TOLERANCE = 1e-3
 
 CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
@@ -238,7 +238,7 @@ class Process:
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "block_size": 128,
-            "kv_cache_memory_bytes": 256 << 20,
+            "kv_cache_memory_bytes": 128 << 20,  # of which each engine writes every byte
             "max_model_len": 1024,
             "max_num_seqs": 8,
             "max_logprobs": -1,
@@ -304,7 +304,7 @@ class Engine:
         """Let the engine run until it has nothing to do."""
         self.process.call("settle", seconds + 10, deadline=seconds)
 
-    def wait_until_known(self, files: Iterable[Path], seconds: float = 30.0) -> None:
+    def wait_until_known(self, files: Iterable[Path], seconds: float = 60.0) -> None:
         """Wait until look-ups of this engine find these records.
 
         Of its own ones too it hears only in a step, and 0.14 does none without requests: what was
@@ -379,7 +379,7 @@ def memory_of(store: Path, chunks: int) -> int:
     return chunks * next(iter(records(store))).stat().st_size
 
 
-def wait_for_records(store: Path, count: int, seconds: float = 20.0) -> set[Path]:
+def wait_for_records(store: Path, count: int, seconds: float = 60.0) -> set[Path]:
     """Wait until `count` chunks are stored; that many or more are returned."""
     until = time.monotonic() + seconds
     while len(found := records(store)) < count:

@@ -24,6 +24,9 @@ from tests.real_vllm.harness import (
 Models = dict[str, Path]
 Request = dict[str, Any]
 
+# The cache is not used until an adapter is hashed, beside its first requests.
+NUM_TRIES = 20
+
 
 def test_salts_and_tenants_share_nothing(
     tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
@@ -166,20 +169,23 @@ def test_lora_adapters_share_by_content(
     with pytest.raises(AssertionError):
         assert_same(own["a"], own[None])
     with first.engine(models["plain"], kvferry(store), **lora) as engine:
-        assert_same(own["a"], engine.generate(under("a")))
-        first.call("reset", 30, connector=False)
-        cold = engine.generate(under("a"))  # by now the adapter is hashed
-        assert_same(own["a"], cold)
+        for _ in range(NUM_TRIES):
+            assert_same(own["a"], engine.generate(under("a")))
+            first.call("reset", 30, connector=False)
+            if len(records(store)) >= 6:
+                break
         wait_for_records(store, 6)
         base = engine.generate(under(None))
         assert_same(own[None], base)
         assert base.external == 0
     wait_for_records(store, 12)
     with second.engine(models["plain"], kvferry(store), **lora) as engine:
-        assert_same(own["a"], engine.generate(under("a", 7)))
-        second.call("reset", 30, connector=False)
-        warm = engine.generate(under("a", 7))
-        assert_same(own["a"], warm)
+        for _ in range(NUM_TRIES):
+            warm = engine.generate(under("a", 7))
+            assert_same(own["a"], warm)
+            if warm.external == 2 * 384:
+                break
+            second.call("reset", 30, connector=False)
         assert warm.external == 2 * 384
     with second.engine(models["plain"], kvferry(store), **lora) as engine:
         other = engine.generate(under("b", 7))

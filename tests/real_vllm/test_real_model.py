@@ -32,7 +32,7 @@ def test_a_new_process_says_what_the_engine_says_by_its_own_prefix_hit(
     dtype: str, smollm: Path, prompts: list[list[int]], tmp_path: Path,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
-    options = {"dtype": dtype, "max_model_len": 2048}
+    options = {"dtype": dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
     with first.engine(smollm, **options) as engine:
         cold = engine.generate(prompts, max_tokens=8)
         own = engine.generate(prompts, max_tokens=8)

@@ -59,7 +59,7 @@ def pair(pool: Pool, seaweed: SeaweedServer) -> Iterator[tuple[Process, Process]
         pool.discard(name)
 
 
-def wait_stored(engine: Engine, count: int, seconds: float = 20.0) -> None:
+def wait_stored(engine: Engine, count: int, seconds: float = 60.0) -> None:
     """Until the engine has stored so many records."""
     until = time.monotonic() + seconds
     while True:

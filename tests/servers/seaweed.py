@@ -60,6 +60,9 @@ class SeaweedServer:
 
     def stop(self) -> None:
         self.process.kill()
+        for port in self._ports:
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # no option moves these
+                left.unlink(missing_ok=True)
 
     def take_secret(self, secret: str) -> None:
         """Take this one from now on, and no other; it reads its configuration again."""

@@ -37,7 +37,7 @@ def test_spread_does_every_item_once_and_tells_what_failed(pool):
 
 
 def test_spread_uses_threads_of_the_pool_and_waits_for_what_they_began(pool):
-    together = threading.Barrier(3, timeout=5)
+    together = threading.Barrier(3, timeout=30)
     names, ended = set(), []
 
     def work(item):
@@ -75,10 +75,10 @@ def test_an_interrupted_spread_leaves_nothing_under_way(pool):
     def work(_item):
         if threading.current_thread() is main:
             is_here.set()
-            begun.wait(5)
+            begun.wait(30)
             raise KeyboardInterrupt
         begun.set()
-        is_here.wait(5)  # else this thread might take both items
+        is_here.wait(30)  # else this thread might take both items
         time.sleep(0.05)
         ended.set()
 
@@ -114,7 +114,7 @@ def test_threads_do_not_share_the_processor_that_an_engine_thread_is_tied_to():
         os.sched_setaffinity(0, {min(cpus)})
         pool = IOPool(1, "tied")
         job = pool.submit(lambda _job: os.sched_getaffinity(0))
-        assert job.wait(5)
+        assert job.wait(30)
         found.append(job.result)
         assert os.sched_getaffinity(0) == {min(cpus)}
         pool.close(5)

@@ -78,7 +78,7 @@ class OldHost:
         }
         self.worker.register_kv_caches(self.caches)
         self.worker.set_host_xfer_buffer_ops(None)
-        assert self.scheduler.cache.store.wait_indexed(10)
+        assert self.scheduler.cache.store.wait_indexed(60)
 
     def prefill(self, request_id: str, prompt: list[int], blocks: list[int]) -> int:
         request = SimpleNamespace(

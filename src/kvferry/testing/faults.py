@@ -70,7 +70,7 @@ class Gate:
         self._arrivals.release()
         self._open.wait(self._limit_seconds)
 
-    def wait_for_arrival(self, timeout: float = 10.0) -> bool:
+    def wait_for_arrival(self, timeout: float = 30.0) -> bool:
         """Wait until one more operation stands (or stood) at the gate."""
         return self._arrivals.acquire(timeout=timeout)
 

@@ -109,7 +109,7 @@ def test_transformers_reads_what_the_embedded_engine_stored(model_dir, store_url
     path = model_dir(arch)
     with LLM(path, store=store_url, dtype="float32", connector_options={"chunk_tokens": 16}) as llm:
         llm.generate([prompt(101)[0].tolist()], SamplingParams(max_tokens=5, ignore_eos=True))
-        assert llm.drain(5.0)
+        assert llm.drain(60.0)
     model = load_by_class(path)
     read = reuse(model, store_url, prompt(101))
     assert read.num_loaded == 96

@@ -177,7 +177,7 @@ class VersionedHost:
         self._finished.add(request.request_id)
         self._release_blocks(request)
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def settle(self, timeout: float = 30.0) -> None:
         """As an idle engine: one step for what finished; more only while the connector asks."""
         self.step([])
         deadline = time.monotonic() + timeout
@@ -186,7 +186,7 @@ class VersionedHost:
                 self.step([])
                 time.sleep(0.001)
 
-    def rest_until_saved(self, timeout: float = 10.0) -> None:
+    def rest_until_saved(self, timeout: float = 30.0) -> None:
         """Steps of an engine that has other things to do, until no counter moves."""
         deadline, quiet = time.monotonic() + timeout, 0
         while quiet < 80 and time.monotonic() < deadline:

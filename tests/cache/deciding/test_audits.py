@@ -411,7 +411,7 @@ def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor
     assert host.observer["audit_bad_records"] == 1
     assert store.contains(bad)
     host.scheduler.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert "not taken out" in caplog.text
     gate.release()
     wait_for(lambda: not store.contains(bad))
@@ -663,10 +663,10 @@ def test_a_comparison_does_not_wait_for_writes(reader):
     gate = threading.Event()
     pool = host.ranks[0].worker.io._write_pool
     for _ in range(2 * pool.num_threads):
-        pool.submit(lambda _job: gate.wait(20))
+        pool.submit(lambda _job: gate.wait(60))
     started = time.monotonic()
     host.run("first", PROMPT)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert not host.invalid_block_ids
     assert counts(host) == (1, 0, 0)
     gate.set()

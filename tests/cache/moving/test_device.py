@@ -398,7 +398,7 @@ def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(m
     host.end()
     started = time.monotonic()
     host.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert device.pinned == 1
     device.drain()
     host.settle(saved=3)

@@ -433,7 +433,7 @@ def assert_said_once(caplog) -> None:
 def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store:
-        assert store.wait_indexed(10)
+        assert store.wait_indexed(60)
         with Traffic(store) as traffic:
             traffic.do_more(20)
             damage(place)
@@ -466,7 +466,7 @@ def test_damage_that_a_transaction_hides_shows_to_nobody(tmp_path, place, damage
     root = tmp_path / "store"
     observer = DamageInTransaction(lambda: damage(place))
     with FileStore(root, max_bytes=QUOTA, observer=observer) as store:
-        assert store.wait_indexed(10)
+        assert store.wait_indexed(60)
         for number in range(10, NUM_KEYS):
             store.put(key_of(number), [value_of(number, MAX_VALUE)])
         assert observer["store_evicted_records"]
@@ -526,8 +526,8 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
 ):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store, FileStore(root, max_bytes=QUOTA) as other:
-        assert store.wait_indexed(10)
-        assert other.wait_indexed(10)
+        assert store.wait_indexed(60)
+        assert other.wait_indexed(60)
         with Traffic(store) as traffic, Traffic(other, 1) as also:
             also.do_more(10)
             damage(place)
@@ -541,7 +541,13 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
     assert caplog.text.count("is rebuilt") <= 2
 
 
-@pytest.mark.parametrize("num_damages", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_damages",
+    [
+        pytest.param(20, marks=pytest.mark.slow),  # each kind three times
+        pytest.param(60, marks=pytest.mark.sweep),
+    ],
+)
 def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, children, num_damages):
     root = tmp_path / "store"
     rng = random.Random(11)
@@ -574,7 +580,7 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
 ):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=QUOTA) as store:
-        assert store.wait_indexed(10)
+        assert store.wait_indexed(60)
         files = {path.name[:64] for path in root.glob("records/*/*")}
         pid = children.start("stop_with_lock", path=str(place.path), begin=begin)
         wait_until_stopped(pid)
@@ -603,7 +609,7 @@ def wait_until_stopped(pid: int) -> None:
 
 def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, children):
     store = FileStore(tmp_path / "store", max_bytes=QUOTA)
-    assert store.wait_indexed(10)
+    assert store.wait_indexed(60)
     pid = children.start("stop_with_lock", path=str(place.path), begin="BEGIN EXCLUSIVE")
     wait_until_stopped(pid)
     time.sleep(0.3)
@@ -640,7 +646,7 @@ upkeep.TICK_SECONDS = 0.05
 upkeep._DUTY = 1
 index = root / "index.sqlite3"
 with FileStore(root, max_bytes=100_000) as store:
-    assert store.wait_indexed(10)
+    assert store.wait_indexed(60)
     assert store.put(bytes(32), [b"first"]) == "stored"
     for mode in (0o444, 0o000):
         os.chmod(index, mode)
@@ -686,7 +692,7 @@ def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeyp
         raise OSError(30, "Read-only file system")
 
     with FileStore(tmp_path / "store", max_bytes=QUOTA) as store:
-        assert store.wait_indexed(10)
+        assert store.wait_indexed(60)
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", refuse)
             patch.setattr(os, "rename", refuse)

@@ -263,7 +263,7 @@ def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path, pat
         assert counters["store_recovered_writes"] == 0, "nobody died"
 
 
-@pytest.mark.parametrize("num_rows", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [100_000, pytest.param(1_000_000, marks=pytest.mark.sweep)])
 def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
     root = tmp_path / "store"
     FileStore(root).close()

@@ -523,7 +523,7 @@ def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers, monkeypatch):
     assert gate.wait_for_arrival()
     for number in range(1, 7):
         store.put(make_key(number), [b"value"])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert counts["tier1_behind_dropped"] == 3
     gate.release()
     wait_until(lambda: held(far, 6), "the last is written")
