@@ -391,6 +391,24 @@ def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
     assert far.num_failed == 1
 
 
+def test_closing_does_not_wait_for_a_trial_that_hangs_though_values_wait():
+    gate, clock, far = Gate(), FakeClock(), Probed()
+    store = TieredStore(
+        [MemoryStore(), StallingStore(far, gate=gate, operations={"read"})],
+        clock=clock,
+        patience=Patience(look_seconds=0.01, close_seconds=300.0),
+    )
+    far.fail()
+    store.put(make_key(), [b"value"])
+    clock.advance(1.0)
+    assert gate.wait_for_arrival()
+    assert num_waiting(store, 1) == 1
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 50.0
+    gate.release()
+
+
 class Deadlines(MemoryStore):
     """Keeps how many seconds each write was given; takes nothing while `is_away`."""
 

@@ -29,6 +29,9 @@ class TierThread:
 
     Args:
         check: a value that it finds wrong is not copied.
+
+    Attributes:
+        is_at_work: it does not wait, and may hang in a store.
     """
 
     def __init__(self, target: Tier, observer: Observer, check: ValueCheck | None = None) -> None:
@@ -42,7 +45,7 @@ class TierThread:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
-        self._is_at_work = False
+        self.is_at_work = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
@@ -76,26 +79,20 @@ class TierThread:
             if key == self._copying:
                 self._is_removed = True
 
-    @property
-    def num_waiting(self) -> int:
-        """With the one under way."""
-        with self._lock:
-            return len(self._waiting) + (self._copying is not None)
-
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         leave_processor()
         while True:
             self._wake.clear()
-            self._is_at_work = True
+            self.is_at_work = True
             is_last = self._closed
             try:
                 self.run_due()
             except Exception:  # outermost loop of the thread: the next copies go on
                 logger.exception("copying a value to another tier failed")
                 continue
-            self._is_at_work = False
+            self.is_at_work = False
             if is_last:
                 return
             seconds = self._target.next_try - self._target.calls.clock()
@@ -194,7 +191,8 @@ class TierThread:
         was_closed, self._closed = self._closed, True
         self._wake.set()
         if self._thread is not None and not was_closed:
-            is_trying = self._is_at_work and not self.num_waiting
+            with self._lock:
+                is_trying = self.is_at_work and not (self._copying or self._can_copy)
             seconds = _LEAVE_SECONDS if is_trying else until - self._target.calls.clock()
             self._thread.join(max(0.0, seconds))
             with self._lock:
@@ -205,5 +203,5 @@ class TierThread:
             num_waiting = len(self._waiting) + (self._copying is not None)
             is_due = self._can_copy or self._target.next_try <= self._target.calls.clock()
         parts = [repr(self._target), f"{num_waiting} wait" if num_waiting else ""]
-        parts.append("at work" if is_due or self._is_at_work else "")
+        parts.append("at work" if is_due or self.is_at_work else "")
         return ", ".join(filter(None, parts))

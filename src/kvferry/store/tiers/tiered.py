@@ -257,10 +257,11 @@ class TieredStore(Store):
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        for tier in self._tiers:
-            tier.find_overdue()  # the thread of the tier may be held by the same mount
-        for store in self._up():
-            store.probe(keys)
+        for tier, thread in zip(self._tiers, self._threads, strict=True):
+            if thread.is_at_work:  # and may be held by what holds the reads
+                tier.find_overdue()
+            if (store := tier.up) is not None:
+                store.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
         """In the nearest tier that several processes share: there it was written."""
