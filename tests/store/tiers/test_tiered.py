@@ -10,13 +10,13 @@ import time
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.observe import Counters
+from kvferry.observe import Counters, Observer
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Patience
-from kvferry.store.tiers.tier import Unopened
+from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -832,6 +832,26 @@ def test_no_room_for_parts_is_no_full_store(make_tiers, caplog):
     assert store.commit(session, bytes(10)) is PutResult.STORED
     assert store.takes_values
     assert not caplog.records
+
+
+def test_begins_teach_nothing_of_how_long_a_write_takes():
+    clock, seconds = FakeClock(), []
+    tier = Tier(MemoryStore(), 0, Observer(), clock, QUICK)
+
+    def write(_deadline):
+        clock.advance(10.0)
+        return PutResult.STORED
+
+    def begin(deadline):
+        seconds.append(deadline - clock())
+        return "session"
+
+    for _ in range(20):
+        tier.write(write, math.inf)
+    for _ in range(50):
+        tier.begin(begin, math.inf)
+    assert seconds[0] > 10.0
+    assert set(seconds) == {seconds[0]}
 
 
 def test_reads_that_never_return_leave_the_tier_alone(make_tiers):
