@@ -222,12 +222,12 @@ def test_credentials_are_shown_nowhere(caplog):
 
 
 _HANGS = """
-import sys, time
+import os, time
 from kvferry.observe import Counters
 from kvferry.store.url import open_tiers
 
 def open_one(url):
-    print("opening", flush=True)
+    os.write(1, b"opening\n")
     time.sleep(3600)
 
 open_tiers(["memory://a", "memory://b"], Counters(), open_one)
@@ -235,17 +235,16 @@ open_tiers(["memory://a", "memory://b"], Counters(), open_one)
 
 
 def test_an_interrupted_start_does_not_wait_for_stores_that_hang():
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        for _ in range(2):
-            assert process.stdout.readline() == "opening\n"
-        started = time.monotonic()
-        os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        assert time.monotonic() - started < 60
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            for _ in range(2):
+                assert process.stdout.readline() == "opening\n"
+            started = time.monotonic()
+            os.kill(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+            assert time.monotonic() - started < 60
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+        finally:
+            process.kill()

@@ -895,7 +895,7 @@ def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog):
         assert held(store, number)
     assert held(far)
     is_away = False
-    clock.advance(QUICK.reopen_seconds)
+    clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: state(store) == "up", "it is open")
     assert store.put(make_key(9), [b"value"]) is PutResult.STORED
     assert held(inner, 9), "at once"

@@ -20,51 +20,39 @@ class Patience:
 
     Attributes:
         start_seconds: how long a start waits for stores to open.
-        reopen_seconds: pause after the medium of a store that is not open did not answer.
         max_failures: in a row, after which a store is away.
-        first_pause_seconds: until an away store is tried; doubled for each trial.
-        longest_pause_seconds: an away store that answers again is used within it and one trial.
+        first_pause_seconds: until an away store is tried; doubled for each trial. No write follows
+            one that failed for so long, and four times what it took: a fifth of a thread's time at
+            most goes into writes that fail.
+        longest_pause_seconds: an away store that answers again is used within it and one trial. A
+            store whose medium does not answer is opened again after it.
         soon_seconds: a store that goes away again within it is unstable: its pauses stay long.
-        trial_seconds: deadline of a trial.
-        min_limit_seconds: no read has a shorter limit: below it, what was measured is noise.
-        min_write_seconds: the same of writes, for which no request waits. Nor should it be much
-            longer: a server that hangs holds a thread for as long, and the close of an engine waits
-            for that thread.
-        max_limit_seconds: of reads and writes.
-        min_blamed_seconds: a read that was given less, and took all of it, is no failure.
-        overdue_seconds: a read that takes so much longer than its limit does not end.
-        write_pause_seconds: no write follows one that failed for so long, and four times what it
-            took: a fifth of a thread's time at most goes into writes that fail.
         accepts_again_seconds: a write that succeeds after so long without a refusal ends the
             refusals; a store that takes only some values has one log line.
+        min_limit_seconds: no read has a shorter limit: below it, what was measured is noise. A read
+            that was given half of it, and took all of that, is no failure; one that takes twice as
+            much longer than its limit does not end.
+        min_write_seconds: the same of writes, and the deadline of a trial: no request waits for
+            them. Nor should it be much longer: a server that hangs holds a thread for as long, and
+            the close of an engine waits for that thread.
+        max_limit_seconds: of reads, writes and copies.
         look_seconds: how often a tier's thread looks for reads that do not end.
         max_waiting: values that wait to be copied to a tier; the oldest is dropped for a new one.
-        max_copy_bytes: a larger value is not copied; the bound where values cannot be checked.
-        copy_seconds: deadline of one copy.
         close_seconds: how long a close lets copies go on.
-        max_served: keys of which the tier that served them is remembered.
     """
 
     start_seconds: float = math.inf
-    reopen_seconds: float = 5.0
     max_failures: int = 3
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 5.0
     soon_seconds: float = 30.0
-    trial_seconds: float = 2.0
+    accepts_again_seconds: float = 60.0
     min_limit_seconds: float = 0.5
     min_write_seconds: float = 2.0
     max_limit_seconds: float = 30.0
-    min_blamed_seconds: float = 0.25
-    overdue_seconds: float = 1.0
-    write_pause_seconds: float = 0.5
-    accepts_again_seconds: float = 60.0
     look_seconds: float = 0.25
     max_waiting: int = 4096
-    max_copy_bytes: int = 1 << 30
-    copy_seconds: float = 30.0
     close_seconds: float = 5.0
-    max_served: int = 4096
 
 
 class Limit:
@@ -201,7 +189,7 @@ class Health:
         is_found_below = isinstance(error, ConfigError) and not self.may_create
         if not isinstance(error, StoreError) and not is_found_below:
             return f"{self._what} cannot be opened: {error}" if was_announced else ""
-        self.until = self._clock() + self._patience.reopen_seconds
+        self.until = self._clock() + self._patience.longest_pause_seconds
         self.may_create = False
         self._is_announced = True
         if was_announced:
@@ -286,7 +274,7 @@ class Health:
 
     def _pause_writes(self, seconds: float) -> None:
         self.state = State.REFUSING
-        self.until = self._clock() + self._patience.write_pause_seconds + 4 * seconds
+        self.until = self._clock() + self._patience.first_pause_seconds + 4 * seconds
 
     def _refused(self, why: str) -> str:
         is_new = self._refused_at is None

@@ -16,6 +16,9 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
+_MAX_COPY_BYTES = 1 << 30
+"""A larger value is no record of ours; the bound where values cannot be checked."""
+
 _LEAVE_SECONDS = 0.1
 """How long a close waits for a thread that opens or tries a store, and may hang."""
 
@@ -46,6 +49,7 @@ class TierThread:
         self._wake = threading.Event()
         self._closed = False
         self.is_at_work = False
+        self._is_trying = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
@@ -103,7 +107,9 @@ class TierThread:
         while True:
             if not self._closed:
                 self._target.find_overdue()
+                self._is_trying = True
                 self._target.try_if_due()
+                self._is_trying = False
             taken = self._pop()
             if taken is None:
                 return
@@ -137,7 +143,7 @@ class TierThread:
         """Copy one value; None if it waits again, as it does while a tier is away or full. A value
         rejected for any other reason is dropped, so that it does not block the queue."""
         target, calls = self._target, self._target.calls
-        until = calls.clock() + calls.patience.copy_seconds
+        until = calls.clock() + calls.patience.max_limit_seconds
         asked = target
         try:
             size = target.ask(key, (), until)  # costs less than to read and send it
@@ -161,7 +167,7 @@ class TierThread:
         """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
         check = self._check
         size = source.ask(key, (), until) if check is None else check.num_bytes
-        if size is None or (check is None and size > self._target.calls.patience.max_copy_bytes):
+        if size is None or (check is None and size > _MAX_COPY_BYTES):
             return None
         value = memoryview(bytearray(size))
         found = source.ask(key, [(0, value)], until)
@@ -192,7 +198,7 @@ class TierThread:
         self._wake.set()
         if self._thread is not None and not was_closed:
             with self._lock:
-                is_trying = self.is_at_work and not (self._copying or self._can_copy)
+                is_trying = self._is_trying and not self._can_copy
             seconds = _LEAVE_SECONDS if is_trying else until - self._target.calls.clock()
             self._thread.join(max(0.0, seconds))
             with self._lock:

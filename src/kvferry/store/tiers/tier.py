@@ -140,7 +140,7 @@ class Tier:
         store = self.store
         if store is None:
             return False
-        trial_seconds = self.calls.patience.trial_seconds
+        trial_seconds = self.calls.patience.min_write_seconds
         with self._lock:
             generation, is_wanted = self._health.generation, self._health.begin_check()
         try:
@@ -167,7 +167,7 @@ class Tier:
         over, and holds its thread. Memory only."""
         reading = self.calls.reading
         overdue = self.calls.clock() - self.calls.read_limit.seconds
-        overdue -= self.calls.patience.overdue_seconds
+        overdue -= 2 * self.calls.patience.min_limit_seconds
         for call, started in tuple(reading.items()) if reading else ():
             if started < overdue and reading.pop(call, None) is not None:
                 self._event(lambda health: health.failed("a read does not end", health.generation))
@@ -204,7 +204,7 @@ class Tier:
             now, fault = calls.clock(), error
             calls.read_limit.saw(now - started)
             # A read that was given little time and took all of it is no evidence.
-            is_blamed = now < deadline or now - started >= calls.patience.min_blamed_seconds
+            is_blamed = now < deadline or now - started >= calls.patience.min_limit_seconds / 2
             if calls.reading.pop(call, None) is not None and is_blamed:
                 self._event(lambda health: health.failed(fault, generation))
             raise

@@ -32,6 +32,8 @@ from kvferry.store.tiers.thread import TierThread
 from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.types import ChunkKey
 
+_MAX_SERVED = 4096
+
 
 class TieredStore(Store):
     """Tiers as one store; see the module. Closing it closes them.
@@ -41,7 +43,7 @@ class TieredStore(Store):
             and a store that does not open in time, or whose medium does not answer, is a tier that
             is used once it does.
         check: a value that it finds wrong is not copied to another tier. None copies what has at
-            most `max_copy_bytes`.
+            most 1 GiB.
         clock: monotonic seconds, also of deadlines.
 
     Raises:
@@ -136,7 +138,7 @@ class TieredStore(Store):
         with self._serving:
             self._served[key] = tier
             self._served.move_to_end(key)
-            if len(self._served) > self._patience.max_served:
+            if len(self._served) > _MAX_SERVED:
                 self._served.popitem(last=False)
         if tier.number and self._tiers[0].accepts_writes:
             self._threads[0].add(key, tier)
