@@ -221,7 +221,7 @@ def test_credentials_are_shown_nowhere(caplog):
     store.close()
 
 
-_HANGS = """
+_HANGS = r"""
 import os, time
 from kvferry.observe import Counters
 from kvferry.store.url import open_tiers
