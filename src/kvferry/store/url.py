@@ -172,7 +172,7 @@ def open_tiers(
     start_seconds: float | None = None,
 ) -> Store:
     """The store of one URL, or those of several as one, nearest first. A single store is a tier of
-    one.
+    one; without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
 
     Args:
         open_one: opens the store of one URL; with `may_create=False` where it was away before. Runs
@@ -201,7 +201,8 @@ def open_tiers(
         if places.count(place) > 1 and not kind_of(url).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
     if len(urls) == 1 and start_seconds is None:
-        return TieredStore([open_one(urls[0])], observer, check=check)
+        store = open_one(urls[0])
+        return TieredStore([store], observer, check=check) if kind_of(parsed[0]).hosts else store
 
     def unopened(url: str) -> Unopened:
         def opened(may_create: bool) -> Store:
