@@ -124,7 +124,7 @@ def open_and_use(url: str) -> None:
     store = open_store(url, observer=counts)
     with store:
         logger.warning("%s %r %s %s", store.url, store, store.stat(), vars(store))
-        for tier in store._tiers:
+        for tier in getattr(store, "_tiers", ()):
             logger.warning("%r %s %s", tier.store, vars(tier.store), vars(tier))
         for _ in range(4):
             with suppress(StoreError):
