@@ -165,7 +165,6 @@ THIRD_PARTIES = {
 # Imports inside functions: each loads something heavy or optional, where it is used.
 LAZY = {
     "layout/ops.py": {"kvferry.layout.kernels"},
-    "store/url.py": {"kvferry.store.tiers.tiered"},
     # After the check that its master is there, which takes less time.
     "store/servers/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},

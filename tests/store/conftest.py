@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvferry.store import url
 from kvferry.store.servers import objects, remote
 from tests.servers.mooncake import mooncake
 from tests.servers.seaweed import seaweed
@@ -15,5 +14,4 @@ def patient_calls(monkeypatch):
     """A call whose deadline the store sets does not fail because the machine is busy."""
     monkeypatch.setattr(remote, "DELETE_SECONDS", 20.0)
     monkeypatch.setattr(remote, "DESCRIBE_SECONDS", 20.0)
-    monkeypatch.setattr(url, "_OPEN_SECONDS", 20.0)
     monkeypatch.setattr(objects, "CHECK_SECONDS", 20.0)

@@ -20,12 +20,12 @@ from kvferry.errors import KVError, StoreError
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
 from kvferry.store.kind import shown_url
-from kvferry.store.tiers.late import LateStore
 from kvferry.store.url import (
     MODULES,
     kind_of_scheme,
     open_one,
     open_store,
+    open_tiers,
     parse_store_url,
     read_options,
     refuse_small_quota,
@@ -127,14 +127,14 @@ def open_and_use(url: str) -> None:
     with store:
         logger.warning("%s %r %s %s", store.url, store, store.stat(), vars(store))
         for tier in getattr(store, "_tiers", ()):
-            logger.warning("%r %s %s", tier.store, vars(tier.store), tier.name)
+            logger.warning("%r %s %s", tier.store, vars(tier.store), vars(tier))
         for _ in range(4):
             with suppress(StoreError):
                 store.read(make_key(), ())
             store.put(make_key(), [b"value"])
     store.read(make_key(), ())
     logger.warning("%r %s", store, list(KVFerryCollector(counts).collect()))
-    late = LateStore(url, lambda may_create: open_one(url, may_create=may_create), 0.0)
+    late = open_tiers(url, counts, open_one, start_seconds=0.0)
     logger.warning("%s %r %s", late.url, late, late.stat())
     late.close()
 

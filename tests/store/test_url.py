@@ -13,9 +13,7 @@ import kvferry.store.url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.tiers import late
 from kvferry.store.url import (
     MODULES,
     open_one,
@@ -40,7 +38,6 @@ def test_examples_in_docstrings_are_true(module):
 def test_a_memory_url_opens_a_memory_store():
     counters = Counters()
     with open_store("memory://name?max_bytes=1KiB", observer=counters) as store:
-        assert isinstance(store, MemoryStore)
         assert store.url == "memory://name"
         assert store.stat().max_bytes == 1024
         store.put(make_key(0), [bytes(1000)])
@@ -98,9 +95,10 @@ def test_the_url_of_a_store_on_servers_shows_no_credentials():
     with open_store(url, multi_process=True) as store:
         assert store.url == "redis://h-1,[::1]:7000/a/kv"
         assert store.multi_process
-        (server,) = [tier.store for tier in store._tiers]
-        assert "secret" not in f"{store!r} {vars(server)!r} {vars(server._client)!r}"
         assert "me" not in store.url
+        assert "secret" not in repr(store)
+    with open_one(url) as server:
+        assert "secret" not in f"{server!r} {vars(server)!r} {vars(server._client)!r}"
 
 
 def test_memory_is_refused_where_several_processes_must_share():
@@ -113,7 +111,6 @@ def test_a_file_url_opens_a_file_store_with_its_options(tmp_path):
     root = tmp_path / "a b%?#"
     url = f"file://{quote(str(root))}?max_bytes=1MiB&direct_io=off"
     with open_store(url, observer=counters, multi_process=True) as store:
-        assert isinstance(store, FileStore)
         assert store.stat().max_bytes == 2**20
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
     assert root.is_dir()
@@ -140,7 +137,6 @@ def test_the_url_of_an_open_store_opens_it_again(tmp_path):
 
 def test_a_store_without_an_index_knows_no_keys(tmp_path):
     with open_store(f"file://{tmp_path}/s", index=False) as store:
-        assert isinstance(store, FileStore)
         assert not store.wait_indexed(60.0)
 
 
@@ -170,8 +166,7 @@ def test_two_paths_of_one_directory_do_no_harm(tmp_path):
         assert read_value(store, make_key()) is None
 
 
-def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(monkeypatch, caplog):
-    monkeypatch.setattr(late, "RETRY_SECONDS", 0.01)
+def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(caplog):
     is_away = threading.Event()
     is_away.set()
 
@@ -220,7 +215,7 @@ def test_of_tiers_none_stays_open_if_one_cannot_be_opened(tmp_path):
     before = threading.active_count()
     with pytest.raises(ConfigError):
         open_store([(tmp_path / "near").as_uri(), "file:///proc/nowhere"])
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before, "all threads have ended")
 
 
 @pytest.mark.parametrize(
@@ -321,9 +316,7 @@ def test_tiers_open_side_by_side():
 
     names = ["memory://a", "memory://b", "memory://c"]
     with open_tiers(names, Counters(), open_one) as store:
-        assert [tier.store.url for tier in store._tiers] == [
-            MemoryStore(name).url for name in names
-        ]
+        assert all(f"{name}: up" in repr(store) for name in names)
 
 
 def test_servers_that_hang_cost_the_start_the_time_of_one(monkeypatch):
@@ -343,6 +336,10 @@ def test_servers_that_hang_cost_the_start_the_time_of_one(monkeypatch):
         assert seconds(*three) < 2 * seconds(one)
 
 
+def no_tier_is_at_work():
+    return not any(thread.name == "kvferry-tier" for thread in threading.enumerate())
+
+
 def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_closed():
     opened = []
 
@@ -354,7 +351,8 @@ def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_cl
 
     with pytest.raises(ConfigError, match="memory://b"):
         open_tiers([f"memory://{name}" for name in "abcd"], Counters(), open_one)
-    assert len(opened) == 2
+    wait_until(no_tier_is_at_work, "one that opens now is closed, too")
+    assert opened
     assert all("closed" in repr(store) for store in opened)
 
 

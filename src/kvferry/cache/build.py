@@ -7,7 +7,6 @@ import random
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
@@ -27,7 +26,6 @@ from kvferry.observe import Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsShardedWrite
 from kvferry.store.recordio import value_check
-from kvferry.store.tiers.late import LateStore
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger(__name__)
@@ -93,7 +91,7 @@ class PrefixCache:
         return num_slots
 
     def _open_store(self, *, index: bool) -> Store:
-        """The store, or its stand-in while it takes long to open.
+        """The store, which may open later.
 
         Raises:
             ConfigError: it cannot be used.
@@ -101,7 +99,7 @@ class PrefixCache:
         spec = self.spec
         multi_process = spec.multi_process or spec.shard.world_size > 1
 
-        def opened(url: str, may_create: bool) -> Store:
+        def opened(url: str, *, may_create: bool = True) -> Store:
             store = open_one(
                 url,
                 may_create=may_create,
@@ -116,11 +114,13 @@ class PrefixCache:
                 store.describe(self._first_namespace.digest, self._first_namespace.as_text())
             return store
 
-        def open_late(url: str) -> Store:
-            late = LateStore(url, partial(opened, url), self.config.start_timeout_seconds)
-            return late.opened or late
-
-        return open_tiers(self.config.store, self.observer, open_late, value_check(self.schema))
+        return open_tiers(
+            self.config.store,
+            self.observer,
+            opened,
+            value_check(self.schema),
+            start_seconds=self.config.start_timeout_seconds,
+        )
 
     @property
     def block_multiple(self) -> int:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from urllib.parse import unquote
 
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
-from kvferry.store.tiers.late import LateStore
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tier import Unopened
+from kvferry.store.tiers.tiered import TieredStore
 
 MODULES: Mapping[str, str] = {
     "file": "kvferry.store.file",
@@ -27,8 +28,6 @@ MODULES: Mapping[str, str] = {
 }
 """The module of each scheme, which brings a `StoreKind` as `KIND`; loaded when a URL names it."""
 
-# How long the opening of a tier may take before the others serve without it.
-_OPEN_SECONDS = 2.0
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 
@@ -174,17 +173,23 @@ def open_tiers(
     observer: Observer,
     open_one: Callable[..., Store],
     check: ValueCheck | None = None,
+    *,
+    start_seconds: float | None = None,
 ) -> Store:
-    """The store of one URL, or those of several as one, nearest first. A server has a breaker of
-    its own also where it is the only store.
+    """The store of one URL, or those of several as one, nearest first. A single store is a tier of
+    one; without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
 
     Args:
-        open_one: opens the store of one URL; with `may_create=False` where it was away before.
+        open_one: opens the store of one URL; with `may_create=False` where it was away before. Runs
+            on a thread of the tier.
         check: of the values that are copied between tiers; see `TieredStore`.
+        start_seconds: goes on without a store that takes longer to open, or whose medium does not
+            answer. None: waits for each, and raises for a single store whose medium does not
+            answer.
 
     Raises:
         ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
-        StoreError: the medium of the only store does not answer.
+        StoreError: see `start_seconds`.
     """
     if not isinstance(urls, str | list | tuple):
         raise ConfigError(
@@ -200,34 +205,22 @@ def open_tiers(
     for url, place in zip(parsed, places, strict=True):
         if places.count(place) > 1 and not kind_of(url).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
-    stores = [open_one(urls[0])] if len(urls) == 1 else _open_all(urls, open_one)
-    if len(stores) == 1 and not kind_of(parsed[0]).hosts:
-        return stores[0]
-    # Only here: a process with one directory needs no breaker.
-    from kvferry.store.tiers.tiered import TieredStore
+    if len(urls) == 1 and start_seconds is None:
+        store = open_one(urls[0])
+        return TieredStore([store], observer, check=check) if kind_of(parsed[0]).hosts else store
 
-    return TieredStore(stores, observer, check=check)
+    def unopened(url: str) -> Unopened:
+        def opened(may_create: bool) -> Store:
+            return open_one(url) if may_create else open_one(url, may_create=False)
 
+        return Unopened(shown_url(url), opened)
 
-def _open_all(urls: Sequence[str], open_one: Callable[..., Store]) -> list[Store]:
-    """Open stores side by side: servers that hang cost an engine's start the time of one. Raises
-    what the first one raised that cannot be opened; the others are closed."""
-    with ThreadPoolExecutor(len(urls), "kvferry-open") as openers:
-        opened = [openers.submit(_open_tier, url, open_one) for url in urls]
-    faults = [fault for each in opened if (fault := each.exception()) is not None]
-    stores = [each.result() for each in opened if each.exception() is None]
-    if faults:
-        for store in stores:
-            store.close()
-        raise faults[0]
-    return stores
-
-
-def _open_tier(url: str, open_one: Callable[..., Store]) -> Store:
-    """A store, or what stands for it while its medium does not answer."""
-    with suppress(StoreError):
-        return open_one(url)
-    return LateStore(url, lambda _may_create: open_one(url, may_create=False), _OPEN_SECONDS)
+    return TieredStore(
+        [unopened(url) for url in urls],
+        observer,
+        check=check,
+        patience=Patience(start_seconds=math.inf if start_seconds is None else start_seconds),
+    )
 
 
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
@@ -295,7 +288,7 @@ def open_one(
     value_bytes: int | None = None,
     may_create: bool = True,
 ) -> Store:
-    """Open the store of one URL, without a breaker; see `open_store`. Unless it `may_create`, a
+    """Open the store of one URL, which is no tier then; see `open_store`. Unless it `may_create`, a
     directory must be a store already."""
     parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
     opening = Opening(

@@ -38,7 +38,7 @@ class WrapperStore(Store):
 
     def write_parts_by(self, writer: SupportsShardedWrite) -> None:
         """Have `writer` do what this class does not do itself of the writes in parts. Set on the
-        object: methods of the class would claim the ability for every inner store."""
+        object: a class with these methods would appear to support them for every inner store."""
         for name in ("begin", "write_at", "commit", "abort"):
             if not hasattr(type(self), name):
                 setattr(self, name, getattr(writer, name))

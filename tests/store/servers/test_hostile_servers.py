@@ -18,7 +18,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.store.servers.mooncake import MooncakeClient
 from kvferry.store.servers.objects import ObjectClient
-from kvferry.store.tiers.breaker import MAX_FAILURES
+from kvferry.store.tiers.health import Patience
 from kvferry.store.url import open_store
 from kvferry.testing.stores import make_key
 from tests.servers.hostile_s3 import LISTS, WAYS, running_hostile_s3
@@ -130,7 +130,7 @@ def test_a_store_that_lies_is_left_alone_with_one_line(hostile, caplog, way):
     caplog.set_level(logging.WARNING)
     url = f"s3://{way}/kv?endpoint={hostile.endpoint}&region=us-east-1"
     with open_store(url, namespace=bytes(32)) as store:
-        for _ in range(MAX_FAILURES):
+        for _ in range(Patience().max_failures):
             with pytest.raises(StoreError):
                 store.read(make_key(), [(0, memoryview(bytearray(16)))], time.monotonic() + 20)
         assert not store.takes_values

@@ -126,6 +126,49 @@ def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
     assert store.contains(make_key()) is True
 
 
+class HeldClient(DictClient):
+    """Has the answer of each read or question, and keeps it until the gate opens."""
+
+    def __init__(self):
+        super().__init__()
+        self.answered = threading.Event()
+
+    def _held(self, answer):
+        self.answered.set()
+        assert self.gate.wait(60)
+        return answer
+
+    def read(self, name, ranges, deadline):
+        return self._held(super().read(name, ranges, deadline))
+
+    def exists(self, names, deadline):
+        return self._held(super().exists(names, deadline))
+
+    def _enter(self, deadline):
+        pass
+
+
+@pytest.mark.parametrize("way", ["read", "probe"])
+@pytest.mark.parametrize("is_stored_again", [False, True])
+def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stored_again):
+    """As that of a copy of a value that a reader finds wrong."""
+    client, key = HeldClient(), make_key()
+    store = RemoteStore("dict://test", client, namespace=SPACE)
+    client.values[f"{SPACE.hex()}/{key.hex()}"] = b"wrong"
+    client.gate.clear()
+    call = {"read": lambda: store.read(key, ()), "probe": lambda: store.probe([key])}[way]
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert client.answered.wait(60)
+    store.discard(key, "bad_leaf")
+    if is_stored_again:
+        assert store.put(key, [b"right"]) is PutResult.STORED
+    client.gate.set()
+    thread.join(60)
+    store.close()  # waits for the probe
+    assert store._keys.contains(key) is is_stored_again
+
+
 def test_a_server_that_is_down_has_no_key(make_store, client):
     counts = Counters()
     store = make_store(observer=counts)

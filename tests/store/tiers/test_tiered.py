@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import re
 import threading
 import time
 
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.observe import Counters
+from kvferry.observe import Counters, Observer
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
-from kvferry.store.tiers import late as late_module
-from kvferry.store.tiers import tier as tier_module
-from kvferry.store.tiers import tiered
-from kvferry.store.tiers.breaker import MAX_FAILURES, MIN_WRITE_SECONDS, Breaker, Limit
-from kvferry.store.tiers.late import LateStore
-from kvferry.store.tiers.tier import TAKES_AGAIN_SECONDS
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -36,6 +32,9 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
+MAX_FAILURES = Patience().max_failures
+QUICK = Patience(look_seconds=0.01)
+"""Of threads whose clock a test moves."""
 
 
 class TestTieredStore(ProbeTests, ShardedWriteTests, RemoteStoreTests):
@@ -54,25 +53,41 @@ class TestTieredStore(ProbeTests, ShardedWriteTests, RemoteStoreTests):
             client = DictClient(self.servers.setdefault((tmp_path, name), {}))
             counts = observer if name == "near" else None
             tiers.append(RemoteStore(f"{name}://test", client, namespace=SPACE, observer=counts))
-        return OfNearest(tiers)
+        return OfNearest(tiers, tmp_path)
 
     def poke(self, store, key, value):
-        for tier in store._tiers:
-            values = tier.store._client.values
+        for name in ("near", "far"):
+            values = self.servers[store.tmp_path, name]
             if value is None:
                 values.pop(f"{SPACE.hex()}/{key.hex()}", None)
             else:
                 values[f"{SPACE.hex()}/{key.hex()}"] = value
 
     def peek(self, store, key):
-        return store._tiers[0].store._client.values.get(f"{SPACE.hex()}/{key.hex()}")
+        return self.servers[store.tmp_path, "near"].get(f"{SPACE.hex()}/{key.hex()}")
 
 
 class OfNearest(TieredStore):
     """Counts what the nearest tier has, as the suite counts each value once."""
 
+    def __init__(self, stores, tmp_path):
+        super().__init__(stores)
+        self.stores = stores
+        self.tmp_path = tmp_path
+
     def stat(self):
-        return self._tiers[0].store.stat()._replace(url=self.url)
+        return self.stores[0].stat()._replace(url=self.url)
+
+
+class Probed(MemoryStore):
+    """Tells its tier what a test has its probes answer."""
+
+    def on_result(self, heard):
+        self.answer = heard
+
+    def fail(self):
+        for _ in range(MAX_FAILURES):
+            self.answer(StoreError("down"))
 
 
 @pytest.fixture
@@ -80,7 +95,7 @@ def make_tiers():
     stores = []
 
     def make(*tiers, **options):
-        stores.append(TieredStore(tiers, **options))
+        stores.append(TieredStore(tiers, **{"patience": QUICK, **options}))
         return stores[-1]
 
     yield make
@@ -88,15 +103,24 @@ def make_tiers():
         store.close()
 
 
+def state(store, number=0):
+    """Of a tier."""
+    return re.search(rf"<Tier {number} \S+: ([a-z ]+)>", repr(store))[1]
+
+
+def rest(store):
+    """Wait until the threads of the tiers have done what is due."""
+    wait_until(lambda: "at work" not in repr(store), "nothing is due")
+
+
 def settle(store):
     """Wait until nothing waits to be written to other tiers."""
-    wait_until(lambda: not any(each.num_waiting for each in store._copies), "all is begun")
-    time.sleep(0.05)
+    wait_until(lambda: not re.search("at work|wait", repr(store)), "nothing waits")
 
 
-def wait_for_trials(store):
-    """Wait until the nearest tier's thread of trials has done what it was given so far."""
-    assert store._tiers[0]._trials.submit(lambda _job: None).wait(20)
+def num_waiting(store, number):
+    found = re.search(rf"<Tier {number} [^>]*>, (\d+) wait", repr(store))
+    return 0 if found is None else int(found[1])
 
 
 def copies(counts):
@@ -160,19 +184,17 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     far.put(make_key(), [b"value"])
     counts = Counters()
     store = make_tiers(RemoteStore("near://x", client), far, observer=counts, clock=clock)
-    store._copies[0].close(0.0)  # copies would take trials, too
     client.down = True
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
     num_failed = counts["tier0_failed"]
-    assert num_failed == MAX_FAILURES
+    assert num_failed <= MAX_FAILURES  # copies fail, too
     assert [record.message for record in caplog.records] == [
         "store near://x: left alone until it answers: the server is down"
     ]
     for seconds in (2.0, 3.0):  # the first trial fails, the second does not
         clock.advance(seconds)
-        store.contains(make_key())
-        wait_for_trials(store)
+        rest(store)
         client.down = False
     assert "used again after 5.0 s" in caplog.records[-1].message
     assert len(caplog.records) == 2
@@ -232,42 +254,25 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
     near, far = MemoryStore(), MemoryStore()
     far.put(make_key(), [b"wrong"])
     store = make_tiers(near, far)
-    assert read_value(store, make_key()) == b"wrong"
+    assert store.read(make_key(), [(0, memoryview(bytearray(5)))]) == 5
     wait_until(lambda: held(near), "it is near")
-    store._served[make_key()] = store._tiers[1]  # as if it was found wrong only now
     store.discard(make_key(), "bad_leaf")
     assert not held(near)
     assert not held(far)
 
 
-def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little(caplog):
-    clock = FakeClock()
-    breaker = Breaker("x", clock)
-    num_opened = 0
-    for _ in range(600):  # a minute: trials succeed, and what comes then fails
-        clock.advance(0.1)
-        if not breaker.is_open:
-            for _ in range(MAX_FAILURES):
-                breaker.failed("why", breaker.num_opened)
-            num_opened += 1
-        elif breaker.take_trial():
-            assert breaker.succeeded(breaker.num_opened)
-    assert num_opened < 20
-    assert len(caplog.records) == 3
-
-
 def test_trials_that_hang_do_not_pile_up(make_tiers):
-    gate = Gate()
-    clock = FakeClock()
-    store = make_tiers(StallingStore(MemoryStore(), gate=gate, operations={"read"}), clock=clock)
-    (tier,) = store._tiers
-    for _ in range(MAX_FAILURES):
-        tier._heard(StoreError("down"))
+    gate, clock, inner = Gate(), FakeClock(), Probed()
+    store = make_tiers(StallingStore(inner, gate=gate, operations={"read"}), clock=clock)
+    inner.fail()
+    clock.advance(6.0)
+    assert gate.wait_for_arrival()
     for _ in range(100):
         clock.advance(6.0)
-        store.contains(make_key())
-    assert tier._trials.num_waiting <= 1
+        assert not store.contains(make_key())
+    assert not gate.wait_for_arrival(0.0)
     gate.release()
+    wait_until(lambda: state(store) == "up", "it is used again")
 
 
 def test_a_store_that_is_only_written_is_left_alone_when_it_fails(make_tiers, caplog):
@@ -277,8 +282,8 @@ def test_a_store_that_is_only_written_is_left_alone_when_it_fails(make_tiers, ca
     for number in range(MAX_FAILURES):
         clock.advance(100.0)  # more than a slow write keeps others away
         store.put(make_key(number), [b"value"])
-        wait_for_trials(store)
-    assert store._tiers[0]._breaker.is_open
+        rest(store)
+    assert state(store) == "away"
     assert len(caplog.records) == 1
 
 
@@ -291,7 +296,7 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     for number in range(1, 20):
         store.put(make_key(number), [b"value"])
         clock.advance(0.2)
-        wait_for_trials(store)
+        rest(store)
     assert store.read(make_key(), ()) == 5
     assert failing.num_failed < 10
     assert said(caplog) == ["answers, but a value could not be stored"]
@@ -314,7 +319,7 @@ def test_a_write_that_is_refused_says_why_once(make_tiers, caplog, in_parts):
         else:
             store.put(make_key(number), [b"value"])
         clock.advance(10.0)
-        wait_for_trials(store)
+        rest(store)
     assert caplog.messages == [
         "store valkey://h/kv: answers, but a value could not be stored: READONLY: it is a replica"
     ]
@@ -324,7 +329,7 @@ def test_a_directory_that_is_read_only_says_so(make_tiers, caplog, tmp_path):
     FileStore(tmp_path / "kv").close()
     store = make_tiers(FileStore(tmp_path / "kv", read_only=True))
     store.put(make_key(), [b"value"])
-    wait_for_trials(store)
+    rest(store)
     (message,) = caplog.messages
     assert message.endswith("a value could not be stored: it is opened read-only")
 
@@ -346,13 +351,13 @@ def test_a_store_that_is_full_says_so_once_each_way(make_tiers, caplog):
         inner.is_full = number % 30 == 20
         store.put(make_key(number), [b"value"])
         clock.advance(1.0)
-        wait_for_trials(store)
+        rest(store)
     assert said(caplog) == ["answers, but it has no room for a value"]
     inner.is_full = False
-    clock.advance(TAKES_AGAIN_SECONDS)
+    clock.advance(QUICK.accepts_again_seconds)
     for number in range(600, 603):
         store.put(make_key(number), [b"value"])
-        wait_for_trials(store)
+        rest(store)
     assert said(caplog)[1:] == ["takes values again"]
 
 
@@ -365,7 +370,8 @@ def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
     wait_until(lambda: counts["tier1_behind_failed"] == 1, "one failed")
     for number in range(1, 20):
         store.put(make_key(number), [b"value"])
-    time.sleep(0.2)
+    rest(store)
+    assert num_waiting(store, 1) == 19
     assert not any(held(far.inner, number) for number in range(20))
     clock.advance(60.0)
     settle(store)
@@ -375,7 +381,7 @@ def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
 
 def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
     far = FailingStore(MemoryStore(), operations={"put"})
-    store = TieredStore([MemoryStore(), far], clock=FakeClock())
+    store = TieredStore([MemoryStore(), far], clock=FakeClock(), patience=QUICK)
     for number in range(100):
         store.put(make_key(number), [b"value"])
     wait_until(lambda: far.num_failed == 1, "one failed")
@@ -383,6 +389,24 @@ def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
     store.close()
     assert time.monotonic() - started < 2
     assert far.num_failed == 1
+
+
+def test_closing_does_not_wait_for_a_trial_that_hangs_though_values_wait():
+    gate, clock, far = Gate(), FakeClock(), Probed()
+    store = TieredStore(
+        [MemoryStore(), StallingStore(far, gate=gate, operations={"read"})],
+        clock=clock,
+        patience=Patience(look_seconds=0.01, close_seconds=300.0),
+    )
+    far.fail()
+    store.put(make_key(), [b"value"])
+    clock.advance(1.0)
+    assert gate.wait_for_arrival()
+    assert num_waiting(store, 1) == 1
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 50.0
+    gate.release()
 
 
 class Deadlines(MemoryStore):
@@ -427,7 +451,7 @@ def test_a_write_holds_a_thread_for_seconds_only(make_tiers):
     settle(store)
     assert len(near.seconds) == 3
     assert len(far.seconds) == 2
-    assert all(1 < each <= MIN_WRITE_SECONDS for each in near.seconds + far.seconds)
+    assert all(1 < each <= QUICK.min_write_seconds for each in near.seconds + far.seconds)
 
 
 @pytest.mark.parametrize("way", ["put", "begin"])
@@ -443,9 +467,8 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
     for number in range(MAX_FAILURES):
         clock.advance(100.0)  # more than a slow write keeps others away
         write[way](make_key(number))
-        wait_for_trials(store)
-    (tier,) = store._tiers
-    assert tier._breaker.is_open
+        rest(store)
+    assert state(store) == "away"
     assert not store.takes_values
     assert write[way](make_key(8)) is PutResult.FAILED
     inner.is_away = False
@@ -454,39 +477,35 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
     assert write[way](make_key(9)) is not PutResult.FAILED
 
 
-def test_a_write_that_fails_while_the_store_is_left_alone_is_not_said(make_tiers, caplog):
-    inner = Deadlines()
-    store = make_tiers(inner, clock=FakeClock())
-    (tier,) = store._tiers
+def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, caplog):
+    class GoesAway(Probed):
+        def put(self, *args):
+            self.fail()
+            return PutResult.FAILED
 
-    def leave_alone(_deadline):
-        for _ in range(MAX_FAILURES):
-            tier._heard(StoreError("away"))
-        return PutResult.FAILED
-
-    tier.write(leave_alone, math.inf)
-    tier._trials.close(5.0)
+    store = make_tiers(GoesAway(), clock=FakeClock())
+    store.put(make_key(), [b"value"])
+    rest(store)
     assert len(caplog.records) == 1
+    assert "left alone" in caplog.text
 
 
 def test_what_a_close_cuts_short_is_not_said(caplog):
-    inner = Deadlines()
-    store = TieredStore([inner])
-    store.close()
-    for _ in range(MAX_FAILURES):
-        store._tiers[0]._heard(StoreError("closed"))
+    inner = Probed()
+    TieredStore([inner]).close()
+    inner.fail()
     assert not caplog.records
 
 
 def test_a_trial_that_is_answered_after_the_close_is_not_said(caplog):
     gate = Gate()
-    store = TieredStore([StallingStore(MemoryStore(), gate=gate, operations={"read"})])
-    (tier,) = store._tiers
-    tier.write(lambda _deadline: PutResult.FAILED, math.inf)
+    failing = FailingStore(MemoryStore(), operations={"put"})
+    store = TieredStore([StallingStore(failing, gate=gate, operations={"read"})])
+    store.put(make_key(), [b"value"])
     assert gate.wait_for_arrival()
     store.close()
     gate.release()
-    tier._trials.close(5.0)
+    wait_until(lambda: "at work" not in repr(store), "the trial ends")
     assert not caplog.records
 
 
@@ -499,24 +518,25 @@ def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_bac
     for number in range(MAX_FAILURES):
         store.probe([make_key(number)])
         wait_until(lambda at=number: store.contains(make_key(at)) is False, "the probe ends")
-    wait_until(lambda: store._tiers[0]._breaker.is_open, "it is left alone")
+    wait_until(lambda: state(store) == "away", "it is left alone")
     asked = len(client.asked)
     store.probe([make_key()])
     assert store.contains(make_key()) is False
     assert len(client.asked) == asked
     client.down = False
     clock.advance(6.0)
-    store.contains(make_key())
-    wait_until(lambda: not store._tiers[0]._breaker.is_open, "it is used again")
+    wait_until(lambda: state(store) == "up", "it is used again")
 
 
-def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers, monkeypatch):
-    monkeypatch.setattr(tiered, "MAX_BEHIND", 3)
+def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers):
     gate = Gate()
     counts = Counters()
     far = MemoryStore()
     store = make_tiers(
-        MemoryStore(), StallingStore(far, gate=gate, operations={"put"}), observer=counts
+        MemoryStore(),
+        StallingStore(far, gate=gate, operations={"put"}),
+        observer=counts,
+        patience=Patience(max_waiting=3),
     )
     started = time.monotonic()
     store.put(make_key(0), [b"value"])
@@ -530,19 +550,20 @@ def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers, monkeypatch):
     assert [held(far, number) for number in range(7)] == [True, *[False] * 3, *[True] * 3]
 
 
-def test_closing_waits_for_what_is_behind_but_not_for_ever(monkeypatch):
-    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 20.0)
+def test_closing_waits_for_what_is_behind_but_not_for_ever():
     far = MemoryStore()
-    store = TieredStore([MemoryStore(), far])
+    store = TieredStore([MemoryStore(), far], patience=Patience(close_seconds=20.0))
     store.put(make_key(), [b"value"])
     closing = threading.Event()
     far.close = closing.set  # it would drop its values
     store.close()
     assert closing.is_set()
     assert held(far)
-    monkeypatch.setattr(tiered, "CLOSE_SECONDS", 0.2)
     gate = Gate()
-    store = TieredStore([MemoryStore(), StallingStore(MemoryStore(), gate=gate)])
+    store = TieredStore(
+        [MemoryStore(), StallingStore(MemoryStore(), gate=gate)],
+        patience=Patience(close_seconds=0.2),
+    )
     store.put(make_key(), [b"value"])
     assert gate.wait_for_arrival()
     started = time.monotonic()
@@ -583,81 +604,21 @@ def test_a_read_has_the_limit_that_the_tier_has_shown_to_need(make_tiers):
     assert 0.4 < limits[-1] <= 0.5
 
 
-def test_a_limit_follows_what_calls_took():
-    limit = Limit()
-    assert limit.seconds == 2.0
-    for _ in range(50):
-        limit.saw(1.0)
-    assert 2.0 <= limit.seconds < 2.5
-    for _ in range(100):
-        limit.saw(0.001)
-    assert limit.seconds == 0.5
-    for _ in range(100):
-        limit.saw(1000.0)
-    assert limit.seconds == 30.0
-
-
-def test_a_breaker_lets_one_trial_begin_at_a_time():
-    clock = FakeClock()
-    breaker = Breaker("x", clock)
-    for _ in range(MAX_FAILURES):
-        assert not breaker.is_open
-        breaker.failed("why", 0)
-    assert breaker.is_open
-    assert not breaker.take_trial()
-    pauses = []
-    for _ in range(6):
-        waited = 0.0
-        while not breaker.take_trial():
-            clock.advance(0.125)
-            waited += 0.125
-        assert not breaker.take_trial()
-        pauses.append(waited)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
-    assert breaker.succeeded(1)
-    assert not breaker.is_open
-    breaker.failed("once", 1)
-    assert not breaker.is_open
-
-
-def test_calls_older_than_the_fault_say_nothing():
-    breaker = Breaker("x", FakeClock())
-    for _ in range(MAX_FAILURES):
-        breaker.failed("why", 0)
-    assert not breaker.succeeded(0)
-    assert breaker.is_open
-    assert breaker.succeeded(1)
-    for _ in range(MAX_FAILURES):
-        breaker.failed("why", 0)
-    assert not breaker.is_open
-
-
 def test_a_read_that_began_before_the_fault_does_not_use_the_store_again(make_tiers, caplog):
-    gate, near = Gate(), MemoryStore()
+    gate, near = Gate(), Probed()
     near.put(make_key(), [b"value"])
     store = make_tiers(StallingStore(near, gate=gate, operations={"read"}), clock=FakeClock())
-    (tier,) = store._tiers
     found = []
     reader = threading.Thread(target=lambda: found.append(store.read(make_key(), ())))
     reader.start()
-    wait_until(lambda: tier._reading, "the read is under way")
-    for _ in range(MAX_FAILURES):
-        tier._heard(StoreError("down"))
+    assert gate.wait_for_arrival()
+    near.fail()
     gate.release()
     reader.join()
     assert found == [len(b"value")]
-    assert not tier.is_asked
+    assert state(store) == "away"
     (line,) = caplog.messages
     assert "left alone" in line
-
-
-def test_no_log_line_for_a_single_failure(caplog):
-    with caplog.at_level(logging.INFO):
-        breaker = Breaker("x", FakeClock())
-        for _ in range(20):
-            breaker.failed("why", 0)
-            breaker.succeeded(0)
-    assert caplog.records == []
 
 
 def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_tiers, caplog):
@@ -666,11 +627,10 @@ def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_ti
     store = make_tiers(MemoryStore(), far, observer=counts, clock=clock)
     for number in range(20):
         store.put(make_key(number), [b"value"])
-    (tier,) = store._tiers[1:]
 
     def is_left_alone():
         clock.advance(1.0)
-        return tier._breaker.is_open
+        return state(store, 1) == "away"
 
     wait_until(is_left_alone, "no look-up had to find out")
     far.is_away = False
@@ -704,7 +664,7 @@ def test_nothing_is_brought_to_a_tier_that_takes_nothing(make_tiers):
     for _ in range(10):
         assert held(store)
     wait_until(lambda: counts["tier0_put_no_space"], "it is tried")
-    time.sleep(0.2)
+    rest(store)
     assert counts["tier0_put_no_space"] == 1
     assert copies(counts) == {}
 
@@ -793,21 +753,24 @@ def test_what_the_target_has_is_not_read_again(make_tiers):
 
     class CountsReads(MemoryStore):
         num_reads = 0
+        hides = False
 
         def read(self, key, ranges, deadline=math.inf):
             self.num_reads += bool(ranges)
-            return super().read(key, ranges, deadline)
+            return None if self.hides else super().read(key, ranges, deadline)
 
-    near, far = MemoryStore(), CountsReads()
+    near, far = CountsReads(), CountsReads()
     far.put(make_key(), [b"value"])
     store = make_tiers(near, far)
     assert held(store)
     settle(store)
     num_reads = far.num_reads
-    for _ in range(3):
-        store._copies[0].add(make_key(), store._tiers[1])
-        settle(store)
-    assert far.num_reads == num_reads
+    other = make_tiers(near, far)  # of another rank, which has just read it from the far tier
+    near.hides = True
+    assert held(other)
+    near.hides = False
+    settle(other)
+    assert far.num_reads == num_reads + 1
 
 
 def test_a_source_that_is_away_for_a_moment_loses_nothing(make_tiers):
@@ -820,18 +783,18 @@ def test_a_source_that_is_away_for_a_moment_loses_nothing(make_tiers):
 
     def is_left_alone():
         clock.advance(1.0)
-        return store._tiers[1]._breaker.is_open
+        return state(store, 1) == "away"
 
     wait_until(is_left_alone, "the far tier is left alone")
     near.is_away, far.is_away = True, False
     for _ in range(5):
         clock.advance(6.0)
-        time.sleep(0.1)
+        rest(store)
     near.is_away = False
 
     def is_settled():
         clock.advance(6.0)
-        return store._copies[1].num_waiting == 0
+        return num_waiting(store, 1) == 0
 
     wait_until(is_settled, "all are copied")
     assert all(held(far, number) for number in range(20))
@@ -850,8 +813,8 @@ def test_a_full_tier_loses_nothing_that_waits(make_tiers):
         store.put(make_key(number), [b"value"])
     for _ in range(5):
         clock.advance(2.0)
-        time.sleep(0.1)
-    wait_until(lambda: store._copies[1].num_waiting == 20, "all wait, and none is tried")
+        rest(store)
+    assert num_waiting(store, 1) == 20
     far.is_full = False
     clock.advance(2.0)
     settle(store)
@@ -871,69 +834,73 @@ def test_no_room_for_parts_is_no_full_store(make_tiers, caplog):
     assert not caplog.records
 
 
-def test_begins_teach_nothing_of_how_long_a_write_takes(make_tiers):
-    store = make_tiers(RemoteStore("dict://x", DictClient()))
-    (tier,) = store._tiers
+def test_begins_teach_nothing_of_how_long_a_write_takes():
+    clock, seconds = FakeClock(), []
+    tier = Tier(MemoryStore(), 0, Observer(), clock, QUICK)
+
+    def write(_deadline):
+        clock.advance(10.0)
+        return PutResult.STORED
+
+    def begin(deadline):
+        seconds.append(deadline - clock())
+        return "session"
+
     for _ in range(20):
-        tier._write_limit.saw(10.0)
-    before = tier._write_limit.seconds
-    for number in range(50):
-        store.abort(store.begin(make_key(number), 100))
-    assert tier._write_limit.seconds == before
+        tier.write(write, math.inf)
+    for _ in range(50):
+        tier.begin(begin, math.inf)
+    assert seconds[0] > 10.0
+    assert set(seconds) == {seconds[0]}
 
 
-def test_reads_that_never_return_leave_the_tier_alone(make_tiers, monkeypatch):
+def test_reads_that_never_return_leave_the_tier_alone(make_tiers):
     """As on a mount that hangs: they hold their threads, and no more of them."""
-    monkeypatch.setattr(tier_module, "OVERDUE_SECONDS", 0.0)
-    gate = Gate()
+    gate, clock = Gate(), FakeClock()
     near, far = MemoryStore(), MemoryStore()
     near.put(make_key(), [b"value"])
     far.put(make_key(1), [b"value"])
-    store = make_tiers(near, StallingStore(far, gate=gate, operations={"read"}))
-    store._tiers[1]._limit._deviation = 0.0
+    store = make_tiers(near, StallingStore(far, gate=gate, operations={"read"}), clock=clock)
     threads = [
         threading.Thread(target=store.read, args=(make_key(number), ())) for number in range(1, 4)
     ]
     for thread in threads:
         thread.start()
         assert gate.wait_for_arrival()
-
-    def is_left_alone():
-        store.contains(make_key(9))
-        return store._tiers[1]._breaker.is_open
-
-    wait_until(is_left_alone, "the far tier is left alone")
+    assert store.contains(make_key(1))
+    clock.advance(3.5)
+    wait_until(lambda: state(store, 1) == "away", "no look-up had to find out")
+    assert not store.contains(make_key(1))
     assert held(store)
     assert store.read(make_key(5), ()) is None
     gate.release()
     for thread in threads:
         thread.join(10)
-    wait_until(lambda: not store._tiers[1]._breaker.is_open, "it is used again")
+    clock.advance(6.0)
+    wait_until(lambda: state(store, 1) == "up", "it is used again")
 
 
-def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog, monkeypatch):
-    monkeypatch.setattr(late_module, "RETRY_SECONDS", 0.01)
-    is_away = threading.Event()
-    is_away.set()
-    inner = MemoryStore()
+def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog):
+    clock, inner, far = FakeClock(), MemoryStore(), MemoryStore()
+    is_away = True
 
     def opened(_may_create):
-        if is_away.is_set():
+        if is_away:
             raise StoreError("away")
         return inner
 
-    near, far = LateStore("late://x", opened, 5.0), MemoryStore()
-    store = make_tiers(near, far)
+    store = make_tiers(Unopened("late://x", opened), far, clock=clock)
     for number in range(5):
         assert store.put(make_key(number), [b"value"]) is PutResult.STORED
         assert held(store, number)
     assert held(far)
-    is_away.clear()
-    wait_until(lambda: near.opened is not None, "it is open")
+    is_away = False
+    clock.advance(QUICK.longest_pause_seconds)
+    wait_until(lambda: state(store) == "up", "it is open")
     assert store.put(make_key(9), [b"value"]) is PutResult.STORED
     assert held(inner, 9), "at once"
-    wait_until(lambda: len(caplog.records) >= 2, "its opening is logged")
-    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+    wait_until(lambda: len(caplog.records) == 2, "its opening is logged")
+    assert [message.partition(": ")[0] for message in caplog.messages] == [
         "store late://x cannot be opened",
         "store late://x",
     ]

@@ -117,7 +117,7 @@ class RemoteStore(Store):
         url: without credentials.
         client: closed with the store.
         namespace: under which values are named; `of` reads those of others.
-        clock: monotonic seconds.
+        clock: monotonic seconds, also of deadlines.
     """
 
     multi_process = True
@@ -138,6 +138,7 @@ class RemoteStore(Store):
         self._namespace = namespace
         self._observer = Observer() if observer is None else observer
         self._size = settings.value_bytes
+        self._clock = clock
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=settings.index, clock=clock)
         self._parts = PartFiles()
@@ -153,11 +154,12 @@ class RemoteStore(Store):
     ) -> int | None:
         if self._closed:
             return None
-        size = self._client.read(self.name_of(key), ranges, self._until(deadline))
-        if size is None:
-            self._keys.forget(key)
-        else:
-            self._keys.learn(key, size)
+        with self._keys.call() as learn:
+            size = self._client.read(self.name_of(key), ranges, self._until(deadline))
+            if size is None:
+                self._keys.forget(key)
+            else:
+                learn(key, size)
         return size
 
     def put(
@@ -202,7 +204,7 @@ class RemoteStore(Store):
         if self._closed:
             return False
         try:
-            return self._client.delete(self.name_of(key), time.monotonic() + DELETE_SECONDS)
+            return self._client.delete(self.name_of(key), self._clock() + DELETE_SECONDS)
         except StoreError:
             self._observer.count("store_delete_failed")
             return False
@@ -230,7 +232,7 @@ class RemoteStore(Store):
         return self._client.exists([self.name_of(key) for key in keys], deadline)
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
-        self._keys.heard = heard
+        self._keys.on_result = heard
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:
@@ -244,7 +246,7 @@ class RemoteStore(Store):
             return self
         other = copy.copy(self)
         other._namespace = namespace
-        other._keys = ServerKeys(other._find, self._observer, learns=False, clock=time.monotonic)
+        other._keys = ServerKeys(other._find, self._observer, learns=False, clock=self._clock)
         return other
 
     def scan(self) -> Iterator[Entry]:
@@ -291,7 +293,7 @@ class RemoteStore(Store):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
-        until = time.monotonic() + DESCRIBE_SECONDS
+        until = self._clock() + DESCRIBE_SECONDS
         said = None
         with suppress(StoreError):
             size = None if self._closed else self._client.read(name, (), until)
@@ -352,7 +354,7 @@ class RemoteStore(Store):
         return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
 
     def _until(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + OPERATION_SECONDS)
+        return min(deadline, self._clock() + OPERATION_SECONDS)
 
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url} {'closed' if self._closed else 'open'}>"

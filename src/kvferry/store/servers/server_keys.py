@@ -6,10 +6,10 @@ answers are remembered for a while.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
@@ -64,10 +64,10 @@ class ServerKeys:
     Args:
         find: asks the server which keys it has, until a deadline; raises StoreError.
         learns: False where keys are never looked up: then none is remembered.
-        clock: monotonic seconds.
+        clock: monotonic seconds, also of deadlines.
 
     Attributes:
-        heard: called on an I/O thread after each question: None, or what failed.
+        on_result: called on an I/O thread after each question: None, or what failed.
     """
 
     def __init__(
@@ -85,9 +85,12 @@ class ServerKeys:
         self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
         self._asked: dict[ChunkKey, float] = {}
         self._absent: dict[ChunkKey, float] = {}
+        # Of each call to the server that is under way, the keys that were forgotten meanwhile.
+        self._calls: dict[int, set[ChunkKey]] = {}
+        self._lock = threading.Lock()  # of `_calls`; look-ups take none
         self._waiting: deque[_Question] = deque()
         self._threads = IOPool(2, "kvferry-probe")
-        self.heard: Callable[[StoreError | None], None] = lambda _fault: None
+        self.on_result: Callable[[StoreError | None], None] = lambda _fault: None
 
     def contains(self, key: ChunkKey) -> bool | None:
         """See `Store.contains`."""
@@ -112,8 +115,31 @@ class ServerKeys:
                 self._known.popitem(last=False)
 
     def forget(self, key: ChunkKey) -> None:
-        """The server does not have it."""
-        self._known.pop(key, None)
+        """The server does not have it, or is about to lose it. What a call under way finds out
+        about it is stale."""
+        with self._lock:
+            for forgotten in self._calls.values():
+                forgotten.add(key)
+            self._known.pop(key, None)
+
+    @contextmanager
+    def call(self) -> Iterator[Callable[[ChunkKey, int], None]]:
+        """A call to the server. Gives a `learn` without effect for keys forgotten since the call
+        began: a value that was wrong, and was removed while another thread still read it."""
+        forgotten: set[ChunkKey] = set()
+        with self._lock:
+            self._calls[id(forgotten)] = forgotten
+
+        def learn(key: ChunkKey, num_bytes: int) -> None:
+            with self._lock:
+                if key not in forgotten:
+                    self.learn(key, num_bytes)
+
+        try:
+            yield learn
+        finally:
+            with self._lock:
+                del self._calls[id(forgotten)]
 
     def totals(self) -> tuple[int, int]:
         """Number of the keys known, and their bytes."""
@@ -164,7 +190,7 @@ class ServerKeys:
                 ]
         except StoreError as error:
             self._observer.count("store_probe_failed")
-            self.heard(error)
+            self.on_result(error)
         finally:
             for keys, mark in questions:
                 for key in keys:
@@ -173,16 +199,17 @@ class ServerKeys:
 
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
         """One question. Raises StoreError."""
-        found = self._find(keys, time.monotonic() + PROBE_SECONDS)
-        self.heard(None)
-        if len(self._absent) > MAX_KNOWN:
-            self._absent.clear()
-        until = self._clock() + ABSENT_SECONDS
-        for key, is_there in zip(keys, found, strict=True):
-            if is_there:
-                self.learn(key)
-            else:
-                self._absent[key] = until
+        with self.call() as learn:
+            found = self._find(keys, self._clock() + PROBE_SECONDS)
+            self.on_result(None)
+            if len(self._absent) > MAX_KNOWN:
+                self._absent.clear()
+            until = self._clock() + ABSENT_SECONDS
+            for key, is_there in zip(keys, found, strict=True):
+                if is_there:
+                    learn(key, 0)
+                else:
+                    self._absent[key] = until
 
     def close(self) -> None:
         """End the threads; a question that hangs is left behind."""

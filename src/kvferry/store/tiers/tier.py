@@ -1,229 +1,307 @@
-"""One store among several: whether it is asked, and how long."""
+"""One store among several: its calls, with their limits, and what they mean for its health."""
 
 from __future__ import annotations
 
 import logging
-import time
+import math
+import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import PutResult, ReadRange, Store
-from kvferry.store.io_pool import IOPool
-from kvferry.store.tiers.breaker import MIN_WRITE_SECONDS, Breaker, Limit
-from kvferry.store.tiers.late import LateStore
+from kvferry.store.base import Buffer, PutResult, ReadRange, Store, StoreStat
+from kvferry.store.tiers.health import Health, Limit, Patience
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 Begun = TypeVar("Begun", bound=str)
 
-TRIAL_SECONDS = 2.0
-MIN_BLAMED_SECONDS = 0.25
-OVERDUE_SECONDS = 1.0
-"""A read that takes so much longer than it may does not end."""
-
-WRITE_PAUSE_SECONDS = 0.5
-"""No write follows one that failed for so long, and four times what it took: a fifth of a thread's
-time at most goes into writes that fail."""
-
-TAKES_AGAIN_SECONDS = 60.0
-"""A store that stores a value after so long without a refusal takes them again. One that takes some
-values and not others has one log line."""
-
 _TRIAL_KEY = ChunkKey(b"\xff" * 32)
 """Of no record: a trial reads it to see whether a store answers."""
 
 
-class Tier:
-    """One store, whether it is asked, and how long. Thread-safe.
+class Unopened(NamedTuple):
+    """A store that is still to be opened.
 
-    Reads and probes decide whether the store is left alone. A write that fails does not: the store
-    may be full or read-only, and still be read. It has a trial read begin, and the next writes are
-    skipped for a while. One log line when a store that answers takes no values, one when it does.
+    Attributes:
+        url: without credentials.
+        open: opens it, on a thread of the tier. Gets False when it must not make a store where
+            there is none. Raises StoreError where the medium does not answer; then it is called
+            again.
+    """
+
+    url: str
+    open: Callable[[bool], Store]
+
+
+class Tier:
+    """One store, its health and its limits. Thread-safe.
+
+    Args:
+        given: the store, or how it is opened.
+        number: 0 is the nearest.
+        clock: monotonic seconds, also of deadlines.
+
+    Attributes:
+        name: of the tier, in metrics: its scheme.
+        store: None until it is open.
+        up: the store while it is asked, else None. Look-ups read it once, and decide nothing.
+        calls: their clock, limits, and those under way.
+        opening: done when the store was tried once; has the error of one that never opens.
     """
 
     def __init__(
-        self, store: Store, number: int, observer: Observer, clock: Callable[[], float]
+        self,
+        given: Store | Unopened,
+        number: int,
+        observer: Observer,
+        clock: Callable[[], float],
+        patience: Patience,
     ) -> None:
-        self.store = store
         self.number = number
-        self.name = store.url.partition(":")[0]
+        self.url = given.url
+        self.name = given.url.partition(":")[0]
+        self.store: Store | None = None
+        self.up: Store | None = None
+        self.opening: Future[None] = Future()
+        self.calls = Calls(clock, patience)
         self._observer = observer
-        self._clock = clock
-        self._breaker = Breaker(f"store {store.url}", clock)
-        self._limit = Limit()
-        self._write_limit = Limit(MIN_WRITE_SECONDS)
-        self._trials = IOPool(1, "kvferry-trial")
-        # When each read under way began.
-        self._reading: dict[object, float] = {}
-        self._write_at = 0.0
-        self._refused_at: float | None = None
-        self._closed = False
-        store.on_result(self._heard)
+        self._health = Health(f"store {given.url}", clock, patience)
+        self._lock = threading.Lock()
+        self._open: Callable[[bool], Store]
+        if isinstance(given, Unopened):
+            self._open = given.open
+        else:
+            store = given
+            self._open = lambda _may_create: store
+            self.try_if_due()
+
+    # -- health ---------------------------------------------------------------------------------
+
+    def _event(self, event: Callable[[Health], str | None]) -> None:
+        with self._lock:
+            line = event(self._health)
+            self.up = self.store if self._health.is_up else None
+        if line:
+            logger.warning("%s", line)
 
     @property
-    def is_asked(self) -> bool:
-        """False while the store is left alone. Memory only; lets a trial begin when one is due."""
-        if isinstance(self.store, LateStore) and self.store.opened is None:
-            return False
-        if self._reading:
-            self._find_overdue()
-        if self._breaker.take_trial():
-            self._submit(self.answers)
-        return not self._breaker.is_open
+    def accepts_writes(self) -> bool:
+        """See `Health.accepts_writes`. Memory only."""
+        return self._health.accepts_writes
 
-    def _find_overdue(self) -> None:
+    @property
+    def next_try(self) -> float:
+        """See `Health.next_try`."""
+        return self._health.next_try
+
+    def try_if_due(self) -> None:
+        """Open the store, or see whether it answers, if that is due. Blocks on I/O."""
+        with self._lock:
+            is_due = self._health.claim_try()
+        if is_due and self.store is None:
+            self._try_open()
+        elif is_due:
+            self.check_now()
+
+    def _try_open(self) -> None:
+        try:
+            store = self._open(self._health.may_create)
+        except Exception as error:  # of any kind: the start raises it, or the log has it
+            fault = error
+            if not self.opening.done():
+                self.opening.set_exception(fault)
+            self._event(lambda health: health.open_failed(fault))
+            return
+        store.on_result(self._on_result)
+        with self._lock:
+            self.store = store
+        self._event(Health.opened)
+        if not self._health.is_up:  # closed meanwhile
+            store.close()
+        if not self.opening.done():
+            self.opening.set_result(None)
+
+    def wait_opened(self, seconds: float) -> BaseException | None:
+        """Wait for the first try to open the store; what it raised if the store will not open."""
+        try:
+            fault = self.opening.exception(None if math.isinf(seconds) else max(0.0, seconds))
+        except TimeoutError:
+            self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
+            fault = self.opening.exception() if self.opening.done() else None
+        return None if isinstance(fault, StoreError) or fault is None else fault
+
+    def check_now(self) -> bool:
+        """Whether the store answers now. Blocks on I/O."""
+        store = self.store
+        if store is None:
+            return False
+        trial_seconds = self.calls.patience.min_write_seconds
+        with self._lock:
+            generation, is_wanted = self._health.generation, self._health.begin_check()
+        try:
+            store.read(_TRIAL_KEY, (), self.calls.clock() + trial_seconds)
+        except StoreError as error:
+            fault = error
+            self._event(lambda health: health.failed(fault, generation))
+            return False
+        self._event(lambda health: health.succeeded(generation))
+        if is_wanted:
+            why = store.refusal
+            self._event(lambda health: health.write_refused(why))
+        return self._health.is_up
+
+    def _on_result(self, fault: StoreError | None) -> None:
+        """A probe ended. Ignored while the store is away: the probe may have begun before."""
+        if fault is None:
+            self._event(lambda health: health.succeeded(health.generation) if health.is_up else "")
+        else:
+            self._event(lambda health: health.failed(fault, health.generation))
+
+    def find_overdue(self) -> None:
         """A read that does not return, as on a mount that hangs, is a failure when its time is
         over, and holds its thread. Memory only."""
-        overdue = time.monotonic() - self._limit.seconds - OVERDUE_SECONDS
-        for call, started in tuple(self._reading.items()):
-            if started < overdue and self._reading.pop(call, None) is not None:
-                self._heard(StoreError("a read does not end"))
+        reading = self.calls.reading
+        overdue = self.calls.clock() - self.calls.read_limit.seconds
+        overdue -= 2 * self.calls.patience.min_limit_seconds
+        for call, started in tuple(reading.items()) if reading else ():
+            if started < overdue and reading.pop(call, None) is not None:
+                self._event(lambda health: health.failed("a read does not end", health.generation))
 
-    def answers(self) -> bool:
-        """Whether the store answers now, and is not closed. Runs in: I/O thread."""
-        num_opened = self._breaker.num_opened
-        try:
-            self.store.read(_TRIAL_KEY, (), time.monotonic() + TRIAL_SECONDS)
-        except StoreError as error:
-            self._heard(error, num_opened)
-            return False
-        self._heard(None, num_opened)
-        return not self._closed
+    # -- calls ----------------------------------------------------------------------------------
 
-    def _heard(self, fault: StoreError | None, num_opened: int | None = None) -> None:
-        """A call ended. Without the `num_opened` of its begin, it says nothing while the store is
-        left alone: it may have begun before."""
-        if self._closed:
-            return  # what is cut short by the close says nothing about the store
-        if num_opened is None:
-            if self._breaker.is_open:
-                return
-            num_opened = self._breaker.num_opened
-        if fault is not None:
-            self._breaker.failed(fault, num_opened)
-        elif self._breaker.succeeded(num_opened):
-            self._write_at = 0.0
+    def count(self, result: str, value: int = 1) -> None:
+        """Count under the name of this tier."""
+        self._observer.count(f"tier{self.number}_{result}", value)
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`; counted."""
         try:
             size = self.ask(key, ranges, deadline)
         except StoreError:
-            self._observer.count(f"tier{self.number}_failed")
+            self.count("failed")
             raise
-        if size is None:
-            self._observer.count(f"tier{self.number}_miss")
-            return None
-        self._observer.count(f"tier{self.number}_hit")
-        num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
-        self._observer.count(f"tier{self.number}_hit_bytes", num_bytes)
+        self.count("miss" if size is None else "hit")
+        if size is not None:
+            num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
+            self.count("hit_bytes", num_bytes)
         return size
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """See `Store.read`; with the limit of this store, and heard by its breaker."""
-        call, started, num_opened = object(), time.monotonic(), self._breaker.num_opened
-        self._reading[call] = started
+        """See `Store.read`; with the limit of this tier, and a result for its health."""
+        store, calls, call = self.store, self.calls, object()
+        if store is None:
+            raise StoreError(f"store {self.url} is not open yet")
+        started, generation = calls.clock(), self._health.generation
+        calls.reading[call] = started
         try:
-            size = self.store.read(key, ranges, min(deadline, started + self._limit.seconds))
+            size = store.read(key, ranges, min(deadline, started + calls.read_limit.seconds))
         except StoreError as error:
-            seconds = time.monotonic() - started
-            self._limit.saw(seconds)
-            # A read that was given little time and took all of it says nothing about the store.
-            is_blamed = time.monotonic() < deadline or seconds >= MIN_BLAMED_SECONDS
-            if self._reading.pop(call, None) is not None and is_blamed:
-                self._heard(error, num_opened)
+            now, fault = calls.clock(), error
+            calls.read_limit.saw(now - started)
+            # A read that was given little time and took all of it is no evidence.
+            is_blamed = now < deadline or now - started >= calls.patience.min_limit_seconds / 2
+            if calls.reading.pop(call, None) is not None and is_blamed:
+                self._event(lambda health: health.failed(fault, generation))
             raise
         finally:
-            self._reading.pop(call, None)
-        self._heard(None, num_opened)
+            calls.reading.pop(call, None)
+        self._event(lambda health: health.succeeded(generation))
         if size is not None:
-            self._limit.saw(time.monotonic() - started)
+            calls.read_limit.saw(calls.clock() - started)
         return size
 
-    @property
-    def takes_values(self) -> bool:
-        """False while the store is left alone, and for a while after a write that failed."""
-        return self.is_asked and self._clock() >= self._write_at
-
     def begin(self, begin: Callable[[float], Begun], deadline: float) -> Begun | PutResult:
-        """Begin a write in parts, unless values are not taken now. It moves no bytes, so its time
-        and a want of room for parts say nothing about the store."""
-        if not self.takes_values:
+        """Begin a write in parts, unless writes are not accepted now. It transfers no data, so its
+        duration and NO_SPACE are not evidence about the store."""
+        if not self.accepts_writes:
             return self._skipped()
-        result = begin(min(deadline, time.monotonic() + self._write_limit.seconds))
+        calls, generation = self.calls, self._health.generation
+        result = begin(min(deadline, calls.clock() + calls.write_limit.seconds))
         if result is PutResult.FAILED:
-            self._write_failed(0.0)
+            self._event(lambda health: health.write_failed(0.0, generation))
         if isinstance(result, PutResult):
-            self._observer.count(f"tier{self.number}_put_{result}")
+            self.count(f"put_{result}")
         return result
 
     def write(
         self, write: Callable[[float], PutResult], deadline: float, *, is_begun: bool = False
     ) -> PutResult:
-        """Do a write, unless the store is left alone or did not take the last one.
+        """Do a write, unless the store is away or failed to do the last one.
 
         Args:
             write: gets its deadline: that of the limit, if it is earlier than `deadline`.
-            is_begun: it is whole and waits for nothing else, so it is tried.
+            is_begun: it is whole and waits for nothing else, so only an away store skips it.
         """
-        if not (self.is_asked if is_begun else self.takes_values):
+        if not (self._health.is_up if is_begun else self.accepts_writes):
             return self._skipped()
-        started, num_opened = time.monotonic(), self._breaker.num_opened
-        result = write(min(deadline, started + self._write_limit.seconds))
-        seconds = time.monotonic() - started
+        calls, generation = self.calls, self._health.generation
+        started = calls.clock()
+        result = write(min(deadline, started + calls.write_limit.seconds))
+        seconds = calls.clock() - started
         if result is not PutResult.EXISTS:
-            self._write_limit.saw(seconds)
-        # One that failed because the server was away needs no pause of its own.
-        if result is PutResult.FAILED and num_opened == self._breaker.num_opened:
-            self._write_failed(seconds)
+            calls.write_limit.saw(seconds)
+        if result is PutResult.FAILED:
+            self._event(lambda health: health.write_failed(seconds, generation))
         elif result is PutResult.NO_SPACE:
-            self._pause_writes(seconds)
-            self._submit(lambda: self._refused("it has no room for a value"))
-        elif result is PutResult.STORED and self._refused_at is not None:
-            self._submit(self._takes_again)
-        self._observer.count(f"tier{self.number}_put_{result}")
+            self._event(lambda health: health.no_room(seconds))
+        elif result is PutResult.STORED:
+            self._event(Health.stored)
+        self.count(f"put_{result}")
         return result
 
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float) -> PutResult:
+        """See `Store.put`, and `write`."""
+        store = self.store
+        if store is None:
+            return self._skipped()
+        return self.write(partial(store.put, key, buffers), deadline)
+
     def _skipped(self) -> PutResult:
-        self._observer.count(f"tier{self.number}_put_skipped")
+        self.count("put_skipped")
         return PutResult.FAILED
 
-    def _write_failed(self, seconds: float) -> None:
-        self._pause_writes(seconds)
-        self._submit(self._ask_why)
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        """See `Store.discard`; nothing while the store is away."""
+        if (store := self.up) is not None:
+            store.discard(key, reason)
 
-    def _pause_writes(self, seconds: float) -> None:
-        self._write_at = self._clock() + WRITE_PAUSE_SECONDS + 4 * seconds
+    def delete(self, key: ChunkKey) -> bool:
+        """See `Store.delete`; nothing while the store is away."""
+        return (store := self.up) is not None and store.delete(key)
 
-    def _submit(self, work: Callable[[], object]) -> None:
-        """Do this on the thread of trials, unless something waits for it."""
-        if not self._trials.num_waiting:
-            self._trials.submit(lambda _job: work())
+    def has(self, key: ChunkKey) -> bool:
+        """Whether `key` is known to be there now. Memory only."""
+        return (store := self.up) is not None and bool(store.contains(key))
 
-    def _ask_why(self) -> None:
-        """A write failed. Runs in: I/O thread."""
-        if self.answers():
-            why = self.store.refusal
-            self._refused(f"a value could not be stored{f': {why}' if why else ''}")
-
-    def _refused(self, why: str) -> None:
-        """Runs in: I/O thread."""
-        if self._refused_at is None:
-            logger.warning("store %s: answers, but %s", self.store.url, why)
-        self._refused_at = self._clock()
-
-    def _takes_again(self) -> None:
-        """Runs in: I/O thread."""
-        refused_at = self._refused_at
-        if refused_at is not None and self._clock() >= refused_at + TAKES_AGAIN_SECONDS:
-            self._refused_at = None
-            logger.warning("store %s: takes values again", self.store.url)
+    def stat(self) -> StoreStat:
+        """See `Store.stat`."""
+        return StoreStat(self.url, 0, 0, None, False) if self.store is None else self.store.stat()
 
     def close(self) -> None:
-        """Close the store. A trial that hangs is left behind."""
-        self._closed = True
-        self._trials.close(0.1)
-        self.store.close()
+        """Close the store; one that opens later is closed by the thread that opens it."""
+        self._event(Health.close)
+        if self.store is not None:
+            self.store.close()
+
+    def __repr__(self) -> str:
+        return f"<Tier {self.number} {self.url}: {self._health.state}>"
+
+
+class Calls:
+    """The time that calls of one tier take, and may take.
+
+    Attributes:
+        reading: when each read under way began.
+    """
+
+    def __init__(self, clock: Callable[[], float], patience: Patience) -> None:
+        self.clock = clock
+        self.patience = patience
+        self.read_limit = Limit(patience.min_limit_seconds, patience.max_limit_seconds)
+        self.write_limit = Limit(patience.min_write_seconds, patience.max_limit_seconds)
+        self.reading: dict[object, float] = {}

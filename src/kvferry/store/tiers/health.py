@@ -1,0 +1,308 @@
+"""The state of one tier: whether it is asked, whether it is written to, and when it is tried.
+
+A circuit breaker, and more: a store that is not open yet is tried by opening it, and a store that
+answers but stores nothing is still read. Events in, decisions out: no threads and no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import ConfigError, StoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The waits and sizes of tiers; all times in seconds.
+
+    Attributes:
+        start_seconds: how long a start waits for stores to open.
+        max_failures: in a row, after which a store is away.
+        first_pause_seconds: until an away store is tried; doubled for each trial. No write follows
+            one that failed for so long, and four times what it took: a fifth of a thread's time at
+            most goes into writes that fail.
+        longest_pause_seconds: an away store that answers again is used within it and one trial. A
+            store whose medium does not answer is opened again after it.
+        soon_seconds: a store that goes away again within it is unstable: its pauses stay long.
+        accepts_again_seconds: a write that succeeds after so long without a refusal ends the
+            refusals; a store that takes only some values has one log line.
+        min_limit_seconds: no read has a shorter limit: below it, what was measured is noise. A read
+            that was given half of it, and took all of that, is no failure; one that takes twice as
+            much longer than its limit does not end.
+        min_write_seconds: the same of writes, and the deadline of a trial: no request waits for
+            them. Nor should it be much longer: a server that hangs holds a thread for as long, and
+            the close of an engine waits for that thread.
+        max_limit_seconds: of reads, writes and copies.
+        look_seconds: how often a tier's thread looks for reads that do not end.
+        max_waiting: values that wait to be copied to a tier; the oldest is dropped for a new one.
+        close_seconds: how long a close lets copies go on.
+    """
+
+    start_seconds: float = math.inf
+    max_failures: int = 3
+    first_pause_seconds: float = 0.5
+    longest_pause_seconds: float = 5.0
+    soon_seconds: float = 30.0
+    accepts_again_seconds: float = 60.0
+    min_limit_seconds: float = 0.5
+    min_write_seconds: float = 2.0
+    max_limit_seconds: float = 30.0
+    look_seconds: float = 0.25
+    max_waiting: int = 4096
+    close_seconds: float = 5.0
+
+
+class Limit:
+    """How long a call may take, from how long such calls took, as TCP sets its timeout: the average
+    and four deviations, twice. Not exact under threads, which does not matter.
+
+    Args:
+        least: seconds; the limit is never shorter.
+        most: nor longer.
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        self._least = least
+        self._most = most
+        self._average = 0.0
+        # At first two seconds: the first calls may be many at once.
+        self._deviation = 0.25
+
+    @property
+    def seconds(self) -> float:
+        expected = 2 * (self._average + 4 * self._deviation)
+        return min(max(expected, self._least), self._most)
+
+    def saw(self, seconds: float) -> None:
+        """A call took so long; one that was cut short counts, too, so that the limit grows."""
+        difference = seconds - self._average
+        self._average += difference / 8
+        self._deviation += (abs(difference) - self._deviation) / 4
+
+
+class State(StrEnum):
+    """Of a tier."""
+
+    OPENING = "opening"
+    """There is no store yet; every read misses."""
+    UP = "up"
+    REFUSING = "refuses writes"
+    """Read as when it is up; written to when its time is over."""
+    AWAY = "away"
+    """Not asked, but for trials."""
+    CLOSED = "closed"
+
+
+_UP = frozenset({State.UP, State.REFUSING})
+
+
+class Health:
+    """State machine of one tier. The caller lets one thread in at a time.
+
+    Reads and probes decide whether the store is away. A write that fails does not: the store may be
+    full or read-only, and still be read. It asks for a check, and the next writes pause.
+
+    Args:
+        what: for log lines, such as "store s3://bucket". Methods that return text return the line
+            to log, or "".
+        clock: monotonic seconds.
+
+    Attributes:
+        state: as it is now.
+        until: when an unopened or away store is tried next; when a refusing one is written to.
+        generation: how often the store went away. Results of calls that began in an earlier
+            generation are ignored.
+        may_create: False once the medium did not answer: below a mount that is away may be an empty
+            directory.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float], patience: Patience) -> None:
+        self._what = what
+        self._clock = clock
+        self._patience = patience
+        self.state = State.OPENING
+        self.until = -math.inf
+        self.generation = 0
+        self.may_create = True
+        self._is_announced = False  # the log has said that the store is not open
+        self._breaker = _Counts(pause=patience.first_pause_seconds, since=clock())
+        self._wants_check = False
+        self._refused_at: float | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.state in _UP
+
+    @property
+    def accepts_writes(self) -> bool:
+        """False while the store is not asked, and for a while after a write that failed."""
+        is_over = self.state is State.REFUSING and self._clock() >= self.until
+        return is_over or self.state is State.UP
+
+    # -- trials ---------------------------------------------------------------------------------
+
+    @property
+    def next_try(self) -> float:
+        """When the store is to be opened or asked next; infinite if it need not be."""
+        if self.state in (State.OPENING, State.AWAY):
+            return self.until
+        return -math.inf if self._wants_check and self.is_up else math.inf
+
+    def claim_try(self) -> bool:
+        """Whether a try is due, which the caller then makes. The next one is due after a pause."""
+        now = self._clock()
+        if now < self.next_try:
+            return False
+        if self.state is State.OPENING:
+            self.until = math.inf  # until this one ends
+        elif self.state is State.AWAY:
+            counts, longest = self._breaker, self._patience.longest_pause_seconds
+            counts.pause = min(2 * counts.pause, longest)
+            self.until = now + counts.pause
+        return True
+
+    # -- opening --------------------------------------------------------------------------------
+
+    def opened(self) -> str:
+        if self.state is not State.OPENING:
+            return ""
+        self.state = State.UP
+        seconds = self._clock() - self._breaker.since
+        return f"{self._what}: opened after {seconds:.1f} s" if self._is_announced else ""
+
+    def is_late(self, seconds: float) -> str:
+        """The start goes on, `seconds` after it began."""
+        if self.state is not State.OPENING or self._is_announced:
+            return ""
+        self._is_announced = True
+        return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
+
+    def open_failed(self, error: Exception) -> str:
+        """The store could not be opened. It is tried again if its medium did not answer, also where
+        something else was found there meanwhile, as below a mount that is away."""
+        if self.state is not State.OPENING:
+            return ""
+        was_announced, self.until = self._is_announced, math.inf
+        is_found_below = isinstance(error, ConfigError) and not self.may_create
+        if not isinstance(error, StoreError) and not is_found_below:
+            return f"{self._what} cannot be opened: {error}" if was_announced else ""
+        self.until = self._clock() + self._patience.longest_pause_seconds
+        self.may_create = False
+        self._is_announced = True
+        if was_announced:
+            return ""
+        return f"{self._what} cannot be opened: {error}: serving without it until it can"
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def succeeded(self, generation: int) -> str:
+        """A call that began in this generation got its answer."""
+        if generation != self.generation or self.state in (State.OPENING, State.CLOSED):
+            return ""
+        counts = self._breaker
+        counts.num_failures = 0
+        if self.state is not State.AWAY:
+            return ""
+        self.state = State.UP
+        now = self._clock()
+        seconds, counts.since, counts.is_back = now - counts.since, now, True
+        return "" if counts.num_again else f"{self._what}: used again after {seconds:.1f} s"
+
+    def failed(self, why: object, generation: int) -> str:
+        """A call that began in this generation failed, or took too long."""
+        if generation != self.generation or not self.is_up:
+            return ""
+        counts, patience, now = self._breaker, self._patience, self._clock()
+        counts.num_failures += 1
+        if counts.num_failures < patience.max_failures:
+            return ""
+        is_again = counts.is_back and now - counts.since < patience.soon_seconds
+        # A store that answers trials and fails otherwise keeps its long pause.
+        counts.num_again = counts.num_again + 1 if is_again else 0
+        counts.pause = counts.pause if is_again else patience.first_pause_seconds
+        counts.num_failures, counts.since = 0, now
+        self.state, self.until = State.AWAY, now + counts.pause
+        self.generation += 1
+        self._wants_check = False
+        if not is_again:
+            return f"{self._what}: left alone until it answers: {why}"
+        if counts.num_again == 1:
+            return f"{self._what}: fails again; no more is said while it comes and goes"
+        return ""
+
+    # -- writes ---------------------------------------------------------------------------------
+
+    def write_failed(self, seconds: float, generation: int) -> None:
+        """A write of this generation failed after so long: have the store asked, and pause."""
+        if generation == self.generation and self.is_up:
+            self._pause_writes(seconds)
+            self._wants_check = True
+
+    def no_room(self, seconds: float) -> str:
+        """A write found no room."""
+        if not self.is_up:
+            return ""
+        self._pause_writes(seconds)
+        return self._refused("it has no room for a value")
+
+    def begin_check(self) -> bool:
+        """The store is asked now; whether a failed write is why."""
+        wanted, self._wants_check = self._wants_check, False
+        return wanted
+
+    def write_refused(self, why: str) -> str:
+        """The store answers, though a write failed; `why` may be empty."""
+        if not self.is_up:
+            return ""
+        return self._refused(f"a value could not be stored{f': {why}' if why else ''}")
+
+    def stored(self) -> str:
+        """A write succeeded."""
+        if not self.is_up:
+            return ""
+        now = self._clock()
+        if self.state is State.REFUSING and now >= self.until:
+            self.state = State.UP
+        refused_at, again = self._refused_at, self._patience.accepts_again_seconds
+        if refused_at is None or now < refused_at + again:
+            return ""
+        self._refused_at = None
+        return f"{self._what}: takes values again"
+
+    def _pause_writes(self, seconds: float) -> None:
+        self.state = State.REFUSING
+        self.until = self._clock() + self._patience.first_pause_seconds + 4 * seconds
+
+    def _refused(self, why: str) -> str:
+        is_new = self._refused_at is None
+        self._refused_at = self._clock()
+        return f"{self._what}: answers, but {why}" if is_new else ""
+
+    def close(self) -> None:
+        """For good: no event has an effect any more."""
+        self.state = State.CLOSED
+
+    def __repr__(self) -> str:
+        return f"<Health {self._what}: {self.state}>"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Counts:
+    """What decides how long a store stays away.
+
+    Attributes:
+        pause: the last one before a trial.
+        since: when the store went away, or came back.
+        is_back: it was away once.
+        num_failures: in a row.
+        num_again: times in a row that it went away soon after it had come back.
+    """
+
+    pause: float
+    since: float
+    is_back: bool = False
+    num_failures: int = 0
+    num_again: int = 0

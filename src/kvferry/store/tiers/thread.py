@@ -1,0 +1,213 @@
+"""The one thread of a tier: opens or tries its store when that is due, then copies what waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+
+from kvferry.errors import StoreError
+from kvferry.observe import Observer
+from kvferry.store.base import PutResult, ValueCheck
+from kvferry.store.io_pool import leave_processor
+from kvferry.store.tiers.tier import Tier
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+_MAX_COPY_BYTES = 1 << 30
+"""A larger value is no record of ours; the bound where values cannot be checked."""
+
+_LEAVE_SECONDS = 0.1
+"""How long a close waits for a thread that opens or tries a store, and may hang."""
+
+
+class TierThread:
+    """Serves one tier. Values that are to be copied to it wait while it accepts none, and one that
+    the tier did not answer waits again.
+
+    A daemon: a mount that hangs for ever must not keep the process from ending. A source that hangs
+    holds the thread, too: until it answers, the target is neither copied to nor tried.
+
+    Args:
+        check: a value that it finds wrong is not copied.
+
+    Attributes:
+        is_at_work: it does not wait, and may hang in a store.
+    """
+
+    def __init__(self, target: Tier, observer: Observer, check: ValueCheck | None = None) -> None:
+        self._target = target
+        self._observer = observer
+        self._check = check
+        # What waits, oldest first, and the tier that has it.
+        self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
+        self._copying: ChunkKey | None = None
+        self._is_removed = False
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self.is_at_work = False
+        self._is_trying = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """Start the thread. Where the process can start none, a later call tries again."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvferry-tier", daemon=True)
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
+
+    # -- what waits -----------------------------------------------------------------------------
+
+    def add(self, key: ChunkKey, source: Tier) -> None:
+        """Copy a value later. Never blocks."""
+        with self._lock:
+            is_under_way = key == self._copying and not self._is_removed
+            if self._closed or key in self._waiting or is_under_way:
+                return
+            if len(self._waiting) >= self._target.calls.patience.max_waiting:
+                self._waiting.popitem(last=False)
+                self._target.count("behind_dropped")
+            self._waiting[key] = source
+        self.start()
+        self._wake.set()
+
+    def cancel(self, key: ChunkKey) -> None:
+        """A value is about to be removed: no copy of it may bring it back."""
+        with self._lock:
+            self._waiting.pop(key, None)
+            if key == self._copying:
+                self._is_removed = True
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        leave_processor()
+        while True:
+            self._wake.clear()
+            self.is_at_work = True
+            is_last = self._closed
+            try:
+                self.run_due()
+            except Exception:  # outermost loop of the thread: the next copies go on
+                logger.exception("copying a value to another tier failed")
+                continue
+            self.is_at_work = False
+            if is_last:
+                return
+            seconds = self._target.next_try - self._target.calls.clock()
+            self._wake.wait(max(0.0, min(seconds, self._target.calls.patience.look_seconds)))
+
+    def run_due(self) -> None:
+        """Do all that is due now. Raises what a copy raised that is no fault of a store."""
+        while True:
+            if not self._closed:
+                self._target.find_overdue()
+                self._is_trying = True
+                self._target.try_if_due()
+                self._is_trying = False
+            taken = self._pop()
+            if taken is None:
+                return
+            result: PutResult | None = PutResult.FAILED
+            try:
+                result = self._copy(*taken)
+            finally:
+                with self._lock:
+                    self._copying = None
+                if result is not None:
+                    self._target.count(f"behind_{result}")
+            if result is None:
+                return
+
+    def _pop(self) -> tuple[ChunkKey, Tier] | None:
+        """The next value to copy, if the tier accepts one."""
+        with self._lock:
+            if not self._can_copy:
+                return None
+            self._copying, source = self._waiting.popitem(last=False)
+            self._is_removed = False
+            return self._copying, source
+
+    @property
+    def _can_copy(self) -> bool:
+        if not self._waiting or not self._target.accepts_writes:
+            return False
+        return next(iter(self._waiting.values())).up is not None
+
+    def _copy(self, key: ChunkKey, source: Tier) -> PutResult | None:
+        """Copy one value; None if it waits again, as it does while a tier is away or full. A value
+        rejected for any other reason is dropped, so that it does not block the queue."""
+        target, calls = self._target, self._target.calls
+        until = calls.clock() + calls.patience.max_limit_seconds
+        asked = target
+        try:
+            size = target.ask(key, (), until)  # costs less than to read and send it
+            if size is not None and (self._check is None or size == self._check.num_bytes):
+                return PutResult.EXISTS
+            asked = source
+            value = self._value(key, source, until)
+            if value is None:
+                return PutResult.FAILED
+            asked = target
+            result = target.put(key, [value], until)
+        except StoreError:
+            result = PutResult.FAILED
+        if result is PutResult.STORED and self._is_removed:  # since it was read
+            target.delete(key)
+        elif result is PutResult.NO_SPACE or (result is PutResult.FAILED and not asked.check_now()):
+            return self._put_back(key, source)
+        return result
+
+    def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
+        """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
+        check = self._check
+        size = source.ask(key, (), until) if check is None else check.num_bytes
+        if size is None or (check is None and size > _MAX_COPY_BYTES):
+            return None
+        value = memoryview(bytearray(size))
+        found = source.ask(key, [(0, value)], until)
+        if check is None or found is None:
+            return value if found == size else None
+        reason = check.why_wrong(key, value[:found], found)
+        if reason is not None:  # once more: another process may have replaced it meanwhile
+            found = source.ask(key, [(0, value)], until)
+            reason = None if found is None else check.why_wrong(key, value[:found], found)
+        if reason is not None:
+            self._observer.count("records_corrupt")
+            source.discard(key, reason)
+        return None if reason is not None or found is None else value
+
+    def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
+        """FAILED at the end, else None."""
+        with self._lock:
+            if self._closed or self._is_removed:
+                return PutResult.FAILED
+            self._waiting[key] = source
+            self._waiting.move_to_end(key, last=False)
+        return None
+
+    def close(self, until: float) -> None:
+        """Go on until a monotonic time; what is left then is not copied, and a thread that opens or
+        tries a store that hangs is left behind. Idempotent."""
+        was_closed, self._closed = self._closed, True
+        self._wake.set()
+        if self._thread is not None and not was_closed:
+            with self._lock:
+                is_trying = self._is_trying and not self._can_copy
+            seconds = _LEAVE_SECONDS if is_trying else until - self._target.calls.clock()
+            self._thread.join(max(0.0, seconds))
+            with self._lock:
+                self._waiting.clear()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            num_waiting = len(self._waiting) + (self._copying is not None)
+            is_due = self._can_copy or self._target.next_try <= self._target.calls.clock()
+        parts = [repr(self._target), f"{num_waiting} wait" if num_waiting else ""]
+        parts.append("at work" if is_due or self.is_at_work else "")
+        return ", ".join(filter(None, parts))

@@ -1,0 +1,250 @@
+"""Stores that take long to open, or cannot be opened yet: the start goes on, and they are used once
+they are open."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.store.base import PutResult
+from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tier import Unopened
+from kvferry.store.tiers.tiered import TieredStore
+from kvferry.store.url import open_tiers
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores import make_key
+from kvferry.testing.stores.hooks import wait_until
+
+KEY = make_key()
+
+
+class Opening:
+    """Opens a store when it is let."""
+
+    def __init__(self, error=None):
+        self.go = threading.Event()
+        self.is_begun = threading.Event()
+        self.store = MemoryStore("late", None)
+        self.error = error
+
+    def __call__(self, may_create):
+        self.is_begun.set()
+        assert self.go.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self.store
+
+
+class Away:
+    """Raises until the medium answers."""
+
+    def __init__(self):
+        self.error = StoreError("it does not answer")
+        self.store = MemoryStore("late", None)
+        self.tries = []
+
+    def __call__(self, may_create):
+        self.tries.append(may_create)
+        if self.error is not None:
+            raise self.error
+        return self.store
+
+
+@pytest.fixture
+def opened():
+    stores = []
+
+    def make(opening, start_seconds=0.0, url="memory://late", **options):
+        patience = Patience(start_seconds=start_seconds, look_seconds=0.01)
+        stores.append(TieredStore([Unopened(url, opening)], patience=patience, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def is_open(store):
+    return ": up" in repr(store)
+
+
+def test_a_store_that_opens_in_time_is_used_at_once(opened, caplog):
+    opening = Opening()
+    opening.go.set()
+    assert opened(opening, 60.0).put(KEY, [b"x"]) is PutResult.STORED
+    assert not caplog.records
+
+
+def test_an_error_in_time_is_raised(opened):
+    opening = Opening(ConfigError("no such place"))
+    opening.go.set()
+    with pytest.raises(ConfigError, match="no such place"):
+        opened(opening, 60.0)
+
+
+def test_until_it_is_open_everything_is_a_miss(opened, caplog):
+    opening = Opening()
+    late = opened(opening, 0.01)
+    assert "did not open within 0.01 s" in caplog.text
+    assert late.contains(KEY) is False
+    assert late.read(KEY, ()) is None
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    assert late.begin(KEY, 1) is PutResult.FAILED
+    assert not late.write_at("0:s", 0, [b"x"])
+    assert late.commit("0:s", b"h") is PutResult.FAILED
+    assert not late.delete(KEY)
+    assert not late.wait_indexed(0.0)
+    assert not late.takes_values
+    assert late.stat().num_records == 0
+    assert late.tier_of(KEY) == "memory"
+    for call in (
+        lambda: late.touch([KEY]),
+        lambda: late.probe([KEY]),
+        lambda: late.note_stored(KEY),
+        lambda: late.discard(KEY, "broken"),
+        lambda: late.abort("0:s"),
+    ):
+        call()
+    opening.go.set()
+
+
+def test_once_it_is_open_it_is_used(opened):
+    opening = Opening()
+    late = opened(opening)
+    opening.go.set()
+    wait_until(lambda: is_open(late), "it is open")
+    assert late.put(KEY, [b"bytes"]) is PutResult.STORED
+    assert late.contains(KEY)
+    assert late.stat().num_records == 1
+    late.close()
+    assert opening.store.put(KEY, [b"x"]) is PutResult.FAILED
+
+
+def test_an_error_after_the_time_is_logged_and_stays_a_miss(opened, caplog):
+    opening = Opening(ConfigError("mount went away"))
+    late = opened(opening)
+    opening.go.set()
+    wait_until(lambda: "mount went away" in caplog.text, "it is logged")
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+
+
+def test_a_store_that_opens_after_close_is_closed(opened):
+    opening = Opening()
+    late = opened(opening)
+    assert opening.is_begun.wait(60)
+    late.close()
+    opening.go.set()
+    wait_until(lambda: opening.store.put(KEY, [b"x"]) is PutResult.FAILED, "it is closed")
+    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+
+
+def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
+    opening, clock = Away(), FakeClock()
+    late = opened(opening, 60.0, clock=clock)
+    assert len(opening.tries) == 1, "the start goes on at once"
+    for count in range(2, 5):
+        clock.advance(5.0)
+        wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
+        assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    opening.error = None
+    clock.advance(5.0)
+    wait_until(lambda: is_open(late), "it is open")
+    assert late.takes_values
+    # Below a mount that is away may be an empty directory.
+    assert opening.tries == [True, False, False, False, False]
+    wait_until(lambda: len(caplog.records) == 2, "both are logged")
+    assert "cannot be opened: it does not answer: serving without it" in caplog.messages[0]
+    assert "opened after 20.0 s" in caplog.messages[1]
+
+
+def test_what_is_found_below_a_mount_that_is_away_does_not_end_the_tries(opened):
+    opening, clock = Away(), FakeClock()
+    late = opened(opening, 60.0, clock=clock)
+    opening.error = ConfigError("it is not a kvferry store")
+    for count in range(2, 5):
+        clock.advance(5.0)
+        wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
+    opening.error = None
+    clock.advance(5.0)
+    wait_until(lambda: is_open(late), "it is open")
+
+
+def test_a_close_ends_the_tries(opened):
+    opening, clock = Away(), FakeClock()
+    before = threading.active_count()
+    opened(opening, 60.0, clock=clock).close()
+    assert threading.active_count() == before
+    clock.advance(100.0)
+    assert len(opening.tries) == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_server_answers_counts(opened, is_late):
+    """Also of one that opens late."""
+
+    class Server(MemoryStore):
+        def on_result(self, heard):
+            self.heard = heard
+
+    opening = Opening()
+    opening.store = Server()
+    if not is_late:
+        opening.go.set()
+    store = opened(opening, 0.0 if is_late else 60.0)
+    opening.go.set()
+    wait_until(lambda: is_open(store), "it is open")
+    for _ in range(Patience().max_failures):
+        opening.store.heard(StoreError("down"))
+    assert "away" in repr(store)
+
+
+def test_credentials_are_shown_nowhere(caplog):
+    go = threading.Event()
+
+    def open_one(url):
+        assert go.wait(60)
+        raise ConfigError("no server")
+
+    store = open_tiers("valkey://me:secret@host/kv", None, open_one, start_seconds=0.01)
+    go.set()
+    wait_until(lambda: "cannot be opened" in caplog.text, "it is logged")
+    assert "store valkey://***@host/kv did not open" in caplog.text
+    assert "secret" not in f"{store.url} {store!r} {caplog.text}"
+    store.close()
+
+
+_HANGS = r"""
+import os, time
+from kvferry.observe import Counters
+from kvferry.store.url import open_tiers
+
+def open_one(url):
+    os.write(1, b"opening\n")
+    time.sleep(3600)
+
+open_tiers(["memory://a", "memory://b"], Counters(), open_one)
+"""
+
+
+def test_an_interrupted_start_does_not_wait_for_stores_that_hang():
+    with subprocess.Popen(
+        [sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            for _ in range(2):
+                assert process.stdout.readline() == "opening\n"
+            started = time.monotonic()
+            os.kill(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+            assert time.monotonic() - started < 60
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+        finally:
+            process.kill()
