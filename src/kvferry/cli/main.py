@@ -17,9 +17,11 @@ import typer
 import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
+from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
 from kvferry.cli.records import ls, show, stat
 from kvferry.cli.simulate import simulate
+from kvferry.cli.size import size
 from kvferry.cli.upkeep import gc, verify
 from kvferry.config import printable
 from kvferry.errors import KVError
@@ -64,7 +66,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (demo, generate, ls, show, stat, verify, gc, simulate, bench):
+    for command in (demo, generate, ls, show, stat, verify, gc, explain, simulate, size, bench):
         app.command()(command)
     return app
 

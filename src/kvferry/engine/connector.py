@@ -14,7 +14,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model_config import ModelConfig, is_library_class
+from kvferry.engine.model_config import ModelConfig, ModelGeometry, is_library_class
 from kvferry.errors import ConfigError
 from kvferry.identity import identify, weights_digest, written_config
 from kvferry.layout.shards import tensor_parallel_shard
@@ -87,19 +87,9 @@ def engine_spec(
             f"{model.model_dir}; only classes of Transformers have an identity, so run it without "
             "a store"
         )
-    groups, parts = [], []
-    for index, window in enumerate(dict.fromkeys(geometry.windows)):
-        layers = [layer for layer, each in enumerate(geometry.windows) if each == window]
-        groups.append(
-            KVGroup(
-                num_layers=len(layers),
-                num_kv_heads=geometry.num_kv_heads,
-                content_size=geometry.content_size,
-                dtype=geometry.dtype,
-                block_size=engine.block_size,
-                window=window,
-            )
-        )
+    groups, parts = kv_groups(geometry, engine.block_size), []
+    for index, group in enumerate(groups):
+        layers = [layer for layer, each in enumerate(geometry.windows) if each == group.window]
         parts.append(
             TablePart(
                 table=0,
@@ -118,10 +108,25 @@ def engine_spec(
             weights_version=weights_version,
             name=str(model.model_dir),
         ),
-        groups=tuple(groups),
+        groups=groups,
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
         tables=tuple(parts),
         recomputes=True,
+    )
+
+
+def kv_groups(geometry: ModelGeometry, block_size: int) -> tuple[KVGroup, ...]:
+    """The KV groups of a model: its layers by window."""
+    return tuple(
+        KVGroup(
+            num_layers=geometry.windows.count(window),
+            num_kv_heads=geometry.num_kv_heads,
+            content_size=geometry.content_size,
+            dtype=geometry.dtype,
+            block_size=block_size,
+            window=window,
+        )
+        for window in dict.fromkeys(geometry.windows)
     )
 
 
