@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvferry.contract.messages import LookupMiss
-from kvferry.explain import MEANINGS, SENTENCES, Why, differences
+from kvferry.errors import StoreError
+from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, Why, differences
+from kvferry.explain import space_of as space_in
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import PutResult
+from kvferry.store.base import NO_DEADLINE, PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
 from tests.cli.test_hostile_names import NAMES, is_plain
@@ -431,6 +439,55 @@ def test_places_that_are_no_store_are_one_line(run, tmp_path, tokens_file):
         ran = run("explain", url, *options)
         assert ran.code == 2
         assert "correct-horse" not in ran.error_line
+
+
+def test_a_store_that_fails_is_asked_no_further(url):
+    keys = put_prompt(url)
+
+    class Failing(WrapperStore):
+        def read(self, key, ranges, deadline=NO_DEADLINE):
+            if key == keys[1]:
+                raise StoreError("away")
+            assert key == keys[0]
+            return super().read(key, ranges, deadline)
+
+    with Failing(open_one(url)) as store:
+        answer = PromptSearch(store, TOKENS).answer([space_in(SPACE, {})], [])
+    assert [(run.why, run.detail) for run in answer.found[0].runs] == [
+        (Why.HIT, ""),
+        (Why.UNREADABLE, "io_error"),
+        (Why.NOT_ASKED, ""),
+        (Why.PARTIAL, ""),
+    ]
+
+
+def test_a_narrow_terminal(url, tokens_file):
+    """60 columns, as a terminal has them."""
+    put_prompt(url, tokens=TOKENS[:7])
+    command = [sys.executable, "-m", "kvferry.cli.main", "explain", url, "--namespace"]
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
+    done = subprocess.run(
+        [*command, SPACE.digest.hex(), "--tokens", str(tokens_file)],
+        stdout=follower,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(follower)
+    text = b""
+    try:
+        while piece := os.read(leader, 1 << 16):
+            text += piece
+    except OSError:  # all is read, and the other end is closed
+        pass
+    os.close(leader)
+    assert done.returncode == 0, done.stderr
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    assert lines[0].startswith("7 of 30 tokens would hit")
+    table = lines[1:-1]
+    assert max(map(len, table)) <= 60, table
+    assert "never stored" in text.decode()
 
 
 def test_a_store_in_use_and_a_reader_that_leaves(url, asked, tokens_file):

@@ -27,7 +27,7 @@ from kvferry.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import PromptAnswer, Differences, Explanation, Nearest, Run
+    from kvferry.explain import Differences, Explanation, Nearest, PromptAnswer, Run
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
@@ -173,8 +173,8 @@ def _ask_model(
 ) -> PromptAnswer:
     from kvferry.explain import (
         MAX_REMOVALS,
-        PromptAnswer,
         Nearest,
+        PromptAnswer,
         PromptSearch,
         describe_all,
         differences_of_model,
