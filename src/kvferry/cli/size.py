@@ -39,7 +39,7 @@ def size(
     Every token is stored in all layers. A hit reads of layers with a window what the window still
     reaches, in whole chunks. The weights are not read.
 
-    Example: kvferry size path/to/model --tokens 32000 --prefill-tokens-per-second 8000
+    Example: kvferry size path/to/model --tokens 32000
     """
     if prefill_tokens_per_second is not None and not 1e-6 <= prefill_tokens_per_second <= 1e15:
         raise ConfigError(
