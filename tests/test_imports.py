@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "simulate"},
+    {"bench", "cli", "demo", "explain", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -44,6 +44,7 @@ SIDEWAYS = {
     # A command runs what is beside it.
     ("cli", "bench"),
     ("cli", "demo"),
+    ("cli", "explain"),
     ("cli", "simulate"),
 }
 
@@ -69,6 +70,7 @@ ONLY_FROM = {
         "bench.py",
         "cli",
         "demo",
+        "explain.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [
@@ -87,9 +89,10 @@ ONLY_FROM = {
         "adapters",
         "cli",
         "demo",
+        "explain.py",
     ],
-    # Hosts and engines alone run models.
-    "identity": ["v1", "engine", "adapters"],
+    # Hosts and engines alone run models; one command asks which one a directory holds.
+    "identity": ["v1", "engine", "adapters", "cli/explain.py"],
     "layout": [
         "blocks",
         "cache",
@@ -110,6 +113,7 @@ ONLY_FROM = {
         "bench.py",
         "cli",
         "demo",
+        "explain.py",
     ],
     # `cli` runs the conformance kit on what others bring.
     "testing": ["cli"],

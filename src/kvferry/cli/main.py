@@ -17,9 +17,11 @@ import typer
 import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.demo import demo
+from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
 from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.simulate import simulate
+from kvferry.cli.size import size
 from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -63,7 +65,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (demo, generate, ls, show, stat, verify, gc, simulate, bench):
+    for command in (demo, generate, ls, show, stat, verify, gc, explain, simulate, size, bench):
         app.command()(command)
     return app
 

@@ -101,7 +101,7 @@ def engine_spec(
             f"{model.model_dir}; only classes of Transformers have an identity, so run it without "
             "a store"
         )
-    groups, parts = _groups(geometry, engine.block_size)
+    groups = kv_groups(geometry, engine.block_size)
     return EngineSpec(
         identity=identify(
             weights_digest(model.model_dir, weights_version=weights_version),
@@ -113,39 +113,40 @@ def engine_spec(
         ),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
-        tables=parts,
+        tables=tuple(
+            _table_part(geometry, index, group, engine.block_size)
+            for index, group in enumerate(groups)
+        ),
         host_recomputes=True,
     )
 
 
-def _groups(
-    geometry: ModelGeometry, block_size: int
-) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
-    """Layers of one window are a group. All are in one block table without a window, because the
-    engine keeps the KV of every token in every layer."""
-    groups, parts = [], []
-    for index, window in enumerate(dict.fromkeys(geometry.windows)):
-        layers = [layer for layer, each in enumerate(geometry.windows) if each == window]
-        groups.append(
-            KVGroup(
-                num_layers=len(layers),
-                num_kv_heads=geometry.num_kv_heads,
-                content_size=geometry.content_size,
-                dtype=geometry.dtype,
-                block_size=block_size,
-                window=window,
-            )
+def _table_part(geometry: ModelGeometry, index: int, group: KVGroup, block_size: int) -> TablePart:
+    """All groups are in one block table without a window, because the engine keeps the KV of every
+    token in every layer."""
+    layers = [layer for layer, each in enumerate(geometry.windows) if each == group.window]
+    return TablePart(
+        table=0,
+        group=index,
+        layers=tuple(range(len(layers))),
+        layer_names=tuple(geometry.layer_names[layer] for layer in layers),
+        block_size=block_size,
+    )
+
+
+def kv_groups(geometry: ModelGeometry, block_size: int) -> tuple[KVGroup, ...]:
+    """The KV groups of a model: its layers by window."""
+    return tuple(
+        KVGroup(
+            num_layers=geometry.windows.count(window),
+            num_kv_heads=geometry.num_kv_heads,
+            content_size=geometry.content_size,
+            dtype=geometry.dtype,
+            block_size=block_size,
+            window=window,
         )
-        parts.append(
-            TablePart(
-                table=0,
-                group=index,
-                layers=tuple(range(len(layers))),
-                layer_names=tuple(geometry.layer_names[layer] for layer in layers),
-                block_size=block_size,
-            )
-        )
-    return tuple(groups), tuple(parts)
+        for window in dict.fromkeys(geometry.windows)
+    )
 
 
 class NoScheduler(SchedulerRole):

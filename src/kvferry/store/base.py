@@ -240,6 +240,11 @@ class Store(ABC):
             found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
         return found
 
+    def described(self) -> list[bytes]:
+        """The namespaces that may have a description, without listing all values where the store
+        keeps a list of these. Raises as `scan`."""
+        return list(self.namespaces())
+
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
         The text is untrusted, and empty if it is too long. A `description` replaces the earlier

@@ -110,6 +110,9 @@ class WrapperStore(Store):
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         return self.inner.namespaces()
 
+    def described(self) -> list[bytes]:
+        return self.inner.described()
+
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         return self.inner.describe(namespace, description)
 

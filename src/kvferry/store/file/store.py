@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 ROOM_SECONDS = 2.0
 """How long a put evicts before it gives up; what is over a quota is evicted in the background."""
+
+_DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
 _Found = TypeVar("_Found")
 
@@ -285,6 +288,11 @@ class FileStore(Store):
 
     def recent(self, limit: int) -> Iterator[Entry]:
         return self._listed(self.index.entries(limit))
+
+    def described(self) -> list[bytes]:
+        folders = map(self.directory.listed, ["namespaces"])
+        names = sorted(self._listed(chain.from_iterable(folders)))
+        return [bytes.fromhex(name[:64]) for name in names if _DESCRIPTION.fullmatch(name)]
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"

@@ -1,0 +1,462 @@
+"""`kvferry explain`: why tokens of a prompt would be computed, or were in recorded requests."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli import stores
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    format_age,
+    make_table,
+    progress,
+    read_text,
+)
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvferry.explain import Differences, Explanation, Nearest, PromptAnswer, Run
+    from kvferry.journal import JournalLine
+    from kvferry.keys import JsonValue, ModelIdentity, Namespace
+    from kvferry.store.base import Store
+    from kvferry.types import ExtraKeys
+
+_MAX_TEXT = 200
+"""Characters of a value that somebody else wrote."""
+
+_MAX_DIFFERENCES = 12
+_MAX_RUNS = 200
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+
+
+def explain(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Store; none with --journal.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Model: asks all its namespaces.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="DIGEST", help="Namespace to ask, or its first digits.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text of the prompt; needs --model.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Token ids: a JSON list, or by spaces.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the text without the chat template.")
+    ] = False,
+    salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="Identity of the request's LoRA adapter.")
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Explain recorded requests instead.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option(metavar="ID", help="Requests whose id starts so.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Requests to show.")] = 10,
+    json: JsonOption = None,
+) -> None:
+    """Say why a prompt misses: how far it would hit, and what became of the rest.
+
+    Example: kvferry explain file:///var/cache/kvferry --model path/to/model --prompt-file F
+    """
+    if journal is not None:
+        if url is not None:
+            raise ConfigError("give a store URL or --journal, not both")
+        _explain_journal(journal, request, limit, json)
+        return
+    if url is None:
+        raise ConfigError("give the URL of a store, or --journal FILE")
+    if model is None and namespace is None:
+        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
+    if namespace is not None and _HEX.fullmatch(namespace.lower()) is None:
+        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
+    token_ids = _read_tokens(model, prompt_file, tokens, raw=raw)
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.types import ExtraKeys
+
+    extra = ExtraKeys(cache_salt=salt, lora=lora)
+    if namespace is not None:
+        digits = namespace.lower()
+        answer = stores.query_store(
+            url, lambda store: _ask_namespace(store, digits, token_ids, extra)
+        )
+    else:
+        identity = _identity(Path(str(model)))
+        answer = stores.query_store(
+            url, lambda store: _ask_model(store, identity, token_ids, extra)
+        )
+    _show(answer, extra, json)
+
+
+# -- the prompt -----------------------------------------------------------------------------------
+
+
+def _read_tokens(
+    model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
+) -> list[int]:
+    if (prompt_file is None) == (tokens is None):
+        raise ConfigError("give --prompt-file FILE or --tokens FILE")
+    if tokens is not None:
+        return _parse_tokens(tokens, read_text("token ids", tokens))
+    if model is None:
+        raise ConfigError("--prompt-file needs --model DIR, whose tokenizer reads the text")
+    text = read_text("prompt", Path(str(prompt_file)))
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "--prompt-file needs transformers: pip install 'kvferry[transformers]'; "
+            "or give --tokens FILE"
+        )
+    from kvferry.engine.model import encode_message, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise ConfigError(f"{model} holds no tokenizer; give the token ids by --tokens")
+    if raw:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    return encode_message(tokenizer, text)
+
+
+def _parse_tokens(path: Path, text: str) -> list[int]:
+    try:
+        found = json_module.loads(text) if text.lstrip().startswith("[") else text.split()
+        ids = [int(each) if isinstance(each, str) else each for each in found]
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{path} holds no token ids; write a JSON list of whole numbers, or them with spaces"
+        ) from None
+    for each in ids:
+        if type(each) is not int or not 0 <= each < 1 << 32:
+            raise ConfigError(f"{path}: {str(each)[:40]!r} is not a token id (0 to 4294967295)")
+    return ids
+
+
+def _identity(model: Path) -> ModelIdentity:
+    """The identity of a directory that an engine runs as it is written."""
+    from kvferry.identity import identify, weights_digest, written_config
+
+    written = written_config(model)
+    with progress() as bar:
+        bar.add_task("hashing the weights", total=None)
+        weights = weights_digest(model)
+    dtype = written.get("dtype", written.get("torch_dtype"))
+    return identify(
+        weights,
+        written,
+        dtype=str(dtype or "float32"),
+        deviations={},
+        weights_version=None,
+        name=str(model),
+    )
+
+
+# -- the store ------------------------------------------------------------------------------------
+
+
+def _ask_model(
+    store: Store, identity: ModelIdentity, token_ids: Sequence[int], extra: ExtraKeys
+) -> PromptAnswer:
+    from kvferry.explain import (
+        MAX_REMOVALS,
+        Nearest,
+        PromptAnswer,
+        PromptSearch,
+        describe_all,
+        differences_of_model,
+        space_of,
+    )
+
+    digests = store.described()
+    if not digests:
+        stores.namespaces(store)  # raises where the prefix is wrong
+    spaces = [
+        space_of(each, differences_of_model(each, identity))
+        for each in describe_all(store, digests)
+    ]
+    prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
+    ours = [space for space in spaces if "weights" not in space.differs]
+    others = [space for space in spaces if "weights" in space.differs]
+    if ours:
+        return prompt.answer(ours, others)
+    nearest = prompt.nearest(others, 0)
+    if nearest is None and others:
+        similar = min(others, key=lambda space: len(space.differs))
+        nearest = Nearest(similar.namespace, 0, similar.differs)
+    return PromptAnswer(num_tokens=len(token_ids), found=[], elsewhere=nearest)
+
+
+def _ask_namespace(
+    store: Store, digits: str, token_ids: Sequence[int], extra: ExtraKeys
+) -> PromptAnswer:
+    from kvferry.explain import MAX_REMOVALS, PromptSearch, describe_all, differences, space_of
+
+    digests = None if len(digits) == 64 else store.described()
+    target = _find_namespace(store, digits, digests)
+    prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
+    answer = prompt.answer([space_of(target, {})], [])
+    if answer.reason.is_explained:
+        return answer
+    others = describe_all(store, store.described() if digests is None else digests)
+    return prompt.answer(
+        [space_of(target, {})],
+        [
+            space_of(each, differences(each.description, target.description))
+            for each in others
+            if each.digest != target.digest
+        ],
+    )
+
+
+def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
+    from kvferry.explain import describe
+
+    known = [bytes.fromhex(digits)] if digests is None else digests
+    matches = [each for each in known if each.hex().startswith(digits)]
+    found = describe(store, matches[0]) if len(matches) == 1 else None
+    if found is not None:
+        return found
+    if digests is None:
+        matches = [each for each in store.described() if each.hex() == digits]
+    if not matches:
+        stores.namespaces(store)  # raises where the prefix is wrong
+        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry stat`")
+    if len(matches) > 1:
+        raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
+    raise ConfigError(
+        f"the description of namespace {digits} in {store.url} is missing or damaged, so nothing "
+        "says how many tokens its chunks have"
+    )
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def _show(answer: PromptAnswer, extra: ExtraKeys, json: str | None) -> None:
+    summary = _summary(answer)
+    shown: list[RenderableType] = [summary]
+    if answer.found:
+        best = answer.found[0]
+        model = f"{best.namespace.title}, {best.chunk_tokens} tokens a chunk"
+        rows = [_row(run) for run in best.runs[:_MAX_RUNS]]
+        columns = {"tokens": "tokens", "what": "why", "more": "more"}
+        title = f"namespace {best.namespace.digest.hex()[:16]} ({model})"
+        shown.append(make_table(columns, rows, title=title))
+        if len(best.runs) > _MAX_RUNS:
+            shown.append(f"{len(best.runs) - _MAX_RUNS} more rows; --json has all")
+        shown += _difference_table("it differs from the model directory in", best.differs)
+    if len(answer.found) > 1:
+        shown.append(_also(answer.found[1:]))
+    if answer.elsewhere is not None:
+        other = answer.elsewhere
+        about = f"{other.namespace.digest.hex()[:16]} ({other.namespace.title})"
+        shown += _difference_table(f"nearest: namespace {about} differs in", other.differs)
+    if not answer.reason.is_explained and extra.cache_salt is None and extra.lora is None:
+        shown.append("A request with a salt or a LoRA adapter has other keys: see --salt, --lora.")
+    emit(_as_json(answer, summary), json, *shown)
+
+
+def _summary(answer: PromptAnswer) -> str:
+    from kvferry.explain import MEANINGS, Why
+
+    hit, total = answer.hit_tokens, answer.num_tokens
+    text = f"{hit:,} of {total:,} tokens would hit"
+    if not answer.found:
+        text += "; nothing in this store is of this model"
+    else:
+        best = answer.found[0]
+        miss = best.first_miss
+        if miss is None:
+            return f"{text}: the prompt is empty"
+        if total < best.chunk_tokens:
+            return f"{text}; the prompt is shorter than a chunk of {best.chunk_tokens} tokens"
+        if miss.why is Why.PARTIAL:
+            left = "the last token" if total - hit == 1 else "the end, less than a chunk,"
+            return f"{text}; {left} is always computed"
+        text += f"; the chunk at token {miss.first_token + 1:,} "
+        if miss.at is not None:
+            text += f"was {miss.why} {format_age(miss.at)} ago"
+        elif miss.why is Why.UNREADABLE:
+            text += f"cannot be read ({miss.detail})"
+        else:
+            text += f"is {MEANINGS[miss.why]}"
+    if answer.without_extra > hit:
+        text += f"; {answer.without_extra:,} are stored without this salt and LoRA"
+    if answer.elsewhere is not None and answer.elsewhere.hit_tokens > hit:
+        names = ", ".join(_cut(name) for name in list(answer.elsewhere.differs)[:3])
+        text += f"; {answer.elsewhere.hit_tokens:,} are stored under another namespace ({names})"
+    return text
+
+
+def _row(run: Run) -> JsonRow:
+    from kvferry.explain import MEANINGS
+
+    last = run.first_token + run.num_tokens
+    more = MEANINGS[run.why]
+    if run.at is not None:
+        more += f", {format_age(run.at)} ago by {_cut(run.by)}"
+    if run.detail:
+        more += f": {_cut(run.detail)}"
+    return {"tokens": f"{run.first_token + 1:,}-{last:,}", "why": run.why, "more": more}
+
+
+def _also(found: Sequence[Explanation]) -> RenderableType:
+    rows: list[JsonRow] = [
+        {
+            "namespace": each.namespace.digest.hex(),
+            "chunk_tokens": each.chunk_tokens,
+            "hit_tokens": each.hit_tokens,
+            "differs": ", ".join(_cut(name) for name in list(each.differs)[:3]),
+        }
+        for each in found[:_MAX_DIFFERENCES]
+    ]
+    columns = {"namespace": "namespace", "chunk": "chunk_tokens"}
+    columns |= {"would hit": "hit_tokens", "differs in": "differs"}
+    title = f"{len(found)} more of this model; an engine reads one (dtype, chunk size, tenant)"
+    return make_table(columns, rows, title=title)
+
+
+def _difference_table(title: str, differs: Differences) -> list[RenderableType]:
+    rows: list[JsonRow] = [
+        {"field": _cut(name), "there": _cut(there), "here": _cut(here)}
+        for name, (there, here) in list(differs.items())[:_MAX_DIFFERENCES]
+    ]
+    if not rows:
+        return []
+    if len(differs) > len(rows):
+        title += f" {len(differs)} fields, among them"
+    columns = {"field": "field", "in the store": "there", "asked for": "here"}
+    return [make_table(columns, rows, title=title)]
+
+
+def _cut(value: JsonValue) -> str:
+    """A value that somebody else wrote, as short text."""
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else json_module.dumps(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
+    found: list[JsonValue] = [
+        {
+            **_about(each.namespace),
+            "chunk_tokens": each.chunk_tokens,
+            "hit_tokens": each.hit_tokens,
+            "differs": _differences_as_json(each.differs),
+            "chunks": [run._asdict() for run in each.runs],
+        }
+        for each in answer.found
+    ]
+    return {
+        "summary": summary,
+        "num_tokens": answer.num_tokens,
+        "hit_tokens": answer.hit_tokens,
+        "reason": answer.reason,
+        "namespaces": found,
+        "elsewhere": _nearest_as_json(answer.elsewhere),
+        "without_extra": answer.without_extra,
+    }
+
+
+def _about(namespace: Namespace) -> JsonRow:
+    return {"namespace": namespace.digest.hex(), "model": namespace.title}
+
+
+def _nearest_as_json(nearest: Nearest | None) -> JsonValue:
+    if nearest is None:
+        return None
+    differs = _differences_as_json(nearest.differs)
+    return {**_about(nearest.namespace), "hit_tokens": nearest.hit_tokens, "differs": differs}
+
+
+def _differences_as_json(differs: Differences) -> JsonRow:
+    return {
+        _cut(name): {"there": _cut(there), "here": _cut(here)}
+        for name, (there, here) in differs.items()
+    }
+
+
+# -- the journal ----------------------------------------------------------------------------------
+
+
+def _explain_journal(path: Path, request: str | None, limit: int, json: str | None) -> None:
+    from kvferry.explain import SENTENCES, read_journal
+
+    lines = read_journal(path, request, limit)
+    if not lines and request is not None:
+        raise ConfigError(f"journal {path} has no request whose id starts with {request!r}")
+    misses: Counter[str] = Counter()
+    for line in lines:
+        misses.update(line.misses)
+    hit = sum(line.local + sum(line.hits.values()) for line in lines)
+    total = sum(line.num_tokens for line in lines)
+    summary = f"{hit:,} of {total:,} tokens of the last {len(lines)} requests hit"
+    if misses:
+        reason, count = misses.most_common(1)[0]
+        summary += f"; {count:,} missed as {_cut(reason)}"
+    unknown = "A reason that this release does not know."
+    reasons: list[JsonRow] = [
+        {"reason": _cut(reason), "tokens": count, "means": SENTENCES.get(reason, unknown)}
+        for reason, count in misses.most_common(_MAX_DIFFERENCES)
+    ]
+    rows = [_journal_row(line) for line in lines]
+    columns = {"at": "at", "request": "request", "tokens": "num_tokens", "hit": "hits"}
+    tables = [
+        make_table(columns | {"missed": "misses", "why": "why"}, rows),
+        make_table({"reason": "reason", "tokens": "tokens", "means": "means"}, reasons),
+    ]
+    value: JsonRow = {
+        "summary": summary,
+        "requests": [_journal_json(line) for line in lines],
+        "reasons": list(reasons),
+    }
+    emit(value, json, summary, *(tables if lines else []))
+
+
+def _journal_row(line: JournalLine) -> JsonRow:
+    hits = {"engine": line.local, **line.hits} if line.local else line.hits
+    why = line.why
+    if not (hits or line.misses):
+        why = "no answer: of an earlier release, or it ended before it was admitted"
+    return {
+        "at": line.time,
+        "request": _cut(line.request),
+        "num_tokens": line.num_tokens,
+        "hits": _counts(hits),
+        "misses": _counts(line.misses),
+        "why": _cut(why),
+    }
+
+
+def _journal_json(line: JournalLine) -> JsonRow:
+    return {
+        "time": line.time,
+        "request": line.request,
+        "num_tokens": line.num_tokens,
+        "chunk_tokens": line.chunk_tokens,
+        "local": line.local,
+        "hits": dict(line.hits),
+        "misses": dict(line.misses),
+        "why": line.why,
+    }
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return _cut(", ".join(f"{name} {count:,}" for name, count in counts.items()))

@@ -1,0 +1,422 @@
+"""Why tokens of a prompt would be computed, or were: from what a store or a journal knows.
+
+A store is only asked: whether chunks of the prompt are there, what it remembers of those that went,
+and which namespaces it describes. It is never listed, unless it cannot name its namespaces
+otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.errors import ConfigError, StoreError
+from kvferry.journal import JournalLine
+from kvferry.keys import ChunkKeys, JsonValue, ModelIdentity, Namespace
+from kvferry.record.check import MissReason, parse_head
+from kvferry.record.schema import MAX_HEADER_BYTES
+from kvferry.store.base import Removal, Store
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
+
+SENTENCES: Mapping[str, str] = {
+    LookupMiss.ABSENT: "No store had the chunk, as far as this engine knew.",
+    LookupMiss.UNREADABLE: "The store had the chunk, but reading it failed or it was damaged.",
+    LookupMiss.DEADLINE: "The read did not end in time, so the engine computed instead.",
+    LookupMiss.NO_MEMORY: "The host pool was full of chunks in use; a larger pool would help.",
+    LookupMiss.SLOWER: "Computing was measured to be faster than loading.",
+    LookupMiss.PARTIAL: "The end of a prompt, less than a chunk or block, is always computed.",
+    LookupMiss.AUDIT: "Stored, and computed nevertheless, to compare it with its record.",
+    LookupMiss.OTHER_MODEL: "An audit found records of another model; this engine reads no more.",
+    LookupMiss.NOT_CACHEABLE: "The request must not be cached, as it was asked.",
+    LookupMiss.NOT_LOADING: "This engine or request only stores; nothing is loaded.",
+}
+"""What each reason of a miss means, as in docs/explain.md."""
+
+MAX_REMOVALS = 1 << 16
+MAX_NAMESPACES = 1000
+"""A store has a few; more are not compared."""
+
+COMPARE_SECONDS = 10.0
+"""How long other namespaces are searched for the prompt."""
+
+
+class Why(StrEnum):
+    """What became, or would become, of a chunk of a prompt."""
+
+    HIT = "hit"
+    NEVER_STORED = "never stored"
+    """Not there, and not among the removals that the store remembers."""
+    NOT_THERE = "not there"
+    """As above, in a store that remembers no removals."""
+    EVICTED = "evicted"
+    DELETED = "deleted"
+    QUARANTINED = "quarantined"
+    VANISHED = "vanished"
+    UNREADABLE = "unreadable"
+    OTHER_NAMESPACE = "other namespace"
+    OTHER_KEYS = "other salt or LoRA"
+    BEHIND = "behind a miss"
+    """Stored, but a prompt is read from its start."""
+    NOT_ASKED = "not asked"
+    """Behind a chunk at which the store failed."""
+    PARTIAL = "partial"
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether other namespaces and keys have nothing to add."""
+        return self not in (Why.NEVER_STORED, Why.NOT_THERE)
+
+
+MEANINGS: Mapping[str, str] = {
+    Why.HIT: "would be read",
+    Why.NEVER_STORED: "not in the store, and not among the removals that it remembers",
+    Why.NOT_THERE: "not in the store, which does not remember what it removed",
+    Why.EVICTED: "removed to make room",
+    Why.DELETED: "removed by a command or a program",
+    Why.QUARANTINED: "taken out because it was damaged",
+    Why.VANISHED: "its file was removed from outside",
+    Why.UNREADABLE: "there, but cannot be read",
+    Why.OTHER_NAMESPACE: "these tokens are stored under another namespace",
+    Why.OTHER_KEYS: "these tokens are stored without this salt and LoRA adapter",
+    Why.BEHIND: "stored, but an earlier chunk is missing",
+    Why.NOT_ASKED: "not asked, because the store failed",
+    Why.PARTIAL: "less than a chunk, or the last token: always computed",
+}
+"""What each `Why` means."""
+
+
+class Run(NamedTuple):
+    """Chunks in a row of which the same is to be said."""
+
+    first_token: int
+    num_tokens: int
+    why: Why
+    detail: str = ""
+    at: float | None = None
+    """When the first of them was removed, seconds since the epoch."""
+    by: str = ""
+    """Which process removed it."""
+
+
+Differences = dict[str, tuple[JsonValue, JsonValue]]
+"""Field to the two values; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A prompt in one namespace.
+
+    Attributes:
+        differs: in what the namespace differs from what was asked for: there, here.
+        runs: the whole prompt.
+    """
+
+    namespace: Namespace
+    chunk_tokens: int
+    num_tokens: int
+    runs: list[Run]
+    differs: Differences = field(default_factory=dict)
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(run.num_tokens for run in self.runs if run.why is Why.HIT)
+
+    @property
+    def first_miss(self) -> Run | None:
+        return next((run for run in self.runs if run.why is not Why.HIT), None)
+
+
+class Space(NamedTuple):
+    """A namespace that a store describes."""
+
+    namespace: Namespace
+    chunk_tokens: int
+    differs: Differences
+
+
+class Nearest(NamedTuple):
+    """Where else the start of a prompt is stored."""
+
+    namespace: Namespace
+    hit_tokens: int
+    differs: Differences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAnswer:
+    """Why a prompt hits so far and no further.
+
+    Attributes:
+        num_tokens: of the prompt.
+        found: it in each namespace that was asked for, the longest hit first.
+        elsewhere: a namespace that was not asked for and has more of the prompt, or, where `found`
+            is empty, the most similar one.
+        without_extra: leading tokens that are stored for requests without salt and LoRA.
+    """
+
+    num_tokens: int
+    found: list[Explanation]
+    elsewhere: Nearest | None = None
+    without_extra: int = 0
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.found[0].hit_tokens if self.found else 0
+
+    @property
+    def reason(self) -> Why:
+        """Of the first token that is no hit."""
+        miss = self.found[0].first_miss if self.found else None
+        why = miss.why if miss else Why.PARTIAL if self.found else Why.NEVER_STORED
+        if why.is_explained:
+            return why
+        if self.without_extra > self.hit_tokens:
+            return Why.OTHER_KEYS
+        if self.elsewhere is not None and self.elsewhere.hit_tokens > self.hit_tokens:
+            return Why.OTHER_NAMESPACE
+        return why
+
+
+def describe_all(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
+    """The namespaces whose description is readable; at most `MAX_NAMESPACES`, for
+    `COMPARE_SECONDS`."""
+    found = []
+    until = time.monotonic() + COMPARE_SECONDS
+    for digest in digests[:MAX_NAMESPACES]:
+        if time.monotonic() >= until:
+            break
+        namespace = describe(store, digest)
+        if namespace is not None:
+            found.append(namespace)
+    return found
+
+
+def describe(store: Store, digest: bytes) -> Namespace | None:
+    """A namespace with a usable description."""
+    text = store.describe(digest) if digest else None
+    namespace = None if text is None else Namespace.from_text(digest, text)
+    return None if namespace is None or chunk_tokens_of(namespace) is None else namespace
+
+
+def chunk_tokens_of(namespace: Namespace) -> int | None:
+    size = namespace.description.get("chunk_tokens")
+    return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
+
+
+def space_of(namespace: Namespace, differs: Differences) -> Space:
+    """A namespace of `describe`."""
+    return Space(namespace, chunk_tokens_of(namespace) or 1, differs)
+
+
+def differences(there: JsonValue, here: JsonValue) -> Differences:
+    """The fields, by dotted path, that differ between two descriptions. Not recursive, so that a
+    deep one costs no stack."""
+    found: Differences = {}
+    open_pairs: list[tuple[str, JsonValue, JsonValue]] = [("", there, here)]
+    while open_pairs:
+        path, left, right = open_pairs.pop()
+        if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+            left, right = dict(_numbered(left)), dict(_numbered(right))
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            names = sorted({*left, *right}, reverse=True)
+            prefix = f"{path}." if path else ""
+            open_pairs += [(f"{prefix}{name}", left.get(name), right.get(name)) for name in names]
+        elif left != right:
+            found[path] = (left, right)
+    return found
+
+
+def _numbered(values: Sequence[JsonValue]) -> Iterator[tuple[str, JsonValue]]:
+    return ((str(number), value) for number, value in enumerate(values))
+
+
+def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Differences:
+    """In what the model of a namespace differs from a directory; what a directory does not decide
+    is left out."""
+    there = {name: namespace.description.get(name) for name in ("weights", "config")}
+    return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
+
+
+class PromptSearch:
+    """Asks a store about one prompt.
+
+    Args:
+        extra: salt and LoRA adapter of the request.
+        removals: what the store remembers, newest first; None: nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        token_ids: Sequence[int],
+        extra: ExtraKeys = NO_EXTRA_KEYS,
+        removals: Sequence[Removal] | None = None,
+    ) -> None:
+        self._store = store
+        self._token_ids = token_ids
+        self._extra = extra
+        self._unknown = Why.NOT_THERE if removals is None else Why.NEVER_STORED
+        # The newest of each key stands.
+        self._removed = {each.key: each for each in reversed(removals or ())}
+        self._head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+
+    def answer(self, spaces: Sequence[Space], others: Sequence[Space]) -> PromptAnswer:
+        """Every chunk in `spaces`; if nothing is known of the first that misses, also how much of
+        the prompt other namespaces and keys have."""
+        found = sorted(
+            map(self.explain, spaces), key=lambda each: (-each.hit_tokens, len(each.differs))
+        )
+        answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
+        if answer.reason.is_explained:
+            return answer
+        plain = 0
+        if self._extra != NO_EXTRA_KEYS:
+            plain = max(map(self.without_extra, spaces))
+        nearest = self.nearest(others, answer.hit_tokens)
+        return replace(answer, elsewhere=nearest, without_extra=plain)
+
+    def explain(self, space: Space) -> Explanation:
+        """Every chunk of the prompt in one namespace."""
+        namespace, size, differs = space
+        keys = ChunkKeys(namespace.digest, size, self._extra)
+        keys.extend(self._token_ids)
+        runs: list[Run] = []
+        for number, key in enumerate(keys.keys):
+            runs.append(self._ask(namespace, key, Run(number * size, size, Why.HIT)))
+            if runs[-1].detail == MissReason.IO_ERROR:
+                break  # each further question could take as long
+        return Explanation(
+            namespace=namespace,
+            chunk_tokens=size,
+            num_tokens=len(self._token_ids),
+            runs=merge(_complete(runs, len(keys.keys) * size, len(self._token_ids))),
+            differs=differs,
+        )
+
+    def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
+        """Of these namespaces, the one that has the longest start of the prompt, if more than
+        `least` tokens of it."""
+        best = None
+        until = time.monotonic() + COMPARE_SECONDS
+        for namespace, size, differs in spaces:
+            if time.monotonic() >= until:
+                break
+            found = self._leading(namespace, size, self._extra, until)
+            if found > (best.hit_tokens if best else least):
+                best = Nearest(namespace, found, differs)
+        return best
+
+    def without_extra(self, space: Space) -> int:
+        """Leading tokens of the prompt that are stored for requests without salt and LoRA."""
+        until = time.monotonic() + COMPARE_SECONDS
+        return self._leading(space.namespace, space.chunk_tokens, NO_EXTRA_KEYS, until)
+
+    def _leading(self, namespace: Namespace, size: int, extra: ExtraKeys, until: float) -> int:
+        keys = ChunkKeys(namespace.digest, size, extra)
+        num_chunks = len(self._token_ids) // size
+        for number in range(num_chunks):
+            if number == len(keys.keys):  # most namespaces lack the first: the rest is not hashed
+                keys.extend(self._token_ids if number else self._token_ids[:size])
+            is_late = time.monotonic() >= until
+            if is_late or self._fault(namespace.digest, keys.keys[number]) is not None:
+                return number * size
+        return num_chunks * size
+
+    def _ask(self, namespace: Namespace, key: ChunkKey, run: Run) -> Run:
+        fault = self._fault(namespace.digest, key)
+        if fault is None:
+            return run
+        if fault is not MissReason.ABSENT:
+            return run._replace(why=Why.UNREADABLE, detail=fault)
+        removal = self._removed.get(key)
+        if removal is None:
+            return run._replace(why=self._unknown)
+        # A newer release may know other reasons.
+        known = removal.reason in (Why.EVICTED, Why.DELETED, Why.QUARANTINED, Why.VANISHED)
+        why = Why(removal.reason) if known else Why.DELETED
+        return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
+
+    def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | None:
+        """Why a chunk is no hit, by its head."""
+        try:
+            size = self._store.of(namespace).read(key, [(0, self._head)])
+        except StoreError:
+            return MissReason.IO_ERROR
+        if size is None:
+            return MissReason.ABSENT
+        info = parse_head(self._head[:size], size)
+        if isinstance(info, MissReason):
+            return info
+        if info.key != key:
+            return MissReason.WRONG_KEY
+        return None if info.schema.namespace == namespace else MissReason.WRONG_NAMESPACE
+
+
+def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
+    """What was asked, with what follows from it: only leading chunks are hits, and the end of a
+    prompt is none."""
+    asked = sum(run.num_tokens for run in runs)
+    first_miss = next((n for n, run in enumerate(runs) if run.why is not Why.HIT), len(runs))
+    last_stored = max((n for n, run in enumerate(runs) if run.why is Why.HIT), default=-1)
+    for number in range(first_miss, len(runs)):
+        run = runs[number]
+        if run.why is Why.HIT:
+            runs[number] = run._replace(why=Why.BEHIND)
+        elif not run.why.is_explained and number < last_stored:
+            runs[number] = run._replace(
+                why=Why.NOT_THERE, detail="stored once, because later chunks are there"
+            )
+    if asked < num_whole:
+        runs.append(Run(asked, num_whole - asked, Why.NOT_ASKED))
+    if num_whole < num_tokens:
+        runs.append(Run(num_whole, num_tokens - num_whole, Why.PARTIAL))
+    elif runs and first_miss == len(runs):
+        runs[-1] = runs[-1]._replace(num_tokens=runs[-1].num_tokens - 1)
+        runs.append(Run(num_tokens - 1, 1, Why.PARTIAL))
+    return [run for run in runs if run.num_tokens]
+
+
+def merge(runs: Sequence[Run]) -> list[Run]:
+    """Neighbours of which the same is to be said as one; of removals, the first one's time."""
+    groups = groupby(runs, key=lambda run: (run.why, run.detail, run.by))
+    merged = []
+    for _, group in groups:
+        members = list(group)
+        merged.append(members[0]._replace(num_tokens=sum(run.num_tokens for run in members)))
+    return merged
+
+
+def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
+    """The last `limit` lines of a journal, or of the requests whose id starts with `request`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of a journal.
+    """
+    kept: deque[JournalLine] = deque(maxlen=limit)
+    decoder = msgspec.json.Decoder(JournalLine)
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
+                try:
+                    found = decoder.decode(line) if line.strip() else None
+                except msgspec.DecodeError:
+                    if not line.endswith(b"\n"):  # under way, or cut short by a full disk
+                        break
+                    raise
+                if found is not None and found.request.startswith(request or ""):
+                    kept.append(found)
+    except OSError as error:
+        raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"journal {path}, line {number}: {error}") from error
+    return list(kept)

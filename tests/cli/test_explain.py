@@ -1,0 +1,582 @@
+"""`kvferry explain`: every reason on real stores, journals, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvferry.contract.messages import LookupMiss
+from kvferry.errors import StoreError
+from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, Why, differences
+from kvferry.explain import space_of as space_in
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.record.schema import RecordSchema, leaf_digests
+from kvferry.store.base import NO_DEADLINE, PutResult
+from kvferry.store.file.store import FileStore
+from kvferry.store.recordio import put_record
+from kvferry.store.url import open_one
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.models import make_tiny_model
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
+from tests.cli.test_hostile_names import NAMES, is_plain
+from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
+from tests.servers.process import LOCALHOST, free_ports
+from tests.tokenizers import save_tiny_tokenizer
+
+__all__ = ["seaweed", "url_of", "valkey_server"]
+
+GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
+TOKENS = range(100, 130)
+CHUNK = 7
+"""Of a prompt of 30 tokens, four chunks and an end of two tokens."""
+
+
+def space_of(tenant: str = "", **config: object) -> Namespace:
+    identity = ModelIdentity(weights=bytes(32), config={"dtype": "float32", **config}, name="m")
+    return Namespace.of(identity, (GROUP,), CHUNK, tenant)
+
+
+SPACE = space_of()
+
+
+def put_prompt(
+    url: str,
+    space: Namespace = SPACE,
+    tokens: Sequence[int] = TOKENS,
+    extra: ExtraKeys = NO_EXTRA_KEYS,
+) -> list[ChunkKey]:
+    """Store a prompt as an engine does, and describe its namespace."""
+    size = space.description["chunk_tokens"]
+    schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=(GROUP,))
+    keys = ChunkKeys(space.digest, size, extra)
+    keys.extend(tokens)
+    payload = bytes(schema.payload_bytes)
+    table = leaf_digests(schema.components[0], memoryview(payload))
+    with open_one(url, namespace=space.digest) as store:
+        store.describe(space.digest, space.as_text())
+        for number, key in enumerate(keys.keys):
+            image = memoryview(bytearray(schema.head_bytes) + payload)
+            stored = put_record(store, schema, key, number * size, table, image)
+            assert stored is PutResult.STORED
+    return keys.keys
+
+
+@pytest.fixture
+def url(tmp_path):
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def tokens_file(tmp_path):
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(TOKENS)))
+    return path
+
+
+@pytest.fixture
+def asked(run, tokens_file):
+    def ask(url: str, *options: object, space: Namespace = SPACE) -> dict[str, object]:
+        command = ["explain", url, "--namespace", space.digest.hex(), "--tokens", tokens_file]
+        shown = run(*command, *options)
+        assert shown.code == 0, shown.err
+        assert max(map(len, shown.out.splitlines()[1:])) <= 80
+        value = json.loads(run(*command, *options, "--json", "-").out)
+        assert shown.out.splitlines()[0] == value["summary"]
+        return value
+
+    return ask
+
+
+def runs_of(value) -> list[tuple[int, int, str]]:
+    chunks = value["namespaces"][0]["chunks"]
+    return [(each["first_token"], each["num_tokens"], each["why"]) for each in chunks]
+
+
+def test_a_hit_ends_before_the_end_of_the_prompt(url, asked):
+    put_prompt(url)
+    value = asked(url)
+    assert (value["hit_tokens"], value["reason"]) == (28, "partial")
+    assert runs_of(value) == [(0, 28, "hit"), (28, 2, "partial")]
+    assert "28 of 30 tokens would hit" in value["summary"]
+
+
+def test_the_last_token_of_whole_chunks_is_computed(url, asked, tokens_file):
+    tokens_file.write_text(" ".join(map(str, TOKENS[:28])))
+    put_prompt(url)
+    value = asked(url)
+    assert runs_of(value) == [(0, 27, "hit"), (27, 1, "partial")]
+    assert "the last token is always computed" in value["summary"]
+
+
+def test_a_prompt_that_is_shorter_than_a_chunk(url, asked, tokens_file):
+    put_prompt(url)
+    tokens_file.write_text("[1, 2, 3]")
+    assert "shorter than a chunk of 7 tokens" in asked(url)["summary"]
+    tokens_file.write_text("[]")
+    assert "the prompt is empty" in asked(url)["summary"]
+
+
+def test_what_was_never_stored(url, asked):
+    put_prompt(url, tokens=TOKENS[:14])
+    value = asked(url)
+    assert value["reason"] == "never stored"
+    assert runs_of(value) == [(0, 14, "hit"), (14, 14, "never stored"), (28, 2, "partial")]
+    assert "14 of 30 tokens would hit; the chunk at token 15 is not in" in value["summary"]
+
+
+def remove(url: str, key: ChunkKey, how: str) -> None:
+    root = Path(url.removeprefix("file://"))
+    if how == "evicted":
+        with FileStore(root) as store:
+            store.touch([each.key for each in store.scan() if each.key != key])
+            size = store.stat().used_bytes
+            store.gc(max_bytes=size - 1)
+    elif how == "vanished":
+        with FileStore(root, background=False) as store:
+            store._directory.remove(key)
+            assert store.read(key, ()) is None
+            store.maintain()
+    else:
+        with FileStore(root) as store:
+            store.delete(key) if how == "deleted" else store.discard(key, "bad_leaf")
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted", "quarantined", "vanished"])
+def test_what_was_removed(url, asked, how):
+    keys = put_prompt(url)
+    remove(url, keys[1], how)
+    value = asked(url)
+    assert value["reason"] == how
+    chunk = value["namespaces"][0]["chunks"][1]
+    assert chunk["by"].startswith(f"{os.getpid()}@")
+    assert chunk["detail"] == ("bad_leaf" if how == "quarantined" else "")
+    if how != "evicted":  # which removes more than asked for
+        assert runs_of(value)[:3] == [(0, 7, "hit"), (7, 7, how), (14, 14, "behind a miss")]
+        assert f"the chunk at token 8 was {how} 0 s ago" in value["summary"]
+
+
+def test_a_removal_of_what_was_stored_again_is_no_reason(url, asked):
+    keys = put_prompt(url)
+    remove(url, keys[1], "deleted")
+    put_prompt(url + "2")  # another store
+    with open_one(url + "2") as other, open_one(url) as store:
+        value = bytearray(next(e.num_bytes for e in other.scan() if e.key == keys[1]))
+        other.read(keys[1], [(0, memoryview(value))])
+        assert store.put(keys[1], [value]) is PutResult.STORED
+    assert asked(url)["hit_tokens"] == 28
+
+
+def test_a_record_that_is_damaged(url, asked):
+    keys = put_prompt(url)
+    with open_one(url) as store:
+        store.delete(keys[2])
+        store.put(keys[2], [b"x" * 100])
+    value = asked(url)
+    assert value["reason"] == "unreadable"
+    assert "the chunk at token 15 cannot be read (bad_header)" in value["summary"]
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (space_of("tenant-b"), "tenant"),
+        (space_of(dtype="bfloat16"), "config.dtype"),
+        (space_of(rope_theta=5), "config.rope_theta"),
+        (
+            Namespace.of(
+                ModelIdentity(weights=b"w" * 32, config={"dtype": "float32"}), (GROUP,), 7
+            ),
+            "weights",
+        ),
+        (
+            Namespace.of(
+                ModelIdentity(weights=bytes(32), config={"dtype": "float32"}), (GROUP,), 5
+            ),
+            "chunk_tokens",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_stored_under_another_namespace(url, asked, other, field):
+    put_prompt(url, tokens=range(7))
+    put_prompt(url, other)
+    value = asked(url)
+    assert value["reason"] == "other namespace"
+    assert value["elsewhere"]["namespace"] == other.digest.hex()
+    assert list(value["elsewhere"]["differs"]) == [field]
+    assert "stored under another namespace" in value["summary"]
+
+
+def test_what_is_stored_without_a_salt_or_with_another(url, asked):
+    put_prompt(url)
+    value = asked(url, "--salt", "s")
+    assert (value["reason"], value["without_extra"]) == ("other salt or LoRA", 28)
+    put_prompt(url, extra=ExtraKeys(cache_salt="s"))
+    assert asked(url, "--salt", "s")["hit_tokens"] == 28
+    assert asked(url, "--lora", "a")["reason"] == "other salt or LoRA"
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_servers(url_of, asked, kind):
+    url = url_of(kind)
+    keys = put_prompt(url)
+    assert asked(url)["hit_tokens"] == 28
+    with open_one(url, namespace=SPACE.digest) as store:
+        assert store.delete(keys[1])
+        assert store.delete(keys[3])
+    value = asked(url)
+    assert runs_of(value) == [
+        (0, 7, "hit"),
+        (7, 7, "not there"),
+        (14, 7, "behind a miss"),
+        (21, 7, "not there"),
+        (28, 2, "partial"),
+    ]
+    assert "later chunks are there" in value["namespaces"][0]["chunks"][1]["detail"]
+    other = space_of("b")
+    put_prompt(url, other, range(7))
+    value = asked(url, space=other)
+    assert (value["reason"], value["hit_tokens"]) == ("other namespace", 0)
+    assert value["elsewhere"]["hit_tokens"] == 7
+
+
+def test_files_are_explained_without_a_listing(url, asked, monkeypatch):
+    put_prompt(url, tokens=range(7))
+    put_prompt(url, space_of("b"))
+
+    def refuse(store):
+        raise AssertionError("the store is listed")
+
+    monkeypatch.setattr(FileStore, "scan", refuse)
+    assert asked(url)["reason"] == "other namespace"
+
+
+# -- by model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+def test_a_prompt_of_an_engine_is_found_by_its_model(run, model_dir, tmp_path, url):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the statement was executed, and " * 20)
+    command = ["generate", model_dir, "--prompt-file", prompt, "--max-tokens", 2, "--store", url]
+    for size in (16, 32):
+        assert run(*command, "--chunk-tokens", size).code == 0
+    command = ["explain", url, "--model", model_dir, "--prompt-file", prompt, "--json", "-"]
+    value = json.loads(run(*command).out)
+    assert value["reason"] == "partial"
+    assert {each["chunk_tokens"] for each in value["namespaces"]} == {16, 32}
+    assert all(not each["differs"] for each in value["namespaces"])
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    save_tiny_tokenizer(other)
+    command[3] = other
+    value = json.loads(run(*command).out)
+    assert (value["namespaces"], value["reason"]) == (
+        [],
+        "other namespace",
+    )
+    assert list(value["elsewhere"]["differs"]) == ["weights"]
+    assert value["elsewhere"]["hit_tokens"] > 0
+    assert "nothing in this store is of this model" in value["summary"]
+
+
+def test_a_model_and_an_empty_store(run, model_dir, url, tokens_file):
+    open_one(url).close()
+    ran = run("explain", url, "--model", model_dir, "--tokens", tokens_file)
+    assert ran.code == 0
+    assert "0 of 30 tokens would hit; nothing in this store is of this model" in ran.out
+
+
+# -- journals -------------------------------------------------------------------------------------
+
+
+def line(**fields: object) -> str:
+    base = {"time": 1.0, "chunk_tokens": 7, "num_tokens": 30, "keys": ["00"]}
+    return json.dumps(base | fields) + "\n"
+
+
+def test_the_tables_of_reasons_are_complete():
+    assert set(SENTENCES) == set(LookupMiss)
+    assert set(MEANINGS) == set(Why)
+    docs = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    for reason, sentence in SENTENCES.items():
+        assert f"| `{reason}` | {sentence} |" in docs
+    for why, meaning in MEANINGS.items():
+        assert f"| {why} | {meaning} |" in docs
+
+
+@pytest.mark.parametrize("reason", LookupMiss)
+def test_every_reason_of_a_journal_is_a_sentence(run, tmp_path, reason):
+    path = tmp_path / "journal"
+    why = "expected 2.000 s to load, 1.000 s to compute"
+    path.write_text(line(request="r1", hits={"file": 7}, misses={reason: 23}, why=why))
+    ran = run("explain", "--journal", path)
+    assert ran.code == 0
+    assert ran.out.startswith("7 of 30 tokens of the last 1 requests hit; 23 missed as")
+    value = json.loads(run("explain", "--journal", path, "--json", "-").out)
+    assert value["reasons"] == [{"reason": reason, "tokens": 23, "means": SENTENCES[reason]}]
+    assert value["requests"][0]["why"] == why
+    assert is_plain(ran.out)
+
+
+def test_old_lines_and_a_line_under_way(run, tmp_path):
+    path = tmp_path / "journal"
+    path.write_text(line() + line(request="cmpl-7-a", misses={"new_reason": 30}) + '{"time": 1')
+    out = run("explain", "--journal", path).out
+    assert "no answer" in out
+    assert "does not know" in " ".join(out.split())
+    value = json.loads(run("explain", "--journal", path, "--request", "cmpl-7", "--json", "-").out)
+    assert [each["request"] for each in value["requests"]] == ["cmpl-7-a"]
+    assert (
+        len(json.loads(run("explain", "--journal", path, "-n", 1, "--json", "-").out)["requests"])
+        == 1
+    )
+    path.write_text("")
+    assert run("explain", "--journal", path).code == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}\n", b"[" * 100_000 + b"\n", b"\xff\n", b'{"time": "x"}\n']
+)
+def test_a_file_that_is_no_journal_is_one_line(run, tmp_path, content):
+    (tmp_path / "journal").write_bytes(content)
+    ran = run("explain", "--journal", tmp_path / "journal")
+    assert ran.code == 2
+    assert "line 1" in ran.error_line
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_hostile_descriptions_are_shown_as_they_are(run, url, tokens_file, name):
+    deep: object = name
+    for _ in range(50):
+        deep = [deep, 1]
+    hostile = space_of(name * 1000, **{name: "x" * 100_000, "deep": deep})
+    put_prompt(url, tokens=range(7))
+    put_prompt(url, hostile)
+    with FileStore(Path(url.removeprefix("file://"))) as store:
+        store.describe(b"d" * 32, "[" * 100_000)
+        store.describe(b"e" * 32, json.dumps({"model": None, "description": {"chunk_tokens": 0}}))
+        store.discard(ChunkKey(bytes(32)), name)
+    command = ["explain", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    ran = run(*command)
+    assert ran.code == 0
+    assert is_plain(ran.out)
+    assert len(ran.out) < 20_000
+    value = json.loads(run(*command, "--json", "-").out)
+    assert value["reason"] == "other namespace"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "--model DIR or --namespace"),
+        (["--namespace", "xyz"], "hexadecimal"),
+        (["--namespace", "00"], "no namespace"),
+        (["--namespace", "00" * 32], "no namespace"),
+        (["--namespace", "00", "--prompt-file", "F"], "not both|give --prompt-file FILE or"),
+        (["--journal", "none"], "not both"),
+        (["--model", "none"], "config"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line(run, url, tokens_file, options, says):
+    put_prompt(url)
+    ran = run("explain", url, *options, "--tokens", tokens_file)
+    assert ran.code == 2
+    assert any(each in ran.error_line for each in says.split("|"))
+
+
+@pytest.mark.parametrize(
+    "content", ["[1, 2", "a b", "[1.5]", "[true]", "-1", "4294967296", "[" * 10**5]
+)
+def test_tokens_that_are_none_are_one_line(run, url, tokens_file, content):
+    tokens_file.write_text(content)
+    ran = run("explain", url, "--namespace", "00", "--tokens", tokens_file)
+    assert ran.code == 2
+    assert "token id" in ran.error_line
+
+
+def test_a_namespace_without_a_description_is_one_line(run, url, tokens_file):
+    put_prompt(url)
+    (Path(url.removeprefix("file://")) / "namespaces" / f"{SPACE.digest.hex()}.json").write_text(
+        "{}"
+    )
+    for digits in (SPACE.digest.hex(), SPACE.digest.hex()[:9]):
+        ran = run("explain", url, "--namespace", digits, "--tokens", tokens_file)
+        assert ran.code == 2
+        assert "missing or damaged" in ran.error_line
+
+
+def test_places_that_are_no_store_are_one_line(run, tmp_path, tokens_file):
+    (tmp_path / "empty").mkdir()
+    (port,) = free_ports(1)
+    options = ["--namespace", "00" * 32, "--tokens", tokens_file]
+    for url in (
+        (tmp_path / "missing").as_uri(),
+        (tmp_path / "empty").as_uri(),
+        "memory://",
+        f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv",
+    ):
+        ran = run("explain", url, *options)
+        assert ran.code == 2
+        assert "correct-horse" not in ran.error_line
+
+
+def test_a_store_that_fails_is_asked_no_further(url):
+    keys = put_prompt(url)
+
+    class Failing(WrapperStore):
+        def read(self, key, ranges, deadline=NO_DEADLINE):
+            if key == keys[1]:
+                raise StoreError("away")
+            assert key == keys[0]
+            return super().read(key, ranges, deadline)
+
+    with Failing(open_one(url)) as store:
+        answer = PromptSearch(store, TOKENS).answer([space_in(SPACE, {})], [])
+    assert [(run.why, run.detail) for run in answer.found[0].runs] == [
+        (Why.HIT, ""),
+        (Why.UNREADABLE, "io_error"),
+        (Why.NOT_ASKED, ""),
+        (Why.PARTIAL, ""),
+    ]
+
+
+def test_a_narrow_terminal(url, tokens_file):
+    """60 columns, as a terminal has them."""
+    put_prompt(url, tokens=TOKENS[:7])
+    command = [sys.executable, "-m", "kvferry.cli.main", "explain", url, "--namespace"]
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
+    done = subprocess.run(
+        [*command, SPACE.digest.hex(), "--tokens", str(tokens_file)],
+        stdout=follower,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(follower)
+    text = b""
+    try:
+        while piece := os.read(leader, 1 << 16):
+            text += piece
+    except OSError:  # all is read, and the other end is closed
+        pass
+    os.close(leader)
+    assert done.returncode == 0, done.stderr
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    assert lines[0].startswith("7 of 30 tokens would hit")
+    table = lines[1:-1]
+    assert max(map(len, table)) <= 60, table
+    assert "never stored" in text.decode()
+
+
+def test_a_store_in_use_and_a_reader_that_leaves(url, asked, tokens_file):
+    put_prompt(url)
+    with open_one(url):
+        assert asked(url)["hit_tokens"] == 28
+    command = (
+        f"{sys.executable} -m kvferry.cli.main explain {url} --namespace {SPACE.digest.hex()} "
+        f"--tokens {tokens_file} --json - | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stderr == b""
+
+
+def test_ctrl_c_while_the_prompt_is_awaited_is_one_line(tmp_path, url):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", "kvferry.cli.main", "explain", url, "--namespace", "00"]
+    with (
+        subprocess.Popen(
+            [*command, "--tokens", str(fifo)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process,
+        fifo.open("w"),
+    ):  # it opened the file: it is in the command
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"error: interrupted\n")
+
+
+def test_differences_are_fields_by_path():
+    there = {"a": 1, "groups": [{"n": 1}, {"n": 2}], "only": 0, "list": [1]}
+    here = {"a": 1, "groups": [{"n": 1}, {"n": 3}], "list": [1, 2]}
+    assert differences(there, here) == {
+        "groups.1.n": (2, 3),
+        "list": ([1], [1, 2]),
+        "only": (0, None),
+    }
+
+
+# -- kvferry size ---------------------------------------------------------------------------------
+
+
+def sized(run, model, *options):
+    ran = run("size", model, *options, "--json", "-")
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+@pytest.mark.parametrize(
+    ("arch", "token_bytes"),
+    [
+        ("llama", 3 * 2 * 4 * 8 * 4),  # layers, K and V, kv heads (of 8 heads), head_dim, float32
+        ("deepseek_v3", 3 * (16 + 8) * 4),  # layers, latent and rotated key, float32
+        ("gemma3_text", 4 * 2 * 2 * 8 * 4),
+    ],
+)
+def test_the_size_of_a_token_by_the_config_alone(run, tmp_path, arch, token_bytes):
+    model = make_tiny_model(tmp_path / "model", arch)
+    for path in model.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    value = sized(run, model / "config.json", "--tokens", 300, "--chunk-tokens", 16)
+    assert value["token_bytes"] == token_bytes
+    assert value["whole_chunks"] == 18
+    assert value["stored_bytes"] == 18 * value["record_bytes"] >= 288 * token_bytes
+    assert value["tokens_per_gib"] == 2**30 // value["record_bytes"] * 16
+    # A window of 29: after 288 tokens, 28 of them are in reach, which are two chunks.
+    read = 288 * token_bytes if arch != "gemma3_text" else (288 + 32) * token_bytes // 2
+    assert value["read_for_a_hit_bytes"] == read
+    assert "token bytes" in run("size", model, "--tokens", 300).out
+
+
+def test_the_break_even_rate_and_another_dtype(run, tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    value = sized(run, model, "--tokens", 1280, "--prefill-tokens-per-second", 8000)
+    assert value["loading_beats_computing_from_gb_per_second"] == pytest.approx(
+        value["token_bytes"] * 8000 / 1e9, rel=1e-3
+    )
+    assert "loading_beats" not in json.dumps(sized(run, model, "--tokens", 1280))
+    assert sized(run, model, "--dtype", "bfloat16")["token_bytes"] * 2 == value["token_bytes"]
+
+
+def test_what_has_no_size_is_one_line(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "text").write_text("{}")
+    for model in (tmp_path, tmp_path / "none", tmp_path / "text"):
+        ran = run("size", model, "--tokens", 10)
+        assert ran.code == 2
+        assert is_plain(ran.error_line)
+    rate = run("size", tmp_path, "--prefill-tokens-per-second", "nan")
+    assert (rate.code, "must be from" in rate.error_line) == (2, True)
