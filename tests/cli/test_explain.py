@@ -145,7 +145,7 @@ def remove(url: str, key: ChunkKey, how: str) -> None:
             store.gc(max_bytes=size - 1)
     elif how == "vanished":
         with FileStore(root, background=False) as store:
-            store._directory.remove(key)
+            store.directory.remove(key)
             assert store.read(key, ()) is None
             store.maintain()
     else:

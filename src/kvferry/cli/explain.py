@@ -82,12 +82,7 @@ def explain(
             raise ConfigError("give a store URL or --journal, not both")
         _explain_journal(journal, request, limit, json)
         return
-    if url is None:
-        raise ConfigError("give the URL of a store, or --journal FILE")
-    if model is None and namespace is None:
-        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if namespace is not None and _HEX.fullmatch(namespace.lower()) is None:
-        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
+    url = _checked(url, model, namespace)
     token_ids = _read_tokens(model, prompt_file, tokens, raw=raw)
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.types import ExtraKeys
@@ -104,6 +99,18 @@ def explain(
             url, lambda store: _ask_model(store, identity, token_ids, extra)
         )
     _show(answer, extra, json)
+
+
+def _checked(url: str | None, model: Path | None, namespace: str | None) -> str:
+    """The URL of a store that is asked. Raises ConfigError if that, or whose prompt it is, is not
+    given."""
+    if url is None:
+        raise ConfigError("give the URL of a store, or --journal FILE")
+    if model is None and namespace is None:
+        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
+    if namespace is not None and _HEX.fullmatch(namespace.lower()) is None:
+        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
+    return url
 
 
 # -- the prompt -----------------------------------------------------------------------------------
