@@ -272,9 +272,12 @@ class PromptSearch:
     def answer(self, spaces: Sequence[Space], others: Sequence[Space]) -> PromptAnswer:
         """Every chunk in `spaces`; if nothing is known of the first that misses, also how much of
         the prompt other namespaces and keys have."""
-        found = sorted(
-            map(self.explain, spaces), key=lambda each: (-each.hit_tokens, len(each.differs))
-        )
+        found: list[Explanation] = []
+        for space in spaces:
+            found.append(self.explain(space))
+            if any(run.detail == MissReason.IO_ERROR for run in found[-1].runs):
+                break  # the next question could take as long
+        found.sort(key=lambda each: (-each.hit_tokens, len(each.differs)))
         answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
         if answer.reason.is_explained:
             return answer

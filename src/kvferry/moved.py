@@ -14,6 +14,9 @@ MOVED_MODULES: Final = MappingProxyType(
     {
         "kvferry.aggregation": "kvferry.v1 (WorkerOutputFold to kvferry.contract.fold)",
         "kvferry.connectors": "kvferry.cache (SharedStorageConnector and its like to kvferry.v1)",
+        "kvferry.contract.faults": "kvferry.contract.rules",
+        "kvferry.contract.promises": "kvferry.contract.rules and kvferry.contract.asynchronous",
+        "kvferry.contract.reports": "kvferry.contract.rules and kvferry.contract.asynchronous",
         "kvferry.contract.v1": NEW_HOME,
         "kvferry.keys.weights": "kvferry.identity.weights",
         "kvferry.layout.blocks": NEW_HOME,
@@ -21,6 +24,7 @@ MOVED_MODULES: Final = MappingProxyType(
         "kvferry.layout.postprocess": NEW_HOME,
         "kvferry.runner": "kvferry.v1 (StepLifecycle to kvferry.contract.lifecycle)",
         "kvferry.store.breaker": "kvferry.store.tiers",
+        "kvferry.layout.numpy_copies": "kvferry.layout.ops",
         "kvferry.store.checking": "kvferry.store.maintenance",
         "kvferry.store.known_keys": "kvferry.store.file.index",
         "kvferry.store.late": "kvferry.store.tiers",

@@ -25,8 +25,6 @@ class DictPlan(Plan, frozen=True, kw_only=True):
 
 
 class DictScheduler(SchedulerRole):
-    is_asynchronous = True
-
     def __init__(self, store: dict, *, block_size=4, is_async=False, delay_free=False) -> None:
         self.store, self.block_size = store, block_size
         self.is_async, self.delay_free = is_async, delay_free
@@ -90,8 +88,6 @@ class DictScheduler(SchedulerRole):
 
 class DictWorker(WorkerRole):
     """Async loads take two steps; delayed frees one."""
-
-    is_asynchronous = True
 
     def __init__(self, store: dict) -> None:
         self.store = store
@@ -178,7 +174,7 @@ def _delegate(base, hooks):
     return type(
         f"Faulty{base.__name__}",
         (base,),
-        {"is_asynchronous": True, "__init__": init, **{h: make(h) for h in hooks}},
+        {"__init__": init, **{h: make(h) for h in hooks}},
     )
 
 

@@ -18,8 +18,6 @@ class LoadPlan(Plan, frozen=True, kw_only=True):
 class RecordingWorker(WorkerRole):
     """`calls` is the order of hooks; `outputs` are handed out one per `collect`."""
 
-    is_asynchronous = True
-
     def __init__(self, *outputs: object, fail: Collection[str] = ()) -> None:
         self.calls: list[str] = []
         self.finished: list[Collection[str]] = []

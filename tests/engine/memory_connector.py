@@ -45,8 +45,6 @@ class Behaviour:
 
 
 class MemoryScheduler(SchedulerRole):
-    is_asynchronous = True
-
     def __init__(self, behaviour: Behaviour, block_size: int) -> None:
         self.behaviour, self.block_size = behaviour, block_size
         self.asked: dict[str, int] = {}
@@ -126,8 +124,6 @@ class MemoryScheduler(SchedulerRole):
 
 
 class MemoryWorker(WorkerRole):
-    is_asynchronous = True
-
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.plan = MemoryPlan()

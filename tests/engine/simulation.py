@@ -110,8 +110,6 @@ class Choices:
 class PretendRole(SchedulerRole):
     """Keeps to the contract and remembers how it was called."""
 
-    is_asynchronous = True
-
     def __init__(self, choices: Choices, block_size: int, is_stored: Callable[[int], bool]) -> None:
         self.choices = choices
         self.block_size = block_size

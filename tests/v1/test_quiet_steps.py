@@ -21,7 +21,6 @@ EMPTY_PLAN = Plan()
 
 
 class IdleScheduler(SchedulerRole):
-    is_asynchronous = True
     is_idle = True
 
     def __init__(self):
@@ -46,7 +45,6 @@ class IdleScheduler(SchedulerRole):
 
 
 class IdleWorker(WaitingWorker):
-    is_asynchronous = True
     is_idle = True
 
     def __init__(self):

@@ -22,7 +22,7 @@ from kvferry.cli.output import (
     progress,
     read_text,
 )
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -220,7 +220,10 @@ def _ask_namespace(
     answer = prompt.answer([space_of(target, {})], [])
     if answer.reason.is_explained:
         return answer
-    others = describe_all(store, store.described() if digests is None else digests)
+    try:
+        others = describe_all(store, store.described() if digests is None else digests)
+    except StoreError:  # it cannot list them; what is known of this one stands
+        return answer
     return prompt.answer(
         [space_of(target, {})],
         [

@@ -1,8 +1,8 @@
 """Async loads and delayed frees: loads that span steps, and blocks that outlive their request.
 
-Both roles of a connector that uses either declare `is_asynchronous`. The guards and the lifecycle
-then take the classes of this module; each adds the rules for request ids to the class that it
-extends. The cache of kvferry uses neither; connectors written for vLLM do.
+Connectors written for vLLM use both. Roles that use neither, as those of kvferry's cache, declare
+`is_asynchronous = False`. For all others the guards and the lifecycle take the classes of this
+module; each adds the rules for request ids to the class that it extends.
 
 The rules, each broken at the price of the host's life:
 - A request whose async load was promised is in `finished_recving` exactly once, also if it was

@@ -19,11 +19,12 @@ class SchedulerRole(ABC):
     `update_after_alloc`, `build_plan` (every step), `request_finished` (once).
 
     Attributes:
-        is_asynchronous: True for a role with async loads or delayed frees, whose rules are those of
-            `kvferry.contract.asynchronous`. Without it the guard refuses both.
+        is_asynchronous: False declares that the role has neither async loads nor delayed frees:
+            the rules of `kvferry.contract.asynchronous` are left out, and the guard refuses both.
+            Both halves declare the same.
     """
 
-    is_asynchronous: bool = False
+    is_asynchronous: bool = True
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027 - optional
         """The host queued a request. Bookkeeping only; hosts before vLLM 0.27 never call it, so

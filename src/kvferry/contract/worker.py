@@ -29,10 +29,10 @@ class WorkerRole(ABC):
     needs a sync load), so whatever `save` needs is prepared in `begin_step`.
 
     Attributes:
-        is_asynchronous: as for the scheduler role. Without it, reports of requests are dropped.
+        is_asynchronous: as for the scheduler role. If False, reports of requests are dropped.
     """
 
-    is_asynchronous: bool = False
+    is_asynchronous: bool = True
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

@@ -364,6 +364,11 @@ def _refuse_beside_roles(store: object, engine: EngineConfig) -> None:
 
 
 def _guarded(roles: Roles, observer: Observer, block_size: int) -> Roles:
+    if roles.scheduler.is_asynchronous != roles.worker.is_asynchronous:
+        raise ConfigError(
+            f"{type(roles.scheduler).__name__} and {type(roles.worker).__name__} declare different "
+            "is_asynchronous; both halves of a connector declare the same"
+        )
     scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
     return replace(roles, scheduler=scheduler, worker=GuardedWorker(roles.worker, observer))
 

@@ -209,14 +209,14 @@ def open_tiers(
         store = open_one(urls[0])
         return TieredStore([store], observer, check=check) if kind_of(parsed[0]).hosts else store
 
-    def unopened(url: str) -> Unopened:
+    def unopened(url: str, place: StoreUrl) -> Unopened:
         def opened(may_create: bool) -> Store:
             return open_one(url) if may_create else open_one(url, may_create=False)
 
-        return Unopened(shown_url(url), opened)
+        return Unopened(str(place), opened)
 
     return TieredStore(
-        [unopened(url) for url in urls],
+        [unopened(url, place) for url, place in zip(urls, parsed, strict=True)],
         observer,
         check=check,
         patience=Patience(start_seconds=math.inf if start_seconds is None else start_seconds),

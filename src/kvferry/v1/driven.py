@@ -174,8 +174,6 @@ def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
 class V1SchedulerRole(SchedulerRole):
     """The scheduler half of a V1 connector. Runs in: scheduler."""
 
-    is_asynchronous = True
-
     def __init__(self, connector: KVConnectorBase_V1) -> None:
         """Drive a connector that was built for `KVConnectorRole.SCHEDULER`.
 
@@ -308,8 +306,6 @@ class V1WorkerRole(WorkerRole):
     After a forward that raised, `wait_for_save` is not called: a connector that saves in bulk there
     would store blocks that were never computed.
     """
-
-    is_asynchronous = True
 
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
         """Drive a connector that was built for `KVConnectorRole.WORKER`, and for `release`.

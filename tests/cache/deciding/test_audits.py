@@ -355,6 +355,16 @@ def test_a_model_that_differs_at_the_end_only_is_found_after_its_beginning_agree
     assert settled_run(host, "not loaded").num_external_tokens == 0
 
 
+def test_a_chunk_in_the_middle_that_agreed_ends_no_audit(reader, store_prompt):
+    draws = iter([0.0, 0.99])
+    host = reader(draw=lambda: next(draws))
+    host.scheduler.context.store.delete(keys_of(host, PROMPT)[0])
+    settled_run(host, "its own first chunk", PROMPT[: CHUNK + 1])
+    assert settled_run(host, "the second one is compared").num_external_tokens == CHUNK
+    assert settled_run(host, "the last one is compared").num_external_tokens == SHORT
+    assert counts(host) == (2, 0, 0)
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
     reader, make_host, directory, store_prompt, caplog, recomputes

@@ -15,7 +15,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
-from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.health import Health, Patience
 from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
@@ -633,6 +633,7 @@ def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_ti
         return state(store, 1) == "away"
 
     wait_until(is_left_alone, "no look-up had to find out")
+    rest(store)  # a value that fails while the store answers is dropped
     far.is_away = False
     clock.advance(6.0)
     settle(store)
@@ -904,3 +905,82 @@ def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog):
         "store late://x cannot be opened",
         "store late://x",
     ]
+
+
+class Unsteady(MemoryStore):
+    """Fails to read while `fails`."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.fails = False
+
+    def read(self, *args, **kwargs):
+        if self.fails:
+            raise StoreError("down")
+        return super().read(*args, **kwargs)
+
+
+def test_a_tier_whose_thread_is_held_by_a_source_that_hangs_is_used_once_it_answers(make_tiers):
+    gate, clock, far = Gate(), FakeClock(), Probed()
+    near = StallingStore(MemoryStore(), gate=gate, operations={"read"})
+    store = make_tiers(near, far, clock=clock)
+    store.put(make_key(), [b"value"])
+    assert gate.wait_for_arrival(), "of the copy to the far tier"
+    far.put(make_key(1), [b"value"])
+    far.fail()
+    assert not store.contains(make_key(1))
+    clock.advance(QUICK.longest_pause_seconds)
+
+    def is_asked():
+        store.probe([make_key(1)])
+        return store.contains(make_key(1))
+
+    wait_until(is_asked, "it was tried by another thread")
+    gate.release()
+
+
+def test_a_store_that_fails_as_soon_as_it_is_open_stays_open():
+    """Three reads may fail between the moment that it is used and the end of its opening."""
+    clock, store = FakeClock(), Unsteady()
+
+    class AtOnce(Tier):
+        def _event(self, event):
+            super()._event(event)
+            if event is Health.opened:
+                for _ in range(MAX_FAILURES):
+                    with pytest.raises(StoreError):
+                        self.ask(make_key(), (), math.inf)
+                store.fails = False
+
+    store.fails = True
+    tier = AtOnce(Unopened("late://x", lambda _may_create: store), 0, Observer(), clock, QUICK)
+    tier.try_if_due()
+    assert tier.up is None
+    clock.advance(QUICK.longest_pause_seconds)
+    tier.try_if_due()
+    assert tier.up is store
+    assert tier.put(make_key(), [b"value"], math.inf) is PutResult.STORED
+
+
+def test_a_tier_that_got_no_thread_at_its_start_gets_one_later(make_tiers, monkeypatch):
+    clock, inner = FakeClock(), Unsteady()
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        store = make_tiers(inner, clock=clock)
+    inner.fails = True
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(StoreError):
+            store.read(make_key(), ())
+    assert state(store) == "away"
+    inner.fails = False
+    clock.advance(QUICK.longest_pause_seconds)
+
+    def is_up():
+        store.probe([make_key()])
+        return state(store) == "up"
+
+    wait_until(is_up, "it was tried")

@@ -118,14 +118,17 @@ class Audits:
         """
         keys = state.keys.keys
         record = self._pool.find(keys[number])
+        if record is None:
+            return False
+        # First: a spare slot may take the place of one of these.
+        is_at_end = all(
+            slot is not None and slot.is_save
+            for slot in (self._pool.find(keys[later]) for later in range(number + 1, whole.stop))
+        )
         copy = self._pool.spare(number * self._context.config.chunk_tokens)
-        if record is None or copy is None:
+        if copy is None:
             return False
         self._pool.pin(record)
-        is_at_end = number > whole.start or all(
-            slot is not None and slot.is_save
-            for slot in (self._pool.find(keys[later]) for later in whole[1:])
-        )
         state.audit = Audit(record, copy, tuple(keys[: number + 1]), whole.start, is_at_end)
         return True
 

@@ -79,6 +79,8 @@ class SharedStorageScheduler(SchedulerRole):
         ConfigError: the file of the option `record` cannot be written.
     """
 
+    is_asynchronous = False
+
     def __init__(
         self,
         context: RoleContext,

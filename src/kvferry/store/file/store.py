@@ -195,7 +195,11 @@ class FileStore(Store):
 
     @property
     def refusal(self) -> str:
-        return "it is opened read-only" if self.is_read_only else self._faults.refusal
+        if self.is_read_only:
+            return "it is opened read-only"
+        if self._max_bytes < NO_QUOTA and not self.index.totals.is_complete:
+            return "its index is not complete yet"
+        return self._faults.refusal
 
     def contains(self, key: ChunkKey) -> bool:
         return self._known.contains(key)

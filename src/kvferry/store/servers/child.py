@@ -8,6 +8,8 @@ The worker is a file, `mooncake_child.py` or `objects_child.py`, of which this r
     make_lanes(options, memories)   the `Worker` of each lane, or the reason why there is none
     close(workers)                  once a lane has ended
 
+and which says how large the stack of a lane's thread is: `STACK_BYTES`, 0 for the system's size.
+
 Neither imports anything of kvferry: where the parent found it may be no place of the child's.
 """
 
@@ -79,7 +81,7 @@ def serve(options: dict[str, Any]) -> None:
         finally:
             over.set()
 
-    threading.stack_size(512 << 10)
+    threading.stack_size(module.STACK_BYTES)
     for each in zip(ends, workers, strict=True):
         threading.Thread(target=run, args=each, daemon=True).start()
     are_ready.set()

@@ -28,6 +28,9 @@ T = TypeVar("T")
 NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _NO_RANGE = "status code: 416"
 _HEADS_IN_FLIGHT = 32
+STACK_BYTES = 512 << 10
+"""See `child.py`. Stacks count as memory, and what runs deep runs on the threads of obstore."""
+
 _READS_IN_FLIGHT = 5
 
 # Few and quick: a tier that fails is a miss, and the store above decides when to try again.
@@ -254,7 +257,14 @@ def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[
     except (BaseError, OSError, ValueError) as error:
         return f"obstore refuses it ({type(error).__name__})"
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run() -> None:
+        try:
+            loop.run_forever()
+        finally:
+            os._exit(1)  # no memory for the loop itself: no lane would ever answer again
+
+    threading.Thread(target=run, daemon=True).start()
     removing: set[str] = set()
     limits = asyncio.Semaphore(_READS_IN_FLIGHT), asyncio.Semaphore(_HEADS_IN_FLIGHT)
     return [ObjectLane(loop, store, memory, removing, *limits) for memory in memories]

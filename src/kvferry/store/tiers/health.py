@@ -180,7 +180,7 @@ class Health:
         self._is_announced = True
         return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
-    def open_failed(self, error: Exception) -> str:
+    def open_failed(self, error: BaseException) -> str:
         """The store could not be opened. It is tried again if its medium did not answer, also where
         something else was found there meanwhile, as below a mount that is away."""
         if self.state is not State.OPENING:

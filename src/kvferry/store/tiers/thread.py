@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvferry.errors import StoreError
@@ -23,12 +24,21 @@ _LEAVE_SECONDS = 0.1
 """How long a close waits for a thread that opens or tries a store, and may hang."""
 
 
+def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """A daemon thread that does this; None where the process can start none."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with suppress(RuntimeError):
+        thread.start()
+        return thread
+    return None
+
+
 class TierThread:
     """Serves one tier. Values that are to be copied to it wait while it accepts none, and one that
     the tier did not answer waits again.
 
-    A daemon: a mount that hangs for ever must not keep the process from ending. A source that hangs
-    holds the thread, too: until it answers, the target is neither copied to nor tried.
+    A daemon: a mount that hangs for ever must not keep the process from ending. While a copy is
+    held by a source that hangs, the target is tried by a thread that does nothing else.
 
     Args:
         check: a value that it finds wrong is not copied.
@@ -50,16 +60,31 @@ class TierThread:
         self._closed = False
         self.is_at_work = False
         self._is_trying = False
+        self._is_tried_aside = False
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
         """Start the thread. Where the process can start none, a later call tries again."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvferry-tier", daemon=True)
-            with suppress(RuntimeError):
-                thread.start()
-                self._thread = thread
+        with self._starting:
+            if self._thread is None:
+                self._thread = _started(self._run, "kvferry-tier")
         return self._thread is not None
+
+    def keep_trying(self) -> None:
+        """The tier is away, and somebody asks: have it tried when that is due. Never blocks."""
+        target = self._target
+        if self._closed or target.next_try > target.calls.clock() or not self.start():
+            return
+        if self._copying is not None and not self._is_tried_aside:  # the copy may hang
+            self._is_tried_aside = True
+            self._is_tried_aside = _started(self._try_aside, "kvferry-try") is not None
+
+    def _try_aside(self) -> None:
+        try:
+            self._target.try_if_due()  # one thread at a time gets to
+        finally:
+            self._is_tried_aside = False
 
     # -- what waits -----------------------------------------------------------------------------
 

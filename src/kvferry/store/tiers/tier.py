@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Buffer, PutResult, ReadRange, Store, StoreStat
-from kvferry.store.tiers.health import Health, Limit, Patience
+from kvferry.store.tiers.health import Health, Limit, Patience, State
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,9 @@ class Tier:
     def _try_open(self) -> None:
         try:
             store = self._open(self._health.may_create)
-        except Exception as error:  # of any kind: the start raises it, or the log has it
+        except (
+            BaseException
+        ) as error:  # also a library's panic: the start raises it, or a line says
             fault = error
             if not self.opening.done():
                 self.opening.set_exception(fault)
@@ -121,7 +123,7 @@ class Tier:
         with self._lock:
             self.store = store
         self._event(Health.opened)
-        if not self._health.is_up:  # closed meanwhile
+        if self._health.state is State.CLOSED:  # meanwhile
             store.close()
         if not self.opening.done():
             self.opening.set_result(None)

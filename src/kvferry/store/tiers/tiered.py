@@ -117,6 +117,7 @@ class TieredStore(Store):
                 return None
             tier.find_overdue()
             if tier.up is None:
+                self._threads[tier.number].keep_trying()
                 tier.count("skipped")
                 continue
             try:
@@ -262,7 +263,9 @@ class TieredStore(Store):
         for tier, thread in zip(self._tiers, self._threads, strict=True):
             if thread.is_at_work:  # and may be held by what holds the reads
                 tier.find_overdue()
-            if (store := tier.up) is not None:
+            if (store := tier.up) is None:
+                thread.keep_trying()
+            else:
                 store.probe(keys)
 
     def note_stored(self, key: ChunkKey) -> None:
