@@ -30,14 +30,14 @@ def size(
     ] = "auto",
     prefill_tokens_per_second: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", help="What the engine computes a second, measured."),
+        typer.Option(metavar="TOKENS/S", help="Measured prefill speed of the engine."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Say how large a model's KV is: a token, a chunk, a prompt; and when loading beats computing.
+    """Show the KV size per token, chunk and prompt, and when loading is faster than computing.
 
-    Every token is stored in all layers. A hit reads of layers with a window what the window still
-    reaches, in whole chunks. The weights are not read.
+    The store keeps every token of all layers. For sliding-window layers, a hit reads only the
+    chunks that the window reaches. This command does not read the weights.
 
     Example: kvferry size path/to/model --tokens 32000
     """
@@ -46,7 +46,7 @@ def size(
             f"--prefill-tokens-per-second {prefill_tokens_per_second}: must be from 1e-6 to 1e15"
         )
     groups = _groups(model, dtype)
-    # Not at the top: all commands, and the help, would wait for it.
+    # Imported late: a top-level import would slow down every command and the help.
     from kvferry.record.schema import RecordSchema
 
     schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)

@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can have at all."""
+        """Blocks that requests can hold: all but the null block."""
         return self.num_blocks - 1
 
     @property
@@ -60,8 +60,7 @@ class BlockPool:
         return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Hold `count` free blocks, or none at all if there are fewer; their content is
-        forgotten."""
+        """Hold `count` free blocks and evict their cached content; None if too few are free."""
         if count > self.num_free:
             return None
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -71,7 +70,7 @@ class BlockPool:
         return block_ids
 
     def find_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Cached blocks of the longest known prefix. Changes nothing: `acquire` what is wanted."""
+        """Cached blocks of the longest prefix hit. Holds none of them; call `acquire` for that."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash.digest)
@@ -81,15 +80,15 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Hold cached blocks once more."""
+        """Increment the reference counts of cached blocks."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks, given in token order. The end of a prefix is reused before its start,
-        because the start is of use without the end but not the other way round."""
+        """Decrement the reference counts of blocks, given in token order. The end of a prefix is
+        evicted before its start, because the end is useless without the start."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -115,7 +114,7 @@ class BlockPool:
             children.setdefault(block_hash.parent, []).append(block_hash.digest)
         while pending:
             digest = pending.pop()
-            # Another given block may be its ancestor, and have taken it along.
+            # The loop may already have evicted it as a descendant of another given block.
             if digest in self._block_of:
                 self._forget(self._block_of[digest])
             pending.extend(children.pop(digest, ()))
@@ -205,8 +204,8 @@ class KVCache:
         request.num_cached_blocks = full
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
-        """If a computed token of `request` is in one of these blocks, take back its computed tokens
-        from the first such block on, and forget these blocks and all that was computed from them.
+        """If a computed token of `request` is in an invalid block, reset its computed tokens to the
+        start of the first such block, and uncache that block and everything computed from it.
 
         Returns:
             True if the request uses one of the blocks.
@@ -221,8 +220,8 @@ class KVCache:
         return False
 
     def detach(self, request: Request) -> list[int]:
-        """Take the blocks from the request, whose computed tokens are gone; the caller holds them
-        now."""
+        """Move the blocks from the request to the caller, and reset the request's computed
+        tokens."""
         block_ids = request.block_ids
         # A new list: views of the last step must not see what happens to the old one.
         request.block_ids = []

@@ -1,4 +1,4 @@
-"""The identity of a running model: the configuration in its directory, and in what it differs."""
+"""The identity of a running model: its directory's configuration and the deviations from it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def written_config(model_dir: Path) -> dict[str, JsonValue]:
     The tokenizer is no part of it: token ids are hashed, not text.
 
     Raises:
-        ConfigError: there is no readable config, it is not a JSON object, or which config and
-            weights are loaded depends on the versions of the libraries that load them.
+        ConfigError: the config is unreadable or no JSON object, or different library versions would
+            load different configs or weights.
     """
     if (model_dir / "adapter_config.json").exists():
         raise ConfigError(
@@ -47,8 +47,8 @@ def _refuse_other_files(config: Mapping[str, JsonValue], path: Path) -> None:
     names = config.get("configuration_files")
     if isinstance(names, list | Mapping) and set(map(str, names)) - {path.name}:
         raise ConfigError(
-            f"{path} names configuration_files, of which each version of Transformers reads "
-            f"another; copy the one to use over {path.name} and remove the field"
+            f"{path} names configuration_files, and each version of Transformers reads a different "
+            f"one; copy the one to use over {path.name} and remove the field"
         )
 
 
@@ -73,16 +73,16 @@ def identify(
     weights_version: str | None,
     name: str | None,
 ) -> ModelIdentity:
-    """The identity of a running model. Engines that deviate in nothing from one directory agree on
-    it, whatever library read the directory.
+    """The identity of a running model. Engines without deviations from the same directory get the
+    same identity, whichever library read the directory.
 
     Args:
         weights: from `weights_digest`.
         written: from `written_config`.
-        dtype: of the computation, such as "bfloat16"; replaces the written one, which two fields
-            may name.
-        deviations: all else that decides KV bytes and is not written: overrides, quantisation while
-            loading, foreign code. Every host answers this one question with its own function.
+        dtype: of the computation, such as "bfloat16"; replaces the config's `torch_dtype` and
+            `dtype`.
+        deviations: everything else that affects KV bytes but is not in the config: overrides,
+            quantisation at load time, foreign code. Each host has its own function for this.
         weights_version, name: see `ModelIdentity`.
     """
     config = {field: value for field, value in written.items() if field != "torch_dtype"}

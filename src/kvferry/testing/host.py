@@ -1,7 +1,7 @@
 """A host engine without a model: schedules, allocates and "computes" KV that can be checked.
 
-The KV of a token is a pure function of all tokens up to it, so a wrong, stale or misplaced byte
-anywhere is seen, in whatever block tables (`host_tables`) it lies. Ranks of a tensor-parallel host
+The KV of a token is a pure function of all tokens up to it, so checks detect a wrong, stale or
+misplaced byte in any block table (`host_tables`). Ranks of a tensor-parallel host
 run in one process, each with a worker role and tensors of its own; their outputs are folded.
 """
 
@@ -28,7 +28,7 @@ from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 @dataclass
 class HostStep:
-    """A step as `StepView` wants it."""
+    """A step; implements `StepView`."""
 
     scheduled: list[HostRequest] = field(default_factory=list)
     preempted_request_ids: set[str] = field(default_factory=set)
@@ -63,7 +63,7 @@ class SimulatedHost:
         self._pool = HostBlockPool(self._tables, num_blocks)
         self._running: dict[str, HostRequest] = {}
         self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))
-        """What hits must be a multiple of."""
+        """Every hit must be a multiple of it."""
         self._finished: set[str] = set()
         self.invalid_block_ids: set[int] = set()
         self.num_steps = 0
@@ -84,7 +84,7 @@ class SimulatedHost:
 
         Args:
             budget: tokens computed per step (chunked prefill).
-            num_local_tokens: pretend that so many tokens are in the local prefix cache.
+            num_local_tokens: tokens of a simulated local prefix hit.
             generate: tokens "sampled" after the prompt, one per step.
         """
         request = self.add(request_id, token_ids, extra_keys=extra_keys)
@@ -121,7 +121,7 @@ class SimulatedHost:
             time.sleep(0.0005)
         hit = answer.num_tokens
         tokens = len(request.all_token_ids)
-        # Contract A4, as a host that dies of it would.
+        # Contract A4: a real host crashes on an illegal hit.
         if hit and (hit < 0 or num_local_tokens + hit >= tokens or hit % self.block_size):
             raise AssertionError(f"illegal hit {hit} beyond {num_local_tokens} of {tokens} tokens")
         request.num_computed_tokens = num_local_tokens + hit
@@ -134,15 +134,15 @@ class SimulatedHost:
         return hit
 
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
-        """Compute until every known token has KV, then check all of it that is kept."""
+        """Compute the KV of every known token, then check all KV that is still in blocks."""
         while request.num_computed_tokens < len(request.all_token_ids):
             remaining = len(request.all_token_ids) - request.num_computed_tokens
             self.step([request], tokens=min(budget, remaining))
         self.check(request)
 
     def check(self, request: HostRequest) -> None:
-        """Raises AssertionError unless all KV that the next token attends to has a block, and the
-        KV in every block is right: a host may offer any block to other requests."""
+        """Raise AssertionError if a token that the next one attends to has no block, or if a block
+        holds wrong KV: a host may share every block with other requests."""
         missing = self._pool.num_missing(request)
         if missing:
             raise AssertionError(f"{request.request_id}: {missing} attended tokens have no block")
@@ -217,7 +217,7 @@ class SimulatedHost:
 
     def _recompute_invalid(self, request: HostRequest, invalid: frozenset[int]) -> None:
         if invalid and len(self._tables) > 1:
-            raise AssertionError("a host with several tables dies of failed block ids")
+            raise AssertionError("a host with several tables cannot handle invalid block ids")
         for table, blocks in zip(self._tables, request.block_ids, strict=True):
             for index, block in enumerate(blocks):
                 if block in invalid:

@@ -1,11 +1,11 @@
-"""A V1 connector, driven as our two roles.
+"""Adapts a vLLM V1 connector to kvferry's scheduler and worker roles.
 
     config = v1_config(block_size=16, options={"shared_storage_path": "/var/cache/kv"})
     with LLM("path/to/model", roles=v1_roles(MyConnector, config, release="0.32")) as llm: ...
 
-`V1SchedulerRole` and `V1WorkerRole` only translate. Wrap them in the guards, which hold the
-connector to the rules and catch its exceptions. In requests and steps, releases of vLLM differ in
-spelling alone, and a connector sees all spellings. KV memory differs more; see `Release`.
+`V1SchedulerRole` and `V1WorkerRole` only translate. Wrap them in the guards, which enforce the
+contract and catch the connector's exceptions. Releases of vLLM name the fields of requests and
+steps differently; a connector sees every name. KV memory differs more; see `Release`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Release = Literal["0.14", "0.32"]
 views `[blocks, heads, tokens, content]`, with K and V side by side in the content.
 
 "0.14" and before: `kv_cache[virtual_engine]` is a contiguous tensor `[2, blocks, tokens, heads,
-dim]`. Connectors of that time reshape it in place, which no view of the engine's memory allows. So
-they get a second pool, and the worker role copies blocks between the two.
+dim]`. Those connectors reshape it in place, which a view of the engine's memory does not support.
+They get a second pool, and the worker role copies blocks between the pools.
 """
 
 # --- KV memory, as connectors reach it ------------------------------------------------------------
 
 
 class KVMemory:
-    """The engine's KV tensors in the form of a release. Here 0.32: engine and connector share them.
+    """The engine's KV tensors in the layout of release 0.32: engine and connector share them.
 
     Attributes:
         tensors: by layer name, for the connector.
@@ -78,7 +78,7 @@ class KVMemory:
 
 
 class CopiedMemory(KVMemory):
-    """The same for release 0.14: the connector has tensors of its own, with K and V apart."""
+    """KV memory for release 0.14: the connector has its own tensors, with K and V separate."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         super().__init__({})
@@ -134,7 +134,7 @@ class V1Plan(Plan, frozen=True, kw_only=True):
 
 
 def _describe(output: SchedulerOutput, request: V1Request, block_ids: BlockTable) -> None:
-    """Add a request with its full block table to a step of vLLM's, which has increments."""
+    """Add a request to a vLLM step: a new request in full, a known one with its new blocks only."""
     num_shown = request.num_shown
     request.num_shown = tuple(len(group) for group in block_ids)
     if num_shown is None:
@@ -264,7 +264,7 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def empty_plan(self) -> Plan:
-        """The plan of an empty step, which the connector sees: only before the first request."""
+        """The plan of an empty step. Call before the first request only: the connector sees it."""
         metadata = self._connector.build_connector_meta(SchedulerOutput())
         return V1Plan(metadata=metadata, has_tokens=False)
 
@@ -322,7 +322,7 @@ class V1WorkerRole(WorkerRole):
         self._attn_metadata: dict[str, AttentionMetadata] = {}
         self._plan = V1Plan(metadata=None)
         self._recving: dict[str, frozenset[int]] = {}  # blocks of async loads under way
-        # vLLM 0.14 passes the preempted ids, later hosts the metadata; both use this name.
+        # vLLM 0.14 passes preempted request ids, later releases pass metadata, to the same method.
         parameters = inspect.signature(connector.handle_preemptions).parameters
         self._wants_preempted_ids = any("req" in name for name in parameters)
 

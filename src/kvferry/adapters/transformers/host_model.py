@@ -1,7 +1,7 @@
 """A loaded Transformers model: the identity and the shape of its KV.
 
-A model that was changed after it was loaded (trained, merged, quantised, cut) computes other KV
-than the model in its directory. Changes that can be seen are refused here, by name.
+A model changed after loading (trained, merged, quantised, pruned) computes different KV from the
+model in its directory. This module refuses every change that it can detect, and names it.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -30,13 +30,13 @@ from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
 from kvferry.errors import ConfigError
 
 _OF_STATIC_CACHES = {"_compiled_call", "_last_compile_config", "_previous_max_cache_length"}
-"""What `generate` leaves on a model that it has run with a static cache; no other call uses it."""
+"""Attributes that `generate` sets in a static-cache run; no other call reads them."""
 
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
-"""Token ids that every vocabulary has, and none that is mostly padding."""
+"""Token ids that exist in every vocabulary and are rarely padding."""
 
 _ROUNDING = 0.02
-"""Relative to the largest value; more than bfloat16 changes with the order of additions."""
+"""Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
 
 _SAMPLES_PER_LOOK = 16
 _VALUES_PER_SAMPLE = 64
@@ -60,8 +60,8 @@ class CacheLayer(NamedTuple):
     def mismatch(
         self, layer: Any, num_tokens: int | None = None, *, num_rows: int = 1
     ) -> tuple[str, str] | None:
-        """The form of keys or values that are not as expected, and the expected form; None if both
-        are. Any number of tokens is right if `num_tokens` is None."""
+        """The actual and the expected form of the first tensor that does not match; None if keys
+        and values both match. `num_tokens` None accepts any number of tokens."""
         for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
             count = tensor.shape[-2] if num_tokens is None else num_tokens
             shape = (num_rows, self.num_kv_heads, count, size)
@@ -71,7 +71,7 @@ class CacheLayer(NamedTuple):
 
 
 class Watcher:
-    """Hooks that are methods of a subclass change nothing that a model computes."""
+    """Base class for observers: their hooks do not change the model's computation."""
 
 
 class HostModel:
@@ -85,7 +85,7 @@ class HostModel:
         vocab_size: token ids are below it.
 
     Raises:
-        ConfigError: a model whose KV has no certain identity, or no record form; and why.
+        ConfigError: the model's KV has no certain identity or no record form; names the reason.
     """
 
     def __init__(self, model: Any, model_dir: Path | None, weights_version: str | None) -> None:
@@ -117,8 +117,8 @@ class HostModel:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the model is that of construction, as far as that shows: each call looks at all
-        modules, and at some values of a few parameters, of others each time."""
+        """Whether the model looks the same as at construction. Each call checks all modules, and
+        samples values of a few parameters, different ones each time."""
         return self._look() == self._fingerprint and self._samples_agree()
 
     def compute(self, rows: list[list[int]], cache: Any) -> None:
@@ -134,8 +134,8 @@ class HostModel:
         return list(inspect.signature(self._model.forward).parameters)
 
     def watch(self, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
-        """Call methods of a `Watcher` around each forward, until the handles that this returns are
-        removed."""
+        """Call methods of a `Watcher` around each forward until the caller removes the returned
+        handles."""
         return [
             self._model.register_forward_pre_hook(before, with_kwargs=True),
             self._model.register_forward_hook(after, with_kwargs=True),
@@ -153,8 +153,8 @@ class HostModel:
         return token_ids.index(padding)
 
     def num_answered(self, token_ids: list[int], first: int) -> int:
-        """The number of leading tokens up to the one that ends a sequence, at `first` or later. In
-        a batch, padding follows, which a later turn may hide."""
+        """The number of leading tokens through the first end token at or after `first`. In a batch,
+        padding follows the end token, and a later turn may mask it."""
         padding, ends = self._padding_and_ends()
         for position in range(first, len(token_ids)):
             if token_ids[position] in ends:
@@ -218,15 +218,15 @@ class HostModel:
                 )
             if _differ_before_last(layer, other[number]):
                 raise ConfigError(
-                    f"{name} is not causal: KV of a token in layer {number} depends on tokens "
-                    "behind it, so that of a prefix cannot be used again"
+                    f"{name} is not causal: KV of a token in layer {number} depends on later "
+                    "tokens, so the KV of a prefix cannot be reused"
                 )
         self._refuse_own_positions(run, name)
         return tuple(layer.keys.device for layer in run)
 
     def _refuse_own_positions(self, run: list[Any], name: str) -> None:
-        """Refuse a model that numbers tokens otherwise than `generate`, which passes positions from
-        0 on. The same tokens have other KV then after a forward that passes none."""
+        """Refuse a model whose default positions differ from those of `generate`, which start at 0.
+        A forward without positions would compute different KV for the same tokens."""
         if "position_ids" not in inspect.signature(self._model.forward).parameters:
             return
         positions = torch.arange(len(_PROBES[0]), device=self._model.device)[None]
@@ -287,7 +287,7 @@ def _layers_of_run(
 
 
 def _differ_before_last(layer: Any, other: Any) -> bool:
-    """Whether KV differs by more than rounding, which depends on how many tokens an expert gets."""
+    """Whether KV differs by more than rounding; an expert's token count changes the rounding."""
     for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
         ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
         if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
@@ -324,9 +324,9 @@ def _refuse_changed(model: Any) -> None:
         )
     if any(map(_is_compiled, modules)):
         raise ConfigError(
-            "the model is compiled by torch.compile, which rounds otherwise and compiles again for "
-            "every length of a cache; give the model as from_pretrained() returns it, to StoredKV "
-            "and for generate()"
+            "the model is compiled by torch.compile, which rounds differently and recompiles for "
+            "every cache length; pass the uncompiled model from from_pretrained() to StoredKV, and "
+            "call generate() on it"
         )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -335,8 +335,8 @@ def _refuse_changed(model: Any) -> None:
     implementation = getattr(model.generation_config, "cache_implementation", None)
     if implementation is not None:
         raise ConfigError(
-            f"the model's generation_config has cache_implementation={implementation!r}, with "
-            "which generate() takes no cache; set it to None"
+            f"the model's generation_config has cache_implementation={implementation!r}, "
+            "so generate() accepts no cache; set it to None"
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise ConfigError(
@@ -363,7 +363,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _directory_of(model: Any) -> Path:
-    """The directory that a model was loaded from, also if that is the cache of a model hub."""
+    """The directory that the model was loaded from; may be in the cache of a model hub."""
     from transformers.utils.hub import cached_file
 
     name = model.name_or_path

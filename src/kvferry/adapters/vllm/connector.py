@@ -1,4 +1,4 @@
-"""`KVFerryConnector` for any host: `OneRole` on the host's base class, its options and its log."""
+"""Builds `KVFerryConnector` for any vLLM release: `OneRole` plus options and start-up log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("vllm.kvferry")
-"""Below vLLM's own logger, so that its handlers and its level hold."""
+"""A child of vLLM's logger, to inherit its handlers and level."""
 
 WHERE = "kv_connector_extra_config"
 
@@ -43,9 +43,9 @@ START_SECONDS = 5.0
 
 
 class FerryConnector(OneRole):
-    """Prefix reuse through a store, for vLLM; becomes a connector with a host's base class.
+    """Prefix reuse through a store, for vLLM. `make_connector_class` adds the host's base class.
 
-    Holds the scheduler role or one rank's worker role. It decides nothing and moves no bytes.
+    Holds the scheduler role or one rank's worker role, and delegates all decisions and transfers.
 
     Attributes:
         host: the vLLM that constructs it.
@@ -139,8 +139,8 @@ class FerryConnector(OneRole):
         try:
             return cls.prom_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         except ValueError as error:  # prometheus_client's
-            # Early hosts ask once for each of several connectors in one `MultiConnector`. Then the
-            # metrics of the first one are there.
+            # Early hosts call this once for each connector of a `MultiConnector`; the first call
+            # has already registered the metrics.
             if "Duplicated timeseries" not in str(error):
                 raise
             return None
@@ -151,8 +151,8 @@ class FerryConnector(OneRole):
         """Take the layers' tensors.
 
         Raises:
-            ConfigError: vLLM keeps one worker-side connector per process, and another engine in
-                this process has it: hits of one would be copied into the blocks of the other.
+            ConfigError: another engine in this process already uses vLLM's only worker-side
+                connector; its hits would be copied into the wrong engine's blocks.
         """
         places = {name: tensor.data_ptr() for name, tensor in kv_caches.items()}
         if self._places is not None and places != self._places:
@@ -165,12 +165,12 @@ class FerryConnector(OneRole):
         super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
-        # Roles of ours count through the observer alone.
+        # kvferry's roles count through the observer only.
         counted = self._observer.pop_all()
         if self._step is None or self.host.worker_meta is not None:
             return self.stats_class(data=counted) if counted else None
-        # Without a field for messages they travel on the stats. Such a host asks the scheduler's
-        # half for stats only if a worker has some, so a worker returns stats in every step.
+        # Hosts without a message field carry worker messages on the stats. They ask the scheduler
+        # for stats only if a worker returned some, so a worker returns stats in every step.
         stats = self.stats_class(data=counted)
         meta = self._step.lifecycle.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
@@ -209,8 +209,8 @@ def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[An
 
 
 def connector_options(extra: object) -> dict[str, Any]:
-    """Options of the shared-storage connector from `kv_connector_extra_config`, which need not name
-    a store. Their names and types are checked where the connector is built.
+    """The connector's options from `kv_connector_extra_config`, with a default store. The
+    connector's constructor checks their names and types.
 
     Raises:
         ConfigError: not an object.
@@ -232,7 +232,7 @@ def _default_store() -> str:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
         raise ConfigError(
-            "no store is named and there is no home directory for one; set "
+            "no store is configured and no home directory was found for the default; set "
             '"store": "file:///absolute/directory?max_bytes=100GiB"'
         ) from error
     return f"file://{root / 'kvferry' / 'kv'}?max_bytes={DEFAULT_MAX_BYTES}"
@@ -242,8 +242,8 @@ def _default_store() -> str:
 
 
 def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: int) -> None:
-    """Log the store, the namespace and the layout. A daemon thread measures the store's speed and
-    logs it in a line of its own, since a store that hangs would hold up the start."""
+    """Log the store, the namespace and the layout. A daemon thread measures and logs the store's
+    speed separately, so that a hanging store does not delay the start."""
     if not (spec.loads or spec.saves):
         logger.warning(
             "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
@@ -266,7 +266,7 @@ def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: in
     speed = threading.Thread(target=_log_speed, args=(store,), name="kvferry-speed", daemon=True)
     try:
         speed.start()
-    except RuntimeError as error:  # the process has as many threads as it may have
+    except RuntimeError as error:  # the process reached its thread limit
         logger.warning("kvferry: store %s is not measured: %s", stat.url, error)
 
 

@@ -1,6 +1,6 @@
-"""The embedded default store: one directory, shared by processes, bounded, exact after a kill.
+"""The default store: one directory, shared by processes, size-bounded, consistent after a kill.
 
-Here are its URLs: their options, and how a directory is opened.
+This module defines the options of its URLs and opens the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FileOptions(MemoryOptions):
     index_file: str | None = None
 
     def __post_init__(self) -> None:
-        # Without arguments, `super` finds no class that slots were added to.
+        # `slots=True` replaces the class, so `super()` without arguments fails.
         MemoryOptions.__post_init__(self)
         refuse_relative(index_file=self.index_file)
 

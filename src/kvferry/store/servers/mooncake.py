@@ -1,7 +1,7 @@
 """Values in Mooncake Store: the memory of many machines as one pool, over TCP or RDMA.
 
-A child process holds Mooncake's client (`mooncake_child` says why). The list of names comes by HTTP
-from the master, bounded in time and in bytes, whatever that sends.
+A child process holds Mooncake's client (`mooncake_child` says why). The master serves
+the list of names over HTTP; time and byte limits apply, whatever the master sends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLOSE_SECONDS = 3.0
 _SIZES_AT_ONCE = 1000
 _NO_SPACE = -200
 MAX_LIST_BYTES = 1 << 30
-"""Some five million names of ours."""
+"""Enough for about five million kvferry names."""
 
 _PIECE_BYTES = 64 << 10
 _MAX_NAME_BYTES = 4 << 10
@@ -46,7 +46,7 @@ class MooncakeOptions:
     """Options of `mooncake:` URLs.
 
     Attributes:
-        metadata: URL of the metadata server; P2PHANDSHAKE where there is none.
+        metadata: URL of the metadata server; P2PHANDSHAKE means no metadata server.
         segment: memory that this process lends to the others.
         protocol: between machines.
         device: names of RDMA devices, separated by commas; empty for all.
@@ -77,14 +77,14 @@ class MooncakeOptions:
 
 
 class MooncakeClient(ChildClient):
-    """Values in the memory that Mooncake's clients lend to its master. They go when the process
-    that lends the memory ends, and when the master does.
+    """Values in the memory that Mooncake's clients lend to its master. They are
+    lost when the lending process or the master exits.
 
     Mooncake has no authentication and no encryption: for trusted networks only.
 
     Args:
         master: `host:port` of the master.
-        options: where it has no metrics port, `scan` fails.
+        options: `scan` fails without `admin`, the metrics port.
 
     Raises:
         ConfigError: Mooncake is not installed, or `master` is not host:port.
@@ -107,7 +107,7 @@ class MooncakeClient(ChildClient):
             raise ConfigError(f"{where}: the master is host:port, such as 10.0.0.1:50051")
         given = MooncakeOptions() if options is None else options
         self._admin = given.admin
-        # A child that lends memory tells the master that it goes.
+        # A child that lends memory needs time to deregister from the master.
         self.close_seconds = _CLOSE_SECONDS if given.segment else 0.0
         super().__init__(where, {**asdict(given), "master": master, "host": own_address(host)})
 
@@ -133,8 +133,8 @@ class MooncakeClient(ChildClient):
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
         if replaces:
-            # The master overwrites nothing. To die between the two loses a value that was wrong
-            # anyway, and is a miss. Another writer may store first: then the answer is EXISTS.
+            # The master never overwrites. A crash between delete and put loses only a wrong value,
+            # so the next read is a miss. If another writer stores first, the result is EXISTS.
             self.delete(name, deadline)
         parts = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(map(len, parts))
@@ -175,7 +175,7 @@ class MooncakeClient(ChildClient):
         return True
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        """When values were used, Mooncake does not say."""
+        """The last-use time is always 0: Mooncake does not report it."""
         for names in self._list(prefix, deadline):
             with self._lane("list", deadline) as call:
                 sizes = _codes(call, call.ask(["sizes", names]), len(names))
@@ -216,7 +216,7 @@ def _codes(call: Call, answers: object, count: int) -> list[int]:
 
 
 def _check(call: Call, code: int) -> None:
-    """StoreError for the negative codes that no answer is made of."""
+    """Raise StoreError for a negative code that the caller did not handle."""
     if code < 0:
         raise call.failed(f"failed: Mooncake says {code}")
 
@@ -256,11 +256,11 @@ def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
 
     Args:
         deadline: `time.monotonic()` seconds.
-        longest: seconds that the server may take in all; who takes the names is not hurried.
+        longest: seconds that the server may take in total; the consumer's time does not count.
 
     Raises:
-        ValueError: the answer is no list of names, has no end, or takes too long; one line, without
-            the URL.
+        ValueError: the answer is not a list of names, too long or too slow; the message is one
+            line without the URL.
     """
     patience = _Patience(min(deadline - time.monotonic(), longest))
     with closing(_connection(url, patience.seconds)) as connection:
@@ -275,7 +275,7 @@ def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
                 num_bytes += len(piece)
                 *words, rest = _split(rest + piece)
                 if num_bytes > MAX_LIST_BYTES or len(rest) > _MAX_NAME_BYTES:
-                    raise ValueError("what the server sends does not end")
+                    raise ValueError("the list or one of its names is too long")
                 for word in words:
                     yield word.decode(errors="replace")
             if response.length:
@@ -285,7 +285,7 @@ def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
 
 
 def _split(text: bytes) -> list[bytes]:
-    """The words of `text`; the last, which may go on, is empty if it has ended."""
+    """The words of `text`; the last may be incomplete, and is empty after trailing whitespace."""
     words = text.split()
     return words if words and not text[-1:].isspace() else [*words, b""]
 
@@ -304,8 +304,8 @@ def _connection(url: str, seconds: float) -> HTTPConnection:
 
 
 class _Patience:
-    """The seconds that are left for a server in all, after which its `socket` is cut: the timeout
-    of a socket begins again with each byte."""
+    """A total time budget for one server. It shuts the `socket` down when the budget is spent,
+    because a socket timeout restarts with every byte."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = max(0.001, seconds)

@@ -1,7 +1,7 @@
 """A cache of a server's keys, so that look-ups never block, and the probes that fill it.
 
-No process lists a server. When a request arrives, one question asks for the keys of its prompt; the
-answers are remembered for a while.
+No process lists a server's keys. When a request arrives, a probe asks for the keys of its prompt,
+and the cache keeps the answers for a limited time.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
 PROBE_SECONDS = 1.0
-"""Deadline of the question itself: a late answer serves the next look-up."""
+"""Timeout of a question, longer than a look-up waits: a late answer serves the next look-up."""
 
 FRESH_SECONDS = 300.0
-"""How long a positive answer is trusted. The server may evict the key meanwhile: then the fetch
+"""How long a positive answer is valid. If the server evicts the key before that, the fetch
 misses."""
 
 ABSENT_SECONDS = 1.0
-"""How long a key that was absent is not asked for again."""
+"""How long a negative answer is valid; probes skip the key until then."""
 
 MAX_KNOWN = 1 << 18
 """Keys that are remembered; those that were not used for longest are forgotten first."""
 
 MAX_PROBES = 256
-"""Prompts whose keys wait to be asked for; more are not asked for, and miss."""
+"""Maximum of queued probes, one per prompt; further probes are dropped, and their keys miss."""
 
 FIRST_BATCH = 32
-"""Keys of a prompt in the first question. Each further question has twice as many, and none follows
-when all of them were absent."""
+"""Keys of a prompt in the first question. Each further question has twice as many; a question
+without a hit is the last one."""
 
 CLOSE_SECONDS = 2.0
 
@@ -44,7 +44,7 @@ CLOSE_SECONDS = 2.0
 class _Known(NamedTuple):
     until: float
     num_bytes: int
-    """0 where it was not learned."""
+    """0 if unknown."""
 
 
 _NEVER = _Known(0.0, 0)
@@ -63,11 +63,11 @@ class ServerKeys:
 
     Args:
         find: asks the server which keys it has, until a deadline; raises StoreError.
-        learns: False where keys are never looked up: then none is remembered.
+        learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
 
     Attributes:
-        on_result: called on an I/O thread after each question: None, or what failed.
+        on_result: called on an I/O thread after each question with None or the error.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ServerKeys:
         self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
         self._asked: dict[ChunkKey, float] = {}
         self._absent: dict[ChunkKey, float] = {}
-        # Of each call to the server that is under way, the keys that were forgotten meanwhile.
+        # For each server call in progress, the keys forgotten since it began.
         self._calls: dict[int, set[ChunkKey]] = {}
         self._lock = threading.Lock()  # of `_calls`; look-ups take none
         self._waiting: deque[_Question] = deque()
@@ -95,7 +95,7 @@ class ServerKeys:
     def contains(self, key: ChunkKey) -> bool | None:
         """See `Store.contains`."""
         now = self._clock()
-        # In this order: an answer is known before the question ends.
+        # Read `_asked` before `_known`: an answer enters `_known` before its key leaves `_asked`.
         asked_until = self._asked.get(key, 0.0)
         known = self._known.get(key)
         if known is not None and now < known.until:
@@ -115,8 +115,8 @@ class ServerKeys:
                 self._known.popitem(last=False)
 
     def forget(self, key: ChunkKey) -> None:
-        """The server does not have it, or is about to lose it. What a call under way finds out
-        about it is stale."""
+        """Remove a key that the server lacks or is about to delete. Calls in progress must not
+        learn it again: their answers are stale."""
         with self._lock:
             for forgotten in self._calls.values():
                 forgotten.add(key)
@@ -124,8 +124,8 @@ class ServerKeys:
 
     @contextmanager
     def call(self) -> Iterator[Callable[[ChunkKey, int], None]]:
-        """A call to the server. Gives a `learn` without effect for keys forgotten since the call
-        began: a value that was wrong, and was removed while another thread still read it."""
+        """A call to the server. Yields a `learn` that ignores keys forgotten since the call began,
+        such as a corrupt value that another thread removed during the read."""
         forgotten: set[ChunkKey] = set()
         with self._lock:
             self._calls[id(forgotten)] = forgotten
@@ -151,7 +151,7 @@ class ServerKeys:
         if not self._learns:
             return
         now = self._clock()
-        # Those under way, and those that have just been absent, are not asked for again.
+        # Skip keys with a question in progress or a recent negative answer.
         unknown = [
             key
             for key in keys
@@ -170,7 +170,7 @@ class ServerKeys:
         self._threads.submit(lambda _job: self._ask())
 
     def _ask(self) -> None:
-        """Ask for the keys of all prompts that wait, in one question for each length of prefix.
+        """Ask for the keys of all queued prompts, with one question per range of chunks.
         Runs in: I/O thread."""
         questions: list[_Question] = []
         with suppress(IndexError):
@@ -212,5 +212,5 @@ class ServerKeys:
                     self._absent[key] = until
 
     def close(self) -> None:
-        """End the threads; a question that hangs is left behind."""
+        """Stop the threads; abandon a question that still hangs after `CLOSE_SECONDS`."""
         self._threads.close(CLOSE_SECONDS)
