@@ -7,6 +7,7 @@ import math
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from urllib.parse import unquote
 
@@ -27,6 +28,10 @@ MODULES: Mapping[str, str] = {
     "mooncake": "kvferry.store.servers.mooncake",
 }
 """The module of each scheme, which brings a `StoreKind` as `KIND`; loaded when a URL names it."""
+
+# Of a directory or memory that is the only store. Nothing is won by giving up on it early: requests
+# have deadlines of their own, and a machine may stall for seconds. So only a hang is a failure.
+_ALONE = Patience(min_limit_seconds=5.0, min_write_seconds=30.0)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
@@ -219,7 +224,10 @@ def open_tiers(
         [unopened(url, place) for url, place in zip(urls, parsed, strict=True)],
         observer,
         check=check,
-        patience=Patience(start_seconds=math.inf if start_seconds is None else start_seconds),
+        patience=replace(
+            _ALONE if len(urls) == 1 and not kind_of(parsed[0]).hosts else Patience(),
+            start_seconds=math.inf if start_seconds is None else start_seconds,
+        ),
     )
 
 
