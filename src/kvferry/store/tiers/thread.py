@@ -53,20 +53,18 @@ class TierThread:
         self._check = check
         # What waits, oldest first, and the tier that has it.
         self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
-        self._copying: ChunkKey | None = None
-        self._is_removed = False
+        self._copying: ChunkKey | None = None  # also None from the moment that it is removed
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
         self.is_at_work = False
         self._is_trying = False
         self._is_tried_aside = False
-        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
         """Start the thread. Where the process can start none, a later call tries again."""
-        with self._starting:
+        with self._lock:
             if self._thread is None:
                 self._thread = _started(self._run, "kvferry-tier")
         return self._thread is not None
@@ -76,7 +74,8 @@ class TierThread:
         target = self._target
         if self._closed or target.next_try > target.calls.clock() or not self.start():
             return
-        if self._copying is not None and not self._is_tried_aside:  # the copy may hang
+        # The thread copies, and may hang.
+        if self.is_at_work and not (self._is_trying or self._is_tried_aside):
             self._is_tried_aside = True
             self._is_tried_aside = _started(self._try_aside, "kvferry-try") is not None
 
@@ -91,8 +90,7 @@ class TierThread:
     def add(self, key: ChunkKey, source: Tier) -> None:
         """Copy a value later. Never blocks."""
         with self._lock:
-            is_under_way = key == self._copying and not self._is_removed
-            if self._closed or key in self._waiting or is_under_way:
+            if self._closed or key in self._waiting or key == self._copying:
                 return
             if len(self._waiting) >= self._target.calls.patience.max_waiting:
                 self._waiting.popitem(last=False)
@@ -106,7 +104,7 @@ class TierThread:
         with self._lock:
             self._waiting.pop(key, None)
             if key == self._copying:
-                self._is_removed = True
+                self._copying = None
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -155,7 +153,6 @@ class TierThread:
             if not self._can_copy:
                 return None
             self._copying, source = self._waiting.popitem(last=False)
-            self._is_removed = False
             return self._copying, source
 
     @property
@@ -182,7 +179,7 @@ class TierThread:
             result = target.put(key, [value], until)
         except StoreError:
             result = PutResult.FAILED
-        if result is PutResult.STORED and self._is_removed:  # since it was read
+        if result is PutResult.STORED and self._copying is None:  # removed since it was read
             target.delete(key)
         elif result is PutResult.NO_SPACE or (result is PutResult.FAILED and not asked.check_now()):
             return self._put_back(key, source)
@@ -210,7 +207,7 @@ class TierThread:
     def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
         """FAILED at the end, else None."""
         with self._lock:
-            if self._closed or self._is_removed:
+            if self._closed or self._copying is None:
                 return PutResult.FAILED
             self._waiting[key] = source
             self._waiting.move_to_end(key, last=False)
