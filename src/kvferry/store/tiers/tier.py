@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +18,9 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 Begun = TypeVar("Begun", bound=str)
+
+_WAIT_SECONDS = 0.5
+"""Of one wait of a start. An interrupt that comes just before a wait is seen after it only."""
 
 _TRIAL_KEY = ChunkKey(b"\xff" * 32)
 """Of no record: a trial reads it to see whether a store answers."""
@@ -130,11 +132,17 @@ class Tier:
 
     def wait_opened(self, seconds: float) -> BaseException | None:
         """Wait for the first try to open the store; what it raised if the store will not open."""
-        try:
-            fault = self.opening.exception(None if math.isinf(seconds) else max(0.0, seconds))
-        except TimeoutError:
-            self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
-            fault = self.opening.exception() if self.opening.done() else None
+        left = max(0.0, seconds)
+        while True:
+            try:
+                fault = self.opening.exception(min(left, _WAIT_SECONDS))
+                break
+            except TimeoutError:
+                left -= _WAIT_SECONDS
+            if left <= 0.0:
+                self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
+                fault = self.opening.exception() if self.opening.done() else None
+                break
         return None if isinstance(fault, StoreError) or fault is None else fault
 
     def check_now(self) -> bool:
