@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
@@ -269,9 +269,11 @@ class PromptSearch:
         self._removed = {each.key: each for each in reversed(removals or ())}
         self._head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
 
-    def answer(self, spaces: Sequence[Space], others: Sequence[Space]) -> PromptAnswer:
+    def answer(
+        self, spaces: Sequence[Space], others: Callable[[], Sequence[Space]]
+    ) -> PromptAnswer:
         """Every chunk in `spaces`; if nothing is known of the first that misses, also how much of
-        the prompt other namespaces and keys have."""
+        the prompt is stored without salt and LoRA, and in `others`, which are found only then."""
         found: list[Explanation] = []
         for space in spaces:
             found.append(self.explain(space))
@@ -284,7 +286,7 @@ class PromptSearch:
         plain = 0
         if self._extra != NO_EXTRA_KEYS:
             plain = max(map(self.without_extra, spaces))
-        nearest = self.nearest(others, answer.hit_tokens)
+        nearest = self.nearest(others(), answer.hit_tokens)
         return replace(answer, elsewhere=nearest, without_extra=plain)
 
     def explain(self, space: Space) -> Explanation:

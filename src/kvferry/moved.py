@@ -60,8 +60,8 @@ MOVED_NAMES: Final = MappingProxyType(
 
 
 class MovedModules:
-    """The last finder of modules, which nobody asks for one that is there: a stub for each that is
-    gone would be a file that a reader opens in vain."""
+    """The last finder of modules, asked only for those that no other finder has. It stands for a
+    stub file of each module that is gone."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> None:

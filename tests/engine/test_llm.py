@@ -161,6 +161,13 @@ def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp
         assert completions[0].num_external_tokens == 0
 
 
+def test_halves_of_which_one_has_no_async_rules_are_refused(model_dir):
+    roles = memory_roles(Behaviour())
+    roles.worker.is_asynchronous = False
+    with pytest.raises(ConfigError, match="MemoryWorker declare different is_asynchronous"):
+        LLM(model_dir(), roles=roles)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("fail_whole", [False, True])
 @pytest.mark.parametrize("lost", [0, 2, 5])

@@ -27,14 +27,14 @@ from kvferry.errors import ConfigError, StoreError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import Differences, Explanation, Nearest, PromptAnswer, Run
+    from kvferry.explain import Differences, Explanation, Nearest, PromptAnswer, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
     from kvferry.types import ExtraKeys
 
 _MAX_TEXT = 200
-"""Characters of a value that somebody else wrote."""
+"""Characters of an untrusted value."""
 
 _MAX_DIFFERENCES = 12
 _MAX_RUNS = 200
@@ -201,7 +201,7 @@ def _ask_model(
     ours = [space for space in spaces if "weights" not in space.differs]
     others = [space for space in spaces if "weights" in space.differs]
     if ours:
-        return prompt.answer(ours, others)
+        return prompt.answer(ours, lambda: others)
     nearest = prompt.nearest(others, 0)
     if nearest is None and others:
         similar = min(others, key=lambda space: len(space.differs))
@@ -217,21 +217,19 @@ def _ask_namespace(
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
     prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
-    answer = prompt.answer([space_of(target, {})], [])
-    if answer.reason.is_explained:
-        return answer
-    try:
-        others = describe_all(store, store.described() if digests is None else digests)
-    except StoreError:  # it cannot list them; what is known of this one stands
-        return answer
-    return prompt.answer(
-        [space_of(target, {})],
-        [
+
+    def others() -> list[Space]:
+        try:
+            known = describe_all(store, store.described() if digests is None else digests)
+        except StoreError:  # it cannot list them; what is known of this one stands
+            return []
+        return [
             space_of(each, differences(each.description, target.description))
-            for each in others
+            for each in known
             if each.digest != target.digest
-        ],
-    )
+        ]
+
+    return prompt.answer([space_of(target, {})], others)
 
 
 def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
@@ -356,7 +354,7 @@ def _difference_table(title: str, differs: Differences) -> list[RenderableType]:
 
 
 def _cut(value: JsonValue) -> str:
-    """A value that somebody else wrote, as short text."""
+    """An untrusted value, as short text."""
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json_module.dumps(value)
@@ -434,10 +432,16 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
     ]
     value: JsonRow = {
         "summary": summary,
-        "requests": [_journal_json(line) for line in lines],
+        "requests": [_without_keys(line) for line in lines],
         "reasons": list(reasons),
     }
     emit(value, json, summary, *(tables if lines else []))
+
+
+def _without_keys(line: JournalLine) -> JsonRow:
+    from msgspec.structs import asdict
+
+    return {name: value for name, value in asdict(line).items() if name != "keys"}
 
 
 def _journal_row(line: JournalLine) -> JsonRow:
@@ -452,19 +456,6 @@ def _journal_row(line: JournalLine) -> JsonRow:
         "hits": _counts(hits),
         "misses": _counts(line.misses),
         "why": _cut(why),
-    }
-
-
-def _journal_json(line: JournalLine) -> JsonRow:
-    return {
-        "time": line.time,
-        "request": line.request,
-        "num_tokens": line.num_tokens,
-        "chunk_tokens": line.chunk_tokens,
-        "local": line.local,
-        "hits": dict(line.hits),
-        "misses": dict(line.misses),
-        "why": line.why,
     }
 
 

@@ -47,6 +47,7 @@ def size(
         )
     groups = _groups(model, dtype)
     # Imported late: a top-level import would slow down every command and the help.
+    from kvferry.keys.namespace import describe_group
     from kvferry.record.schema import RecordSchema
 
     schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)
@@ -73,7 +74,7 @@ def size(
         facts["loading_beats_computing_from_gb_per_second"] = float(
             f"{read_bytes / seconds / 1e9:.4g}"
         )
-    rows = [_row(group) for group in groups]
+    rows = [describe_group(group) for group in groups]
     columns = {"layers": "num_layers", "kv heads": "num_kv_heads", "elements": "content_size"}
     columns |= {"dtype": "dtype", "window": "window"}
     emit({**facts, "groups": list(rows)}, json, make_table(columns, rows), make_fact_table(facts))
@@ -96,13 +97,3 @@ def _groups(model: Path, dtype: str) -> tuple[KVGroup, ...]:
         model = model.parent
     engine = build_config(EngineConfig, {"dtype": dtype}, where="--dtype")
     return kv_groups(ModelConfig(model, engine).geometry, engine.block_size)
-
-
-def _row(group: KVGroup) -> JsonRow:
-    return {
-        "num_layers": group.num_layers,
-        "num_kv_heads": group.num_kv_heads,
-        "content_size": group.content_size,
-        "dtype": group.dtype,
-        "window": group.window,
-    }

@@ -105,7 +105,7 @@ class Namespace:
             "weights": identity.weights.hex(),
             "weights_version": identity.weights_version,
             "config": identity.config,
-            "groups": [_describe(group) for group in groups],
+            "groups": [describe_group(group) for group in groups],
             "chunk_tokens": chunk_tokens,
             "tenant": tenant,
         }
@@ -162,7 +162,8 @@ def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return result
 
 
-def _describe(group: KVGroup) -> dict[str, JsonValue]:
+def describe_group(group: KVGroup) -> dict[str, JsonValue]:
+    """What of a group decides KV bytes."""
     # block_size is the engine's page: it decides where KV lies in memory, not what it is.
     return {
         "num_layers": group.num_layers,

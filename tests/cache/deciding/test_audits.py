@@ -355,6 +355,24 @@ def test_a_model_that_differs_at_the_end_only_is_found_after_its_beginning_agree
     assert settled_run(host, "not loaded").num_external_tokens == 0
 
 
+def test_a_hit_that_a_step_does_not_compare_is_taken_back_in_that_step(reader, monkeypatch):
+    """As when a load of another request fails: the step saves nothing, and compares nothing."""
+    host = reader(recomputes=True)
+    request = host.add("not compared", PROMPT)
+    assert host.admit(request) == SHORT
+    with monkeypatch.context() as patch:
+        for rank in host.ranks:
+            patch.setattr(rank.worker, "save", lambda: None)
+        host.step([request], tokens=len(PROMPT) - SHORT)
+    assert host.invalid_block_ids
+    assert request.num_computed_tokens < SHORT, "computed again before a token comes of it"
+    host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host)[:2] == (0, 0)
+
+
 def test_a_chunk_in_the_middle_that_agreed_ends_no_audit(reader, store_prompt):
     draws = iter([0.0, 0.99])
     host = reader(draw=lambda: next(draws))

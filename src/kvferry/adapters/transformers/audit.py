@@ -1,4 +1,4 @@
-"""Compares hits with what the model itself computes, and tells a bad record from another model."""
+"""Compares hits with what the model computes: is a record bad, or is it another model's?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredPrefix(NamedTuple):
 
 class Auditor:
     """Decides how much of a hit may be used. A wrong model and a wrong record look alike at first:
-    another prompt of the same store tells them apart. Until then nothing is saved.
+    another prompt of the same store decides. Until then nothing is saved.
 
     Args:
         rows: the record layout.
@@ -179,7 +179,7 @@ class Auditor:
             differ[first].describe(self._rows),
         )
         if len(differ) < len(hit.keys) - first:
-            # One behind it agrees: so does the model with whoever stored that.
+            # One behind it agrees: so the model is the one that stored it.
             self._clear(bad)
         elif not self._suspects:
             self._suspects = bad

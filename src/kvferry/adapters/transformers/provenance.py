@@ -70,7 +70,7 @@ class _Row(NamedTuple):
         )
 
 
-class _Trace:
+class _History:
     """What one cache was computed from."""
 
     def __init__(self, loaded: Sequence[Prompt] = (), num_loaded: int = 0) -> None:
@@ -150,7 +150,7 @@ class Provenance(Watcher):
 
     def __init__(self, host: HostModel | None = None) -> None:
         self._host = host
-        self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
+        self._traces: weakref.WeakKeyDictionary[Any, _History] = weakref.WeakKeyDictionary()
         self._names = [] if host is None else host.argument_names
         self._hooks = [] if host is None else host.watch(self._before, self._after)
 
@@ -160,7 +160,7 @@ class Provenance(Watcher):
 
     def loaded(self, cache: Any, prompts: Sequence[Prompt]) -> None:
         """A new cache was filled from the store."""
-        trace = _Trace(prompts, cache.get_seq_length())
+        trace = _History(prompts, cache.get_seq_length())
         if trace.note_tensors(cache):
             self._traces[cache] = trace
 
@@ -188,7 +188,7 @@ class Provenance(Watcher):
             del self._traces[cache]
             trace = None
         if trace is None and cache.get_seq_length() == 0:
-            self._traces[cache] = _Trace()
+            self._traces[cache] = _History()
 
     def _after(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -200,7 +200,7 @@ class Provenance(Watcher):
         if cache is not None:
             trace = self._traces.pop(cache, None)
         else:  # the model made one
-            cache, trace = _cache_in(output), _Trace()
+            cache, trace = _cache_in(output), _History()
         if cache is None or trace is None:
             return
         forward = self._forward_of(model, arguments, trace.num_tokens)

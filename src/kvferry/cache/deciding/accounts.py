@@ -1,8 +1,8 @@
 """What others learn of the decisions: counts and journal of requests, events of chunks.
 
 `Accounts` counts every token of an admitted prompt once: held by the engine, hit by tier, or missed
-by reason. `Announcer` tells the host's subscribers which chunks this engine saved, and which are
-gone.
+by reason. `Announcer` makes the events for the host's subscribers: chunks that this engine saved,
+and chunks that are gone.
 """
 
 from __future__ import annotations

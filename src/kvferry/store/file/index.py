@@ -86,7 +86,7 @@ class Totals(NamedTuple):
 
 class KnownKeys:
     """Which keys are known to be there: the answer to `contains`, without a lock. Grows only if it
-    `tracks_keys`, which nobody needs who never looks keys up."""
+    `tracks_keys`, which only look-ups need."""
 
     def __init__(self, tracks_keys: bool = True) -> None:
         self.tracks_keys = tracks_keys

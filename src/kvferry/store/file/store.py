@@ -197,9 +197,12 @@ class FileStore(Store):
     def refusal(self) -> str:
         if self.is_read_only:
             return "it is opened read-only"
-        if self._max_bytes < NO_QUOTA and not self.index.totals.is_complete:
-            return "its index is not complete yet"
-        return self._faults.refusal
+        return "its index is not complete yet" if self._waits_for_index else self._faults.refusal
+
+    @property
+    def _waits_for_index(self) -> bool:
+        """Whether writes wait until the index knows how much of the quota is used."""
+        return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
     def contains(self, key: ChunkKey) -> bool:
         return self._known.contains(key)
@@ -420,8 +423,8 @@ class FileStore(Store):
                 return PutResult.EXISTS
             if num_bytes > self._max_bytes:
                 return PutResult.NO_SPACE
-            if self._max_bytes < NO_QUOTA and not self.index.totals.is_complete:
-                self._faults.observer.count("store_put_skipped")  # the index is not complete
+            if self._waits_for_index:
+                self._faults.observer.count("store_put_skipped")
                 return PutResult.FAILED
             return _Writing(key, num_bytes, *self.directory.begin(key))
         except OSError as error:

@@ -262,16 +262,16 @@ def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
         ValueError: the answer is not a list of names, too long or too slow; the message is one
             line without the URL.
     """
-    patience = _Patience(min(deadline - time.monotonic(), longest))
-    with closing(_connection(url, patience.seconds)) as connection:
-        patience.wait_for(connection.connect)
-        patience.socket = connection.sock
-        patience.wait_for(lambda: connection.request("GET", urlsplit(url).path))
-        with closing(patience.wait_for(connection.getresponse)) as response:
+    budget = _TimeBudget(min(deadline - time.monotonic(), longest))
+    with closing(_connection(url, budget.seconds)) as connection:
+        budget.wait_for(connection.connect)
+        budget.socket = connection.sock
+        budget.wait_for(lambda: connection.request("GET", urlsplit(url).path))
+        with closing(budget.wait_for(connection.getresponse)) as response:
             if response.status != 200:
                 raise ValueError(f"the server answers {response.status}")
             rest, num_bytes = b"", 0
-            while piece := patience.wait_for(lambda: response.read1(_PIECE_BYTES)):
+            while piece := budget.wait_for(lambda: response.read1(_PIECE_BYTES)):
                 num_bytes += len(piece)
                 *words, rest = _split(rest + piece)
                 if num_bytes > MAX_LIST_BYTES or len(rest) > _MAX_NAME_BYTES:
@@ -303,7 +303,7 @@ def _connection(url: str, seconds: float) -> HTTPConnection:
     raise ValueError("admin is no URL of a metrics port, such as http://10.0.0.1:9003")
 
 
-class _Patience:
+class _TimeBudget:
     """A total time budget for one server. It shuts the `socket` down when the budget is spent,
     because a socket timeout restarts with every byte."""
 

@@ -83,7 +83,7 @@ class PartFiles:
 
     def _check_folder(self) -> None:
         """OSError if another user made the folder, who could change what is in it. Once it is ours,
-        nobody else replaces it: its parent is sticky."""
+        no other user can replace it: its parent is sticky."""
         status = os.lstat(self._directory.root)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it is of another user")

@@ -102,8 +102,8 @@ class Connection:
         return replies
 
     def is_quiet(self) -> bool:
-        """Whether it can be used: the server closed nothing, and sent nothing that nobody asked
-        for. In the child of a fork it cannot: the parent uses it."""
+        """Whether it can be used: the server has neither closed it nor sent anything unasked. In
+        the child of a fork it cannot: the parent uses it."""
         if self._pid != os.getpid():
             return False
         try:

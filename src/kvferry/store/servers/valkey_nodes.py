@@ -101,7 +101,7 @@ class ValkeyNode:
         return [self]
 
     def refresh(self) -> None:
-        """Connect anew from now on: the name of the server may lead to another one."""
+        """Replace all connections: the name of the server may lead to another one."""
         with suppress(IndexError):  # none is left; other threads take them, too
             while True:
                 self._idle.pop().close()
@@ -307,7 +307,7 @@ class ValkeyCluster:
             named, _, port = reply.text.rpartition(" ")[2].rpartition(":")
             is_number = port.isascii() and port.isdigit() and len(port) < 6
             with self._node_at(_place(named, int(port) if is_number else 0, node)) as other:
-                # A server that has the slot for good takes ASKING, too.
+                # A server that owns the slot accepts ASKING, too.
                 _, reply = self._ask(other, [command("ASKING"), asked], deadline)
                 node = other
         return reply

@@ -70,14 +70,15 @@ class TierThread:
         return self._thread is not None
 
     def keep_trying(self) -> None:
-        """The tier is away, and somebody asks: have it tried when that is due. Never blocks."""
+        """A request found the tier away: have it tried when that is due. Never blocks."""
         target = self._target
         if self._closed or target.next_try > target.calls.clock() or not self.start():
             return
         # The thread copies, and may hang.
         if self.is_at_work and not (self._is_trying or self._is_tried_aside):
             self._is_tried_aside = True
-            self._is_tried_aside = _started(self._try_aside, "kvferry-try") is not None
+            if _started(self._try_aside, "kvferry-try") is None:
+                self._is_tried_aside = False
 
     def _try_aside(self) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -113,9 +113,7 @@ class Tier:
     def _try_open(self) -> None:
         try:
             store = self._open(self._health.may_create)
-        except (
-            BaseException
-        ) as error:  # also a library's panic: the start raises it, or a line says
+        except BaseException as error:  # a library's panic, too: the start raises or logs it
             fault = error
             if not self.opening.done():
                 self.opening.set_exception(fault)
@@ -132,18 +130,13 @@ class Tier:
 
     def wait_opened(self, seconds: float) -> BaseException | None:
         """Wait for the first try to open the store; what it raised if the store will not open."""
-        left = max(0.0, seconds)
-        while True:
-            try:
-                fault = self.opening.exception(min(left, _WAIT_SECONDS))
-                break
-            except TimeoutError:
-                left -= _WAIT_SECONDS
-            if left <= 0.0:
-                self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
-                fault = self.opening.exception() if self.opening.done() else None
-                break
-        return None if isinstance(fault, StoreError) or fault is None else fault
+        while seconds > 0.0 and not wait([self.opening], min(seconds, _WAIT_SECONDS)).done:
+            seconds -= _WAIT_SECONDS
+        if not self.opening.done():
+            self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
+            return None
+        fault = self.opening.exception()
+        return None if isinstance(fault, StoreError) else fault
 
     def check_now(self) -> bool:
         """Whether the store answers now. Blocks on I/O."""

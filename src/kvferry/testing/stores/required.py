@@ -440,7 +440,7 @@ class LifecycleTests(StoreHooks):
 
 
 class EmptyValueTests(StoreHooks):
-    """An empty value is none: nobody has to remove it before a value can be stored."""
+    """An empty value is none: the next put replaces it."""
 
     def test_an_empty_value_is_replaced(self, store: Store) -> None:
         key, value = make_key(), make_value(SIZE)
