@@ -439,9 +439,7 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
 
 
 def _without_keys(line: JournalLine) -> JsonRow:
-    from msgspec.structs import asdict
-
-    return {name: value for name, value in asdict(line).items() if name != "keys"}
+    return {name: getattr(line, name) for name in line.__struct_fields__ if name != "keys"}
 
 
 def _journal_row(line: JournalLine) -> JsonRow:

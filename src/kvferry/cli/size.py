@@ -71,9 +71,8 @@ def size(
     }
     if prefill_tokens_per_second is not None and num_chunks:
         seconds = num_chunks * chunk_tokens / prefill_tokens_per_second
-        facts["loading_beats_computing_from_gb_per_second"] = float(
-            f"{read_bytes / seconds / 1e9:.4g}"
-        )
+        rate = float(f"{read_bytes / seconds / 1e9:.4g}")
+        facts["loading_beats_computing_from_gb_per_second"] = rate
     rows = [describe_group(group) for group in groups]
     columns = {"layers": "num_layers", "kv heads": "num_kv_heads", "elements": "content_size"}
     columns |= {"dtype": "dtype", "window": "window"}

@@ -633,7 +633,6 @@ def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_ti
         return state(store, 1) == "away"
 
     wait_until(is_left_alone, "no look-up had to find out")
-    rest(store)  # a value that fails while the store answers is dropped
     far.is_away = False
     clock.advance(6.0)
     settle(store)

@@ -164,27 +164,37 @@ class TierThread:
 
     def _copy(self, key: ChunkKey, source: Tier) -> PutResult | None:
         """Copy one value; None if it waits again, as it does while a tier is away or full. A value
-        rejected for any other reason is dropped, so that it does not block the queue."""
+        that fails twice though the tier answers is dropped, so that it does not block the queue."""
+        for _ in range(2):
+            result, asked = self._attempt(key, source)
+            if result is PutResult.STORED and self._copying is None:  # removed since it was read
+                self._target.delete(key)
+            if result is PutResult.NO_SPACE:
+                return self._put_back(key, source)
+            if result is not PutResult.FAILED or asked is None:
+                return result
+            if not asked.check_now():
+                return self._put_back(key, source)
+        return PutResult.FAILED
+
+    def _attempt(self, key: ChunkKey, source: Tier) -> tuple[PutResult, Tier | None]:
+        """The result of one copy, and which tier it depended on; None if there is nothing right to
+        copy."""
         target, calls = self._target, self._target.calls
         until = calls.clock() + calls.patience.max_limit_seconds
         asked = target
         try:
             size = target.ask(key, (), until)  # costs less than to read and send it
             if size is not None and (self._check is None or size == self._check.num_bytes):
-                return PutResult.EXISTS
+                return PutResult.EXISTS, target
             asked = source
             value = self._value(key, source, until)
             if value is None:
-                return PutResult.FAILED
+                return PutResult.FAILED, None
             asked = target
-            result = target.put(key, [value], until)
+            return target.put(key, [value], until), target
         except StoreError:
-            result = PutResult.FAILED
-        if result is PutResult.STORED and self._copying is None:  # removed since it was read
-            target.delete(key)
-        elif result is PutResult.NO_SPACE or (result is PutResult.FAILED and not asked.check_now()):
-            return self._put_back(key, source)
-        return result
+            return PutResult.FAILED, asked
 
     def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
         """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
