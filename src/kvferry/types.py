@@ -51,6 +51,58 @@ class ExtraKeys:
 NO_EXTRA_KEYS = ExtraKeys()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerStamp:
+    """What a kvferry that prefilled a prompt says of its chunks, as far as a client left it so.
+
+    Attributes:
+        version: of the stamp; the others are only read of our own version.
+        namespace: first hexadecimal digits of the namespace that roots its keys.
+        num_chunks: leading chunks of the prompt that it stored.
+        last_key: of the last of them; empty without any.
+    """
+
+    version: int
+    namespace: str = ""
+    num_chunks: int = 0
+    last_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSource:
+    """Another engine that computes or has computed a request's prompt. Written by a client.
+
+    Attributes:
+        waits: its KV is worth waiting for; False: only what is there is taken.
+        host, port: its address; None where none was given.
+        num_tokens: how many it computed; None: not said.
+        has_blocks: it names blocks of an engine, as kvferry never does.
+        stamp: None where no kvferry left one.
+    """
+
+    waits: bool
+    host: str | None = None
+    port: int | None = None
+    num_tokens: int | None = None
+    has_blocks: bool = False
+    stamp: ProducerStamp | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What a request asks for where one engine prefills and another decodes.
+
+    Attributes:
+        gives: another engine goes on from the KV of this one: all its chunks are stored.
+        answers: the answer to the client says where that KV is.
+        source: whose KV this one goes on from; None: nobody's.
+    """
+
+    gives: bool = False
+    answers: bool = False
+    source: KVSource | None = None
+
+
 @runtime_checkable
 class RequestView(Protocol):
     """The part of a host's request that the core reads. All members are plain attributes.
@@ -67,6 +119,9 @@ class RequestView(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def extra_keys(self) -> ExtraKeys: ...
+    @property
+    def handover(self) -> Handover | None:
+        """None for most requests: no other engine takes part."""
 
 
 class ScheduledRequest(Protocol):

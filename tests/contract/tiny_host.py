@@ -46,6 +46,7 @@ class TinyRequest:
         self.all_token_ids = list(prompt)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.extra_keys = NO_EXTRA_KEYS
+        self.handover = None
         self.num_new = num_new
         self.block_ids: list[int] = []
         self.num_computed = 0

@@ -161,7 +161,11 @@ class PrefixCache:
             )
 
     def scheduler(
-        self, *, prefetch_recent: bool = True, draw: Callable[[], float] = random.random
+        self,
+        *,
+        prefetch_recent: bool = True,
+        draw: Callable[[], float] = random.random,
+        log: logging.Logger = logger,
     ) -> SharedStorageScheduler:
         """The scheduler role; call once.
 
@@ -169,6 +173,7 @@ class PrefixCache:
             prefetch_recent: whether the records that were used last are fetched at start.
             draw: makes a random number from 0 to 1, without 1; says which hits are audited, and
                 from which end.
+            log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
             ConfigError: a store that several ranks cannot write together, or a journal that
@@ -194,7 +199,7 @@ class PrefixCache:
         ):
             recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         return SharedStorageScheduler(
-            replace(self.context, draw=draw),
+            replace(self.context, draw=draw, log=log),
             self.schema.namespace,
             pool,
             new_namespace=self._next_epoch,

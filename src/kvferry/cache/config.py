@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from kvferry.config import check_cache_options
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
 from kvferry.store.base import Store
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 128
 DEFAULT_MEMORY_BYTES = 1 << 30
@@ -27,7 +30,9 @@ class SharedStorageConfig:
             of several tiers, nearest first.
         chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
             value are not read.
-        save_generated: also store chunks that end in confirmed generated tokens.
+        save_generated: also store chunks that end in confirmed generated tokens. The answer to a
+            request whose prompt another engine computed then says so, for the engine of the next
+            turn.
         save_repeated: only store chunks that a second request uses, to spare the store what is
             never asked for.
         memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
@@ -80,6 +85,7 @@ class RoleContext:
         tables: block tables of the host.
         clock: monotonic seconds.
         draw: makes a random number from 0 to 1, without 1.
+        log: gets a line for each request that another engine prefills or decodes.
     """
 
     spec: EngineSpec
@@ -89,3 +95,4 @@ class RoleContext:
     tables: Tables
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
+    log: logging.Logger = logger

@@ -27,8 +27,9 @@ class EngineSpec:
             that hits can be verified before they are promised.
         multi_process: True if scheduler and worker roles live in different processes, so that the
             store must be one that several can open. Several ranks always may.
-        loads: False for an engine that only stores (a producer).
-        saves: False for an engine that only reads (a consumer).
+        loads: False for an engine that only stores (a producer), unless a request asks for more.
+        saves: False for an engine that only reads (a consumer), unless a request asks for more.
+        disabled: nothing is loaded or saved, whatever requests ask for.
         host_recomputes: True if the host computes a request again from blocks that are reported as
             failed in a later step than that of their load; before the first token is sampled, if
             the report comes in the step that completes the prompt.
@@ -52,6 +53,7 @@ class EngineSpec:
     multi_process: bool = False
     loads: bool = True
     saves: bool = True
+    disabled: bool = False
     host_recomputes: bool = False
     host_publishes_events: bool = False
     tables: tuple[TablePart, ...] | None = None

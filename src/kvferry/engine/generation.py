@@ -29,6 +29,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, besides the model's own end-of-text tokens.
         ignore_eos: go on past the model's own end-of-text tokens.
         return_logits: keep the logits of the first generated position (`Completion.first_logits`).
+        kv_transfer_params: what a proxy says of another engine that prefills or decodes the prompt
+            (docs/disaggregation.md); unknown fields are ignored. The answer to it is
+            `Completion.params`.
     """
 
     max_tokens: int = 16
@@ -39,6 +42,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     return_logits: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -17,6 +17,7 @@ import torch
 from kvferry.config import build_config
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.handover import read_handover
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -232,7 +233,7 @@ class LLM:
         token_ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(token_ids)
         stop = frozenset(params.stop_token_ids)
-        return Request(
+        request = Request(
             f"request-{next(self._request_numbers)}",
             token_ids,
             max_total_tokens=min(
@@ -242,6 +243,8 @@ class LLM:
             ),
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
         )
+        request.handover = read_handover(params.kv_transfer_params)
+        return request
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

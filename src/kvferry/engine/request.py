@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvferry.contract.messages import Plan
-from kvferry.types import NO_EXTRA_KEYS, BlockTable
+from kvferry.types import NO_EXTRA_KEYS, BlockTable, Handover
 
 
 class FinishReason(StrEnum):
@@ -67,6 +67,7 @@ class Request:
     """
 
     extra_keys = NO_EXTRA_KEYS  # the engine serves text alone
+    handover: Handover | None = None
 
     def __init__(
         self,

@@ -407,7 +407,8 @@ class Scheduler:
         self._finished_ids.add(request_id)
         num_blocks = self._kv.num_blocks_for(request.num_computed_tokens)
         result = self._role.request_finished(request, (request.block_ids[:num_blocks],))
-        request.outcome = Outcome(reason, result.params)
+        has_answer = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        request.outcome = Outcome(reason, result.params if has_answer else None)
         if deadline is not None:
             # Even without `delay_free`: the load is reported once, and that gives the blocks back.
             self._lent[request_id, "load"] = _Loan(self._kv.detach(request), deadline)

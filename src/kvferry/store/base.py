@@ -2,9 +2,9 @@
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
-`probe`, `note_stored` and `tier_of` use memory only. All others may block on I/O, and run on I/O
-threads, never on a scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or
-shortly after; without one, a medium that can hang sets its own.
+`probe`, `expect`, `awaits`, `note_stored` and `tier_of` use memory only. All others may block on
+I/O, and run on I/O threads, never on a scheduler's. A call with a deadline (`time.monotonic()`
+seconds) ends at it or shortly after; without one, a medium that can hang sets its own.
 """
 
 from __future__ import annotations
@@ -188,6 +188,16 @@ class Store(ABC):
     def probe(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  # nothing to ask
         """Have the background find out whether `keys` (a prefix chain, in order) are here, so that
         a later `contains` knows. Dropped when too many wait."""
+
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:  # noqa: B027  # nobody else stores
+        """A producer was heard to be making `keys` (a prefix chain, in order): look for them in the
+        background until they have come or it is `until` (`time.monotonic()` seconds). Those that
+        come late are found as before."""
+
+    def awaits(self, key: ChunkKey) -> bool:
+        """Whether a key that `contains` did not find may still come: it was expected, its time is
+        not over, and the medium answers. "Not yet" instead of "absent"; ask after `contains`."""
+        return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
         """Learn that `key` was stored through another store object of the same URL."""

@@ -82,6 +82,12 @@ class WrapperStore(Store):
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         self.inner.probe(keys)
 
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        self.inner.expect(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return self.inner.awaits(key)
+
     def note_stored(self, key: ChunkKey) -> None:
         self.inner.note_stored(key)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
@@ -23,7 +24,7 @@ from kvferry.testing.host_tables import (
     HostTable,
     table_per_group,
 )
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover
 
 
 @dataclass
@@ -78,6 +79,7 @@ class SimulatedHost:
         budget: int = 10**9,
         num_local_tokens: int = 0,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        handover: Handover | None = None,
         generate: Sequence[int] = (),
     ) -> HostRequest:
         """Prefill a prompt, check every byte of its KV, generate given tokens, finish.
@@ -87,7 +89,7 @@ class SimulatedHost:
             num_local_tokens: tokens of a simulated local prefix hit.
             generate: tokens "sampled" after the prompt, one per step.
         """
-        request = self.add(request_id, token_ids, extra_keys=extra_keys)
+        request = self.add(request_id, token_ids, extra_keys=extra_keys, handover=handover)
         self.admit(request, num_local_tokens=num_local_tokens)
         self.prefill(request, budget=budget)
         for token in generate:
@@ -102,8 +104,9 @@ class SimulatedHost:
         token_ids: Sequence[int],
         *,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        handover: Handover | None = None,
     ) -> HostRequest:
-        request = HostRequest(request_id, list(token_ids), len(token_ids), extra_keys)
+        request = HostRequest(request_id, list(token_ids), len(token_ids), extra_keys, handover)
         self.scheduler.on_new_request(request)
         return request
 
@@ -159,12 +162,14 @@ class SimulatedHost:
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
 
-    def finish(self, request: HostRequest) -> None:
+    def finish(self, request: HostRequest) -> Mapping[str, Any] | None:
+        """End a request; what the connector has for the client."""
         result = self.scheduler.request_finished(request, request.block_ids)
         if result.delay_free:
             raise AssertionError("this host does not delay frees")
         self._finished.add(request.request_id)
         self._release(request)
+        return result.params
 
     def settle(self, timeout: float = 10.0) -> None:
         """Step without tokens until saves have ended and nothing new is reported for a while."""

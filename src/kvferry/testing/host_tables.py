@@ -16,7 +16,7 @@ import torch
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.types import NO_EXTRA_KEYS, NULL_BLOCK, ExtraKeys, KVGroup, TablePart
+from kvferry.types import NO_EXTRA_KEYS, NULL_BLOCK, ExtraKeys, Handover, KVGroup, TablePart
 
 
 @dataclass
@@ -27,6 +27,7 @@ class HostRequest:
     all_token_ids: list[int]
     num_prompt_tokens: int
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    handover: Handover | None = None
     block_ids: tuple[list[int], ...] = ()
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0

@@ -29,7 +29,7 @@ from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
-from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity, is_quiet
+from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity, has_answer, is_quiet
 from kvferry.v1.types import (
     CarriedMeta,
     CounterStats,
@@ -298,7 +298,8 @@ class OneRole:
         role, requests, _ = self._scheduler
         result = role.request_finished(requests.view(request), block_ids)
         requests.forget(request.request_id)
-        return result.delay_free, None if result.params is None else dict(result.params)
+        params = result.params if has_answer(request) else None
+        return result.delay_free, None if params is None else dict(params)
 
     def take_events(self) -> Iterable[Any]:
         return self._scheduler.role.take_events()

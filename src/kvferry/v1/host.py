@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
+from kvferry.contract.handover import read_handover
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
 from kvferry.v1.types import SchedulerOutput, V1Request
 from kvferry.v1.utilities import resumed_flags
@@ -27,13 +28,14 @@ UNCACHEABLE = ExtraKeys(cacheable=False)
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = ("extra_keys", "may_read", "num_prompt_tokens", "request", "request_id")
+    __slots__ = ("extra_keys", "handover", "may_read", "num_prompt_tokens", "request", "request_id")
 
     def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
         self.request = request
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self.extra_keys = extra_keys
+        self.handover = read_handover(getattr(request, "kv_transfer_params", None))
         # vLLM ignores hits of requests that want the logits of every prompt token.
         self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
 
@@ -159,6 +161,13 @@ def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
         )
     except (AttributeError, TypeError):  # in no known spelling
         return False
+
+
+def has_answer(request: object) -> bool:
+    """Whether an ended request was neither aborted nor failed: a client waits for its answer."""
+    status = getattr(request, "status", None)
+    name = getattr(status, "name", None)
+    return status is None or name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 def extra_keys_of(

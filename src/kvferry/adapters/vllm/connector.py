@@ -88,7 +88,7 @@ class FerryConnector(OneRole):
             sources = self.host.hit_sources
             self._cache_hit_source = sources.HOST if in_memory else sources.DISK
         self.attach(
-            self._cache.worker() if is_worker else self._cache.scheduler(),
+            self._cache.worker() if is_worker else self._cache.scheduler(log=logger),
             block_size=self._cache.block_multiple,
             observer=self._observer,
             lora_identity=self._lora_identities,
@@ -109,7 +109,7 @@ class FerryConnector(OneRole):
         publishes = events is not None and bool(events.enable_kv_cache_events)
         spec = engine_spec(config, kv_cache_config, identity, publishes=publishes)
         if not computes_like_others(config):
-            spec = replace(spec, loads=False, saves=False)
+            spec = replace(spec, loads=False, saves=False, disabled=True)
         chunk_tokens = options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
         kernels = cpu_kernels(config, {part.block_size for part in spec.table_parts})
         return with_layout(spec, kernels, chunk_tokens)
@@ -244,7 +244,7 @@ def _default_store() -> str:
 def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: int) -> None:
     """Log the store, the namespace and the layout. A daemon thread measures and logs the store's
     speed separately, so that a hanging store does not delay the start."""
-    if not (spec.loads or spec.saves):
+    if spec.disabled:
         logger.warning(
             "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
             "results after a prefix hit"

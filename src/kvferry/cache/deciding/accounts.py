@@ -15,8 +15,9 @@ from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.cache.messages import Save
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
 from kvferry.journal import Journal, JournalAnswer
+from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
-from kvferry.types import ChunkKey, RequestView, StepView
+from kvferry.types import ChunkKey, Handover, RequestView, StepView
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
@@ -44,6 +45,13 @@ class Accounts:
 
     def __init__(self, context: RoleContext, journal: Journal | None = None) -> None:
         self._observer = context.observer
+        self._log = context.log
+        record = RecordSchema.for_groups(
+            namespace=bytes(32),
+            chunk_tokens=context.config.chunk_tokens,
+            groups=context.spec.groups,
+        )
+        self._token_bytes = record.record_bytes / record.chunk_tokens
         self._chunk = context.config.chunk_tokens
         self._journal = journal
 
@@ -74,7 +82,45 @@ class Accounts:
         if search.miss is LookupMiss.SLOWER and search.worth is not None:
             _, load, compute = search.worth
             why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
-        self._note(request, state, JournalAnswer(local, hits, misses, why))
+        plan = state.handover
+        if plan is not None and search.miss is plan.miss:
+            why = plan.why
+        answer = JournalAnswer(local, hits, misses, why)
+        if plan is not None and request.handover is not None and not plan.is_counted:
+            plan.is_counted = True
+            self._count_handover(request, request.handover, answer, search)
+        self._note(request, state, answer)
+
+    def _count_handover(
+        self, request: RequestView, handover: Handover, answer: JournalAnswer, search: Search
+    ) -> None:
+        """Count and log what became of a request that another engine prefills or decodes."""
+        source = handover.source
+        if source is not None:
+            self._observer.count("remote_prefills")
+            if set(answer.misses) - {LookupMiss.PARTIAL, LookupMiss.AUDIT}:
+                self._observer.count("remote_prefills_computed")
+        parts = [f"{answer.local} of the engine's own"] if answer.local else []
+        for tier, tokens in answer.hits.items():
+            fetched, seconds = search.loads.get(tier, (0, 0.0))
+            speed = fetched * self._token_bytes / seconds if seconds else 0.0
+            rate = f" at {speed / 1e9:.3f} GB/s" if speed else ""
+            parts.append(f"{tokens} from {tier}{rate}")
+        parts += [f"{tokens} computed ({reason})" for reason, tokens in answer.misses.items()]
+        if source is None:
+            what = "prefill for another engine"
+        else:
+            what = "prefilled by another engine"
+            if source.host is not None:
+                what += f" at {source.host}:{source.port or '?'}"
+        self._log.info(
+            "request %s, %s: of %d tokens %s%s",
+            request.request_id,
+            what,
+            len(request.all_token_ids),
+            ", ".join(parts),
+            f"; {answer.why}" if answer.why else "",
+        )
 
     def _count(self, num_tokens: int, local: int, hits: Counter[str], misses: Counter[str]) -> None:
         self._observer.count("lookup_tokens", num_tokens)
@@ -95,6 +141,9 @@ class Accounts:
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
             self._observer.count(f"miss_tokens_{LookupMiss.NOT_CACHEABLE}", num_tokens)
+        if request.handover is not None:
+            answer = JournalAnswer(0, {}, {LookupMiss.NOT_CACHEABLE: num_tokens}, "")
+            self._count_handover(request, request.handover, answer, Search())
 
     def ended(self, request: RequestView, state: RequestState) -> None:
         """A request ended, admitted or not."""

@@ -15,6 +15,9 @@ be compared (`_choose`, `_candidate`), and settles on a hit (`_settle`). Once se
 fetches showed of each tier's speed is learned (`_learn`). `Search` is the memory between the
 look-ups of a request.
 
+Where another engine computes the prompt, its chunks are waited for as they come, and those that
+have come are fetched meanwhile (`kvferry.cache.deciding.handovers`).
+
 A hit that is audited is promised without the chunk that is compared, mostly its last one; the
 record of that chunk must be held nevertheless. A record that is suspected ends a hit.
 """
@@ -65,6 +68,9 @@ class Lookup:
         unreadable: chunks that are not offered although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.
         audits: says which hits are compared with what the engine computes.
+
+    Attributes:
+        policy: as given.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class Lookup:
         self._clock = context.clock
         self._pool = pool
         self._unreadable = unreadable
-        self._policy = policy
+        self.policy = policy
         self._audits = audits
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
@@ -99,10 +105,13 @@ class Lookup:
             return ASK_AGAIN
         self.probe(state)
         known, search.miss = self._find(state.keys.keys, num_local // self._chunk)
-        if search.miss is None and known < len(state.keys.keys):
-            if self._waits_for_store(state, search):
+        if known < len(state.keys.keys) and search.miss in (None, LookupMiss.ABSENT):
+            if search.miss is None and self._waits_for_store(state, search):
                 return ASK_AGAIN
-            search.miss = LookupMiss.ABSENT
+            if self._waits_for_producer(state, search, known):
+                self._fetch_known(state, search, known, num_tokens)
+                return ASK_AGAIN
+            search.miss = LookupMiss.ABSENT if state.handover is None else state.handover.miss
         late = self._late(search)
         if not self._settle(state, search, self._choose(state, search, known), num_tokens):
             return ASK_AGAIN
@@ -116,6 +125,29 @@ class Lookup:
         if state.asking_until is None:
             state.asking_until = self._clock() + ASK_SECONDS
         return search.phase == "asking" and self._clock() < state.asking_until
+
+    def _waits_for_producer(self, state: RequestState, search: Search, known: int) -> bool:
+        """Whether to ask again, since another engine brings the first chunk that is not known."""
+        plan = state.handover
+        return (
+            plan is not None
+            and known < plan.num_chunks
+            and search.phase != "settled"
+            and self._clock() < plan.until
+            and self._store.awaits(state.keys.keys[known])
+            and self._choose(state, search, known) == known
+        )
+
+    def _fetch_known(
+        self, state: RequestState, search: Search, known: int, num_tokens: int
+    ) -> None:
+        """Fetch what is known of a hit whose other chunks are still to come."""
+        plan = state.handover
+        stop = self._usable(0 if plan is None else plan.num_chunks, num_tokens)
+        if known * self._chunk > search.num_local < stop:
+            hit = self._candidate(state, search.num_local, stop)
+            if hit.num_slots <= self._pool.num_slots:
+                self._fetch(state, search, hit, known)
 
     def _settle(self, state: RequestState, search: Search, known: int, num_tokens: int) -> bool:
         """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
@@ -218,14 +250,14 @@ class Lookup:
             if until < known:
                 search.miss = LookupMiss.SLOWER
             return until
-        if search.fetching_since is not None or not self._policy.is_any_slow:
+        if search.fetching_since is not None or not self.policy.is_any_slow:
             return known
         keys, first = state.keys.keys, search.num_local // self._chunk
         parts = [
             (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
             for number in range(first, known)
         ]
-        worth = self._policy.worth_loading(parts)
+        worth = self.policy.worth_loading(parts)
         if worth.num_chunks < len(parts):
             search.miss = LookupMiss.SLOWER
             search.worth = first + worth.num_chunks, worth.load_seconds, worth.compute_seconds
@@ -292,31 +324,37 @@ class Lookup:
             search.gave_up = reason
         return reason
 
-    def _fetch(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
-        """Fetch the chunks that are not held. True if the host is to ask again.
+    def _fetch(
+        self, state: RequestState, search: Search, hit: _Candidate, known: int | None = None
+    ) -> bool:
+        """Fetch the chunks that are not held, or those before the first that is not `known`. True
+        if the host is to ask again.
 
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
         """
         numbers, keys = hit.numbers, state.keys.keys
+        if known is not None:
+            numbers = range(numbers.start, min(numbers.stop, known))
         # Count the audited chunk, too.
         num_tokens = len(numbers) * self._chunk if hit.audited is not None else hit.stop - hit.start
         now = self._clock()
         if search.fetching_since is None:
-            search.fetching_since, search.deadline = (
-                now,
-                now + self._policy.wait_seconds(num_tokens),
-            )
+            search.fetching_since = now
+            search.deadline = now + self.policy.wait_seconds(num_tokens)
+        elif state.handover is not None and now < state.handover.until:
+            # More has come from its producer.
+            search.deadline = now + self.policy.wait_seconds(num_tokens)
         self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)
             if self._pool.holds(key, groups):
                 continue
-            known = self._pool.find(key)
+            before = self._pool.find(key)
             slot = self._pool.fetch(key, number * self._chunk, groups)
             if slot is None:
                 break
-            if known is None:
+            if before is None:
                 self._pool.pin(slot)
                 search.pinned.append(slot)
             if not slot.is_save:
@@ -362,7 +400,7 @@ class Lookup:
             return
         for slow in late:
             tokens = self._chunk * sum(each == slow for each in search.fetched.values())
-            self._policy.saw_slow_load(slow, tokens, self._clock() - search.fetching_since)
+            self.policy.saw_slow_load(slow, tokens, self._clock() - search.fetching_since)
         loads: dict[str, tuple[int, float]] = {}
         for slot in search.pinned:
             tier = search.fetched.get(slot.key)
@@ -370,8 +408,9 @@ class Lookup:
                 tokens, seconds = loads.get(tier, (0, 0.0))
                 loads[tier] = tokens + self._chunk, max(seconds, slot.seconds)
                 slot.seconds = 0.0  # measured once
+        search.loads.update(loads)
         for tier, (tokens, seconds) in loads.items():
-            self._policy.saw_load(tier, tokens, seconds)
+            self.policy.saw_load(tier, tokens, seconds)
 
     @staticmethod
     def _answer(state: RequestState, search: Search) -> LookupResult:

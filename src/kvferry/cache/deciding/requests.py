@@ -49,6 +49,29 @@ class Audit:
     results: list[Filled] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class HandoverPlan:
+    """What becomes of a request of which another engine does a part.
+
+    Attributes:
+        gives: another engine goes on with it: each chunk is stored that the store has not.
+        is_turn: it goes on from the KV of another engine, and gives what it generates, too.
+        is_counted: it was admitted before.
+        num_chunks: leading chunks that are waited for.
+        until: when the wait ends.
+        miss: why a chunk is computed that the store has not.
+        why: the same in words, of the other engine; empty where there is no more to say.
+    """
+
+    gives: bool = False
+    is_turn: bool = False
+    is_counted: bool = False
+    num_chunks: int = 0
+    until: float = 0.0
+    miss: LookupMiss = LookupMiss.ABSENT
+    why: str = ""
+
+
 @dataclass(slots=True)
 class Search:
     """The search for a request's hit, from its first look-up until it is admitted.
@@ -65,6 +88,7 @@ class Search:
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while everything is.
         gave_up: why no more is fetched for it; None: more may be fetched.
+        loads: tokens and seconds of what was fetched and promised, by tier.
         promised: tokens `[start, stop)` of the last positive answer.
         miss: why the last answer was not longer; NOT_LOADING if there was none.
     """
@@ -77,6 +101,7 @@ class Search:
     deadline: float = 0.0
     worth: tuple[int, float, float] | None = None
     gave_up: LookupMiss | None = None
+    loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     promised: tuple[int, int] | None = None
     miss: LookupMiss | None = LookupMiss.NOT_LOADING
 
@@ -104,6 +129,7 @@ class RequestState:
             has new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audit: of the hit that is promised.
+        handover: None until that was looked at, and where no other engine takes part.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
             drawn yet.
     """
@@ -116,7 +142,13 @@ class RequestState:
     saves_blocked: bool = False
     next_save: int = 0
     audit: Audit | None = None
+    handover: HandoverPlan | None = None
     sample: float | None = None
+
+    @property
+    def gives_all(self) -> bool:
+        """Whether another engine goes on with it: each chunk is stored that the store has not."""
+        return self.handover is not None and self.handover.gives
 
 
 class UnreadableKeys:

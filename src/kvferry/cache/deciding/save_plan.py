@@ -139,7 +139,8 @@ class SavePlan:
             if key in self._suspects:
                 self.forget(request.request_id)
                 return
-            if self._has(key) or not self._is_worth_saving(key, request.request_id):
+            is_wanted = state.gives_all or self._is_worth_saving(key, request.request_id)
+            if self.has(key, state) or not is_wanted:
                 state.next_save += 1
                 continue
             first = index * chunk_tokens
@@ -157,12 +158,17 @@ class SavePlan:
             saves.append(Save(SlotChunk(slot.index, key, first), blocks))
             state.next_save += 1
 
-    def _has(self, key: ChunkKey) -> bool:
-        """Whether a chunk is held, on its way, or stored."""
+    def has(self, key: ChunkKey, state: RequestState) -> bool:
+        """Whether a chunk is held, on its way, or stored. What another engine goes on from must be
+        stored: it does not see what this one holds."""
         slot = self._pool.find(key)
         # A slot that one rank missed becomes free, without the chunk, when the others have ended.
         everything = self._context.tables.all_groups
-        if slot is not None and not slot.failed and (slot.is_busy or everything <= slot.held):
+        is_held = slot is not None and not slot.failed and everything <= slot.held
+        is_busy = slot is not None and not slot.failed and slot.is_busy
+        # A pinned slot can take no copy now.
+        is_pinned = slot is not None and slot.pins > 0
+        if is_busy or (is_held and (is_pinned or not state.gives_all)):
             return True
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
 

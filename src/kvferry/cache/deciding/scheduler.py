@@ -20,6 +20,7 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer
 from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup
 from kvferry.cache.deciding.policy import LoadPolicy
@@ -94,16 +95,17 @@ class SharedStorageScheduler(SchedulerRole):
         config, spec = context.config, context.spec
         self.context = context
         self.pool = pool
-        self.policy = LoadPolicy(config.load_timeout_seconds, context.clock)
+        policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         journal = None
         if config.record is not None:
             journal = Journal(Path(config.record), config.chunk_tokens)
         self.requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
-        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
+        self._lookup = Lookup(context, pool, unreadable, policy, self.audits)
         suspects = self.audits.suspects
         self.saves = SavePlan(context, pool, self.requests, shared_writes, suspects)
+        self._handovers = Handovers(context, self.requests, self.saves)
         self._accounts = Accounts(context, journal)
         self._announcer = (
             Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
@@ -112,6 +114,10 @@ class SharedStorageScheduler(SchedulerRole):
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
         self._gets_reports = spec.host_carries_reports
+
+    @property
+    def policy(self) -> LoadPolicy:
+        return self._lookup.policy
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -125,25 +131,41 @@ class SharedStorageScheduler(SchedulerRole):
             )
         self._gets_reports = False
 
-    @property
-    def _may_load(self) -> bool:
-        return self._gets_reports and self.context.spec.loads and not self.audits.has_failed
+    def _may_load(self, request: RequestView) -> bool:
+        spec, handover = self.context.spec, request.handover
+        is_asked = spec.loads or (handover is not None and handover.source is not None)
+        is_able = self._gets_reports and not spec.disabled and not self.audits.has_failed
+        return is_asked and is_able
 
     @property
     def _may_save(self) -> bool:
-        return self._gets_reports and self.context.spec.saves and self.audits.allow_saves
+        return self._gets_reports and not self.context.spec.disabled and self.audits.allow_saves
+
+    def _track(self, request: RequestView) -> RequestState:
+        state = self.requests.track(request)
+        limit = self._lookup.limit(state, len(request.all_token_ids))
+        self._handovers.begin(request, state, limit)
+        return state
 
     def on_new_request(self, request: RequestView) -> None:
-        if self._may_load and request.extra_keys.cacheable:
-            self._lookup.probe(self.requests.track(request))
+        if not request.extra_keys.cacheable:
+            return
+        if self._may_load(request):
+            state = self._track(request)
+            self._lookup.probe(state)
+            if state.handover is not None and state.handover.num_chunks:
+                self._handovers.early[request.request_id] = request
+        elif request.handover is not None:
+            self.context.store.probe(self._track(request).keys.keys)  # which chunks it lacks
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:
             return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
         if self._recent is not None:
             self._recent.is_engine_in_use = True
-        state = self.requests.track(request)
-        if not self._may_load:
+        self._handovers.early.pop(request.request_id, None)
+        state = self._track(request)
+        if not self._may_load(request):
             self._lookup.end_search(state)
             is_other = self.audits.has_failed
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
@@ -159,7 +181,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable and num_external_tokens <= 0:
             self._accounts.not_cacheable(request)
             return
-        state = self.requests.track(request)
+        state = self._track(request)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
         search = state.search or Search()
@@ -173,7 +195,8 @@ class SharedStorageScheduler(SchedulerRole):
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
             self._plan_load(request.request_id, state, search, block_ids, (start, stop))
-        self.saves.admit(request.request_id, state)
+        if self.context.spec.saves or state.gives_all:
+            self.saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
         self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
@@ -227,6 +250,7 @@ class SharedStorageScheduler(SchedulerRole):
         writes = self.saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
+        self._fetch_early()
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
         if not (self._loads or saves or unchecked or writes or timed or self.pool.has_orders):
@@ -257,10 +281,21 @@ class SharedStorageScheduler(SchedulerRole):
         if not records and (recent.is_done or not self.pool.has_free):
             self._end_recent()
 
+    def _fetch_early(self) -> None:
+        """Fetch what other engines have computed for requests that wait for a place to run: the
+        host does not look them up meanwhile. Half of the slots are for those that run."""
+        for request_id, request in tuple(self._handovers.early.items()):
+            if 2 * self.pool.num_taken >= self.pool.num_slots or not self._may_load(request):
+                return
+            state = self._track(request)
+            if self._lookup.answer(state, len(request.all_token_ids), 0).num_tokens is not None:
+                del self._handovers.early[request_id]
+
     @property
     def is_idle(self) -> bool:
         has_work = self._loads or self._recent is not None or self.saves.has_unsaved
-        return not has_work and self.audits.is_idle and self.pool.is_idle
+        is_waiting = has_work or self._handovers.early
+        return not is_waiting and self.audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return (
@@ -319,10 +354,13 @@ class SharedStorageScheduler(SchedulerRole):
         self.saves.forget(request.request_id)
         self.audits.forget(request.request_id)
         self._forget_load(request.request_id)
-        if state is not None:
-            self._accounts.ended(request, state)
-            self._lookup.end(state)
-        return FREE_NOW
+        self._handovers.early.pop(request.request_id, None)
+        if state is None:
+            return FREE_NOW
+        result = self._handovers.answer(request, state)
+        self._accounts.ended(request, state)
+        self._lookup.end(state)
+        return result
 
     def take_events(self) -> Iterable[Any]:
         return () if self._announcer is None else self._announcer.pop_events()

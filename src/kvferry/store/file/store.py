@@ -29,6 +29,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
+from kvferry.store.expected import ExpectedKeys
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
@@ -141,6 +142,7 @@ class FileStore(Store):
             self.index, compares = self._open_index(file, machines_share, settings.wall)
         except OSError as error:
             raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
+        self._expected = ExpectedKeys(self._known.contains, self._look_for, settings.clock)
         self.upkeep = Upkeep(
             self.index,
             self._faults,
@@ -286,6 +288,7 @@ class FileStore(Store):
         if self._closed:
             return
         self._closed = True
+        self._expected.close()
         if self.index.is_ours:  # in a forked child, locks may stay locked for ever
             self.upkeep.stop(CLOSE_SECONDS, self._abort_all)
         self._known.clear()
@@ -318,6 +321,18 @@ class FileStore(Store):
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         if not self._closed and self.index.is_ours and self._known.tracks_keys:
             self.upkeep.probe(keys)
+
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        if not self._closed and self.index.is_ours and self._known.tracks_keys:
+            self._expected.add(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return self._expected.awaits(key)
+
+    def _look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
+        for keys in prompts:
+            self.upkeep.probe(keys)
+        return True
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:

@@ -116,6 +116,7 @@ class Upkeep:
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """See `Store.probe`."""
         if not self._compares:
+            self._wake.set()  # to follow what others store
             return
         if len(self._probes) >= _MAX_PROBES:
             self._faults.observer.count("store_probe_dropped")

@@ -26,6 +26,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
+from kvferry.store.expected import ExpectedKeys
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import shrink
 from kvferry.store.servers.part_files import PartFiles
@@ -141,6 +142,7 @@ class RemoteStore(Store):
         self._clock = clock
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=settings.index, clock=clock)
+        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
         self._parts = PartFiles()
         self._refusal = ""
 
@@ -218,6 +220,7 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         self._closed = True
+        self._expected.close()
         self._keys.close()
         self._parts.close()
         self._client.close()
@@ -227,6 +230,12 @@ class RemoteStore(Store):
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         if not self._closed:
             self._keys.probe(keys)
+
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        self._expected.add(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return self._expected.awaits(key)
 
     def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
         return self._client.exists([self.name_of(key) for key in keys], deadline)

@@ -176,7 +176,18 @@ class ServerKeys:
         with suppress(IndexError):
             while True:
                 questions.append(self._waiting.popleft())
-        waiting, start, count = [each.keys for each in questions], 0, FIRST_BATCH
+        try:
+            self.ask([each.keys for each in questions])
+        finally:
+            for keys, mark in questions:
+                for key in keys:
+                    if self._asked.get(key, mark) <= mark:  # else asked for again since
+                        self._asked.pop(key, None)
+
+    def ask(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
+        """Ask the server for the first keys of each prompt, and for further ones of those of which
+        it has some. False if it failed. Blocks on I/O."""
+        waiting, start, count = prompts, 0, FIRST_BATCH
         try:
             while waiting:
                 batches = [keys[start : start + count] for keys in waiting]
@@ -191,11 +202,8 @@ class ServerKeys:
         except StoreError as error:
             self._observer.count("store_probe_failed")
             self.on_result(error)
-        finally:
-            for keys, mark in questions:
-                for key in keys:
-                    if self._asked.get(key, mark) <= mark:  # else asked for again since
-                        self._asked.pop(key, None)
+            return False
+        return True
 
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
         """One question. Raises StoreError."""

@@ -268,6 +268,14 @@ class TieredStore(Store):
             else:
                 store.probe(keys)
 
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        """Of every tier that is asked now."""
+        for store in self._up():
+            store.expect(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return any(store.awaits(key) for store in self._up())
+
     def note_stored(self, key: ChunkKey) -> None:
         """In the nearest tier that several processes share: there it was written."""
         for store in self._up():

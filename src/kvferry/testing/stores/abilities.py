@@ -126,6 +126,28 @@ class ProbeTests(StoreHooks):
             assert not reader.contains(keys[3])
             assert not reader.contains(keys[4])
 
+    def test_expected_keys_are_looked_for_until_another_instance_stores_them(
+        self, tmp_path: Path
+    ) -> None:
+        with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
+            assert reader.wait_indexed(self.patience_seconds)
+            keys = [make_key(number) for number in range(5)]
+            reader.expect(keys, time.monotonic() + 10 * self.patience_seconds)
+            assert not any(reader.contains(key) for key in keys)
+            assert all(reader.awaits(key) for key in keys)
+            assert not reader.awaits(make_key(7))
+            for key in keys:  # one after the other: the next is looked for, too
+                writer.put(key, [b"value"])
+                wait_until(lambda key=key: reader.contains(key), "it comes", self.patience_seconds)
+
+    def test_nothing_is_awaited_beyond_its_time(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as reader:
+            reader.expect([make_key()], time.monotonic() - 1)
+            assert not reader.awaits(make_key())
+            reader.expect([make_key()], time.monotonic() + 0.05)
+            wait_until(lambda: not reader.awaits(make_key()), "its time is over")
+            assert not reader.contains(make_key())
+
     def test_a_flood_of_probes_blocks_no_caller(self, store: Store) -> None:
         started = time.monotonic()
         for number in range(500):

@@ -1,0 +1,144 @@
+"""The parameters by which proxies let one engine prefill a prompt and another decode it.
+
+Proxies for vLLM send them as `kv_transfer_params` of a request, and copy those of the prefill's
+answer to the decode. This file is the only one that knows their fields (docs/disaggregation.md).
+They come from clients: whatever does not have the form of a field counts as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.types import Handover, KVSource, ProducerStamp
+
+STAMP = "kvferry"
+"""Our only field: proxies copy it unread."""
+
+STAMP_VERSION = 1
+NAMESPACE_DIGITS = 16
+
+_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}")
+_KEY = re.compile(r"[0-9a-f]{64}")
+_MAX_HOST = 253
+_MAX_TOKENS = 1 << 31
+_MAX_PORT = 65535
+
+
+def read_handover(params: object) -> Handover | None:
+    """What the parameters of a request ask for; None if nothing that we know. Never raises, and
+    changes nothing: other connectors read the same object."""
+    if not isinstance(params, Mapping):
+        return None
+    answers = params.get("do_remote_decode") is True
+    gives = answers or isinstance(params.get("remote_decoder"), Mapping)
+    source = _source(params, answers=answers)
+    if not gives and source is None:
+        return None
+    return Handover(gives=gives, answers=answers, source=source)
+
+
+def write_handover(
+    stamp: ProducerStamp,
+    *,
+    is_prefill: bool,
+    engine_id: str,
+    request_id: str,
+    num_tokens: int,
+    num_groups: int,
+    tp_size: int,
+) -> dict[str, Any]:
+    """The parameters of an answer: what the next engine needs to find the KV of this one.
+
+    Args:
+        is_prefill: a prefill, which another engine decodes; False: a decode, whose conversation
+            another engine goes on with.
+        engine_id: of this run of the engine.
+        num_tokens: tokens whose KV was computed.
+        num_groups: block tables of a request.
+    """
+    return {
+        "do_remote_prefill": is_prefill,
+        "do_remote_decode": not is_prefill,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": None,
+        "remote_port": None,
+        # No block is held, but some proxies and hosts look into the lists.
+        "remote_block_ids": [[] for _ in range(num_groups)],
+        "remote_num_tokens": num_tokens,
+        "tp_size": tp_size,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "transfer_mode": "pull",
+        "remote_blocks_expiry_time": None,
+        STAMP: {
+            "v": stamp.version,
+            "namespace": stamp.namespace,
+            "chunks": stamp.num_chunks,
+            "key": stamp.last_key.hex() or None,
+        },
+    }
+
+
+def _source(params: Mapping[str, Any], *, answers: bool) -> KVSource | None:
+    prefiller, cache = params.get("remote_prefiller"), params.get("remote_kv_source")
+    for named in (prefiller, cache):
+        if isinstance(named, Mapping):
+            host, port = _address(named)
+            return KVSource(waits=named is prefiller, host=host, port=port)
+    # A turn that follows a decode elsewhere is a prefill with the stamp of that decode.
+    if params.get("do_remote_prefill") is not True and not (answers and STAMP in params):
+        return None
+    host, port = _address(params)
+    return KVSource(
+        waits=True,
+        host=host,
+        port=port,
+        num_tokens=_number(params.get("remote_num_tokens"), _MAX_TOKENS),
+        has_blocks=_has_any(params.get("remote_block_ids")),
+        stamp=_stamp(params[STAMP]) if STAMP in params else None,
+    )
+
+
+def _address(params: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    host = params.get("remote_host")
+    is_name = isinstance(host, str) and 0 < len(host) <= _MAX_HOST and host.isprintable()
+    return host if is_name else None, _number(params.get("remote_port"), _MAX_PORT)
+
+
+def _number(value: object, most: int) -> int | None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value <= most else None
+
+
+def _has_any(block_ids: object) -> bool:
+    """Whether a block is named. Anything else than a list was not written by us either."""
+    if block_ids is None:
+        return False
+    return not isinstance(block_ids, list) or any(group != [] for group in block_ids)
+
+
+def _stamp(value: object) -> ProducerStamp:
+    """The stamp; of version 0 if it is none of ours."""
+    version = _number(value.get("v"), _MAX_TOKENS) if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or version is None:
+        return ProducerStamp(version=0)
+    if version != STAMP_VERSION:
+        return ProducerStamp(version=version)
+    namespace, chunks, key = value.get("namespace"), value.get("chunks"), value.get("key")
+    num_chunks = 0 if chunks == 0 and key is None else _number(chunks, _MAX_TOKENS)
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or num_chunks is None:
+        return ProducerStamp(version=0)
+    if not num_chunks:
+        return ProducerStamp(version=version, namespace=namespace)
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        return ProducerStamp(version=0)
+    return ProducerStamp(
+        version=version,
+        namespace=namespace,
+        num_chunks=num_chunks,
+        last_key=bytes.fromhex(key),
+    )

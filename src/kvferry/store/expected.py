@@ -1,0 +1,113 @@
+"""Keys that a producer is heard to be making: a store looks for them until they come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.types import ChunkKey
+
+FIRST_PAUSE_SECONDS = 0.01
+LAST_PAUSE_SECONDS = 0.25
+"""Between two looks at the medium; each pause without a new key is twice as long as the last."""
+
+MAX_PROMPTS = 1024
+"""Prompts that are looked for at a time; further ones are not expected, and miss."""
+
+MAX_KEYS = 1 << 16
+"""With more, keys whose time is over are forgotten."""
+
+CLOSE_SECONDS = 2.0
+
+
+class _Prompt(NamedTuple):
+    keys: tuple[ChunkKey, ...]
+    until: float
+
+
+class ExpectedKeys:
+    """Thread-safe; `add` and `awaits` use memory only. A thread looks while something is expected.
+
+    Args:
+        has: whether a key is known to be there. Memory only.
+        look: asks the medium for the keys of several prompts, each in order, and makes `has` know
+            those that are there. False if the medium failed: then nothing is expected of it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        has: Callable[[ChunkKey], bool | None],
+        look: Callable[[list[tuple[ChunkKey, ...]]], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._has = has
+        self._look = look
+        self._clock = clock
+        self._until: dict[ChunkKey, float] = {}
+        self._prompts: list[_Prompt] = []
+        self._is_looking = False
+        self._lock = threading.Lock()  # of the three above; never held across I/O
+        self._ends = threading.Event()
+        self._thread: IOPool | None = None
+
+    def add(self, keys: Sequence[ChunkKey], until: float) -> None:
+        """See `Store.expect`."""
+        missing = self._missing(_Prompt(tuple(keys), until))
+        if missing is None or self._ends.is_set():
+            return
+        with self._lock:
+            if len(self._prompts) >= MAX_PROMPTS:
+                return
+            if len(self._until) > MAX_KEYS:
+                now = self._clock()
+                self._until = {key: end for key, end in self._until.items() if end > now}
+            for key in keys:
+                self._until[key] = max(until, self._until.get(key, until))
+            self._prompts.append(missing)
+            if not self._is_looking:
+                self._is_looking = True
+                self._thread = self._thread or IOPool(1, "kvferry-expect")
+                self._thread.submit(self._run)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        """See `Store.awaits`. A key that came stays until its time is over, so that a caller who
+        asked `has` before does not take it for one that never comes."""
+        return key in self._until and self._clock() < self._until[key]
+
+    def close(self) -> None:
+        """Idempotent; bounded in time."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.close(CLOSE_SECONDS)
+
+    def _missing(self, prompt: _Prompt) -> _Prompt | None:
+        """The part of a prompt from the first key on that has not come; None if all have, or their
+        time is over."""
+        for index, key in enumerate(prompt.keys):
+            if not self._has(key):
+                is_over = self._clock() >= prompt.until
+                return None if is_over else prompt._replace(keys=prompt.keys[index:])
+        return None
+
+    def _run(self, _job: Job[None]) -> None:
+        """Runs in: the thread of this object."""
+        pause, num_before = FIRST_PAUSE_SECONDS, 0
+        while not self._ends.wait(pause):
+            with self._lock:
+                self._prompts = [
+                    left for prompt in self._prompts if (left := self._missing(prompt)) is not None
+                ]
+                prompts = [prompt.keys for prompt in self._prompts]
+                self._is_looking = bool(prompts)
+            if not prompts:
+                return
+            if not self._look(prompts):
+                with self._lock:
+                    self._until.clear()
+                    self._prompts.clear()
+            num_missing = sum(map(len, prompts))
+            pause = FIRST_PAUSE_SECONDS if num_missing != num_before else 2 * pause
+            pause, num_before = min(pause, LAST_PAUSE_SECONDS), num_missing

@@ -1,0 +1,457 @@
+"""One engine prefills, another decodes, and a store that both share is all that is between them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from kvferry.contract.handover import read_handover
+from kvferry.store.base import PutResult
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.types import ExtraKeys, KVGroup
+from tests.store.servers.remote_client import DictClient
+
+from .keeping import open_store
+
+CHUNK = 8
+PROMPT = list(range(41))
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+"""What proxies send to the engine that prefills."""
+
+LIMIT = 5.0
+"""The operator's cap of the waiting, by the option's default."""
+
+
+class SlowClient(DictClient):
+    """A server on which values appear when the test says so."""
+
+    def __init__(self, values=None) -> None:
+        super().__init__(values)
+        self.held_back: dict[str, bytes] = {}
+        self.is_open = threading.Event()
+
+    def put(self, name, buffers, deadline, *, replaces=False):
+        if self.is_open.is_set():
+            return super().put(name, buffers, deadline, replaces=replaces)
+        self.held_back.setdefault(name, b"".join(buffers))
+        return PutResult.STORED
+
+    def release(self, count: int = 1000) -> None:
+        """Let the first values appear, in the order of their chunks."""
+        for name in list(self.held_back)[:count]:
+            self.values[name] = self.held_back.pop(name)
+
+
+@pytest.fixture
+def server():
+    return DictClient()
+
+
+@pytest.fixture
+def make_engine(make_host):
+    """A host with a client of its own of one server; of a consumer, the clock is the test's."""
+
+    def make(client, clock=None, **options):
+        clocks = {} if clock is None else {"clock": clock}
+        store = RemoteStore("memory://server", client, **clocks)
+        return make_host(store=store, **clocks, **options)
+
+    return make
+
+
+def prefill(host, prompt=PROMPT, params=ASKED, *, settles=True, name="prefill"):
+    """The parameters of a prefill's answer."""
+    request = host.add(name, prompt, handover=read_handover(params))
+    host.admit(request)
+    host.prefill(request)
+    request.all_token_ids.append(7)
+    answer = host.finish(request)
+    if settles:
+        host.settle()
+    return answer
+
+
+def decode(host, params, prompt=PROMPT, name="decode", **how):
+    request = host.run(name, prompt, handover=read_handover(params), **how)
+    return request.num_external_tokens
+
+
+def until_awaited(host, prompt, params):
+    """A request that waits for its producer."""
+    request = host.add("waiting", prompt, handover=read_handover(params))
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    return request
+
+
+# -- what the producer says -----------------------------------------------------------------------
+
+
+def test_a_prefill_says_where_its_chunks_are(make_engine, server):
+    host = make_engine(server)
+    answer = prefill(host)
+    stamp = answer.pop("kvferry")
+    assert answer.pop("remote_engine_id")
+    assert answer == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": "prefill",
+        "remote_host": None,
+        "remote_port": None,
+        "remote_block_ids": [[]],
+        "remote_num_tokens": 41,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "transfer_mode": "pull",
+        "remote_blocks_expiry_time": None,
+    }
+    keys = sorted(name.rpartition("/")[2] for name in server.values)
+    assert stamp.pop("key") in keys
+    namespace = host.scheduler.requests.namespace.hex()
+    assert stamp == {"v": 1, "namespace": namespace[:16], "chunks": 5}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}, {"remote_decoder": {}}, [1]],
+)
+def test_who_did_not_ask_is_told_nothing(make_engine, server, params):
+    assert prefill(make_engine(server), params=params) is None
+
+
+def test_a_prompt_shorter_than_a_chunk_has_an_answer_without_chunks(make_engine, server):
+    answer = prefill(make_engine(server), [1, 2, 3])
+    assert answer["kvferry"]["chunks"] == 0
+    assert answer["kvferry"]["key"] is None
+    host = make_engine(server)
+    assert decode(host, answer, [1, 2, 3]) == 0
+    assert host.observer["remote_prefills"] == 1
+    assert host.observer["remote_prefills_computed"] == 0
+
+
+def test_a_request_that_is_not_cached_has_no_answer(make_engine, server):
+    host = make_engine(server)
+    hidden = ExtraKeys(cacheable=False)
+    request = host.add("r", PROMPT, extra_keys=hidden, handover=read_handover(ASKED))
+    host.admit(request)
+    host.prefill(request)
+    assert host.finish(request) is None
+
+
+def test_what_is_held_and_no_longer_stored_is_stored_again(make_engine, server):
+    """Another engine sees the store, not this engine's memory."""
+    host = make_engine(server)
+    host.run("before", PROMPT)
+    host.settle()
+    keys = set(server.values)
+    server.values.clear()
+    for name in keys:
+        host.parts[0].store._keys.forget(bytes.fromhex(name.rpartition("/")[2]))
+    request = host.add("prefill", PROMPT, handover=read_handover(ASKED))
+    host.admit(request, num_local_tokens=40)
+    host.prefill(request)
+    answer = host.finish(request)
+    host.settle()
+    assert set(server.values) == keys
+    assert decode(make_engine(server), answer) == 40
+
+
+def test_a_prefill_is_stored_where_first_uses_are_not(make_engine, server):
+    answer = prefill(make_engine(server, save_repeated=True))
+    assert decode(make_engine(server), answer) == 40
+
+
+def test_a_chunk_that_found_no_slot_is_not_promised(make_engine, server):
+    """The consumer does not wait for it."""
+    host = make_engine(server, num_slots=2)
+    answer = prefill(host)
+    assert answer["kvferry"]["chunks"] < 5
+    reader = make_engine(server)
+    assert decode(reader, answer) == 8 * answer["kvferry"]["chunks"]
+
+
+# -- what the consumer does -----------------------------------------------------------------------
+
+
+def test_a_decode_reads_what_the_prefill_stored(make_engine, server):
+    answer = prefill(make_engine(server))
+    host = make_engine(server)
+    assert decode(host, answer) == 40
+    assert host.observer["remote_prefills"] == 1
+    assert host.observer["remote_prefills_computed"] == 0
+
+
+def test_a_decode_waits_for_chunks_that_are_on_their_way(make_engine):
+    client = SlowClient()
+    answer = prefill(make_engine(client))
+    host = make_engine(client, FakeClock())
+    request = until_awaited(host, PROMPT, answer)
+    for _ in range(20):
+        host.step([])
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    client.release()
+    assert host.admit(request) == 40
+
+
+def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
+    client = SlowClient()
+    answer = prefill(make_engine(client))
+    host = make_engine(client, FakeClock())
+    request = until_awaited(host, PROMPT, answer)
+    client.release(3)
+
+    def steps_until(count: int):
+        def is_so() -> bool:
+            assert host.scheduler.lookup(request, 0).num_tokens is None
+            host.step([])
+            return (
+                host.observer["fetch_count"] == count
+                or host.observer["fetch_count"] == count
+            )
+
+        return is_so
+
+    wait_until(steps_until(3), "three chunks are fetched")
+    client.release()
+    assert host.admit(request) == 40
+
+
+def test_a_decode_that_comes_before_its_prefill_waits_for_it(make_engine, server):
+    """With a proxy that sends both at once, nothing tells what the producer will store."""
+    host = make_engine(server, FakeClock())
+    params = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 7777}
+    request = until_awaited(host, PROMPT, params)
+    prefill(make_engine(server))
+    assert host.admit(request) == 40
+
+
+@pytest.mark.parametrize("has_some", [False, True])
+def test_what_does_not_come_is_computed_after_the_deadline(make_engine, has_some, caplog):
+    """Its producer was killed."""
+    caplog.set_level(logging.INFO)
+    client, clock = SlowClient(), FakeClock()
+    answer = prefill(make_engine(client))
+    if has_some:
+        client.release(2)
+    host = make_engine(client, clock)
+    request = until_awaited(host, PROMPT, answer)
+    while host.observer["fetch_count"] < 2 * has_some:
+        host.step([])
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(LIMIT - 0.1)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(0.2)
+    assert host.admit(request) == 16 * has_some
+    host.prefill(request)
+    assert host.observer["remote_prefills_computed"] == 1
+    assert host.observer["miss_tokens_not_produced"] == 40 - 16 * has_some
+    [line] = [r.getMessage() for r in caplog.records if "another engine" in r.getMessage()][-1:]
+    assert "not_produced" in line
+    assert "has not stored the rest in time" in line
+
+
+def test_other_requests_do_not_wait_for_what_one_waits_for(make_engine):
+    client, clock = SlowClient(), FakeClock()
+    answer = prefill(make_engine(client))
+    host = make_engine(client, clock)
+    until_awaited(host, PROMPT, answer)
+    wait_until(lambda: client.asked, "the server was asked")
+    other = host.add("other", PROMPT)
+    wait_until(lambda: not host.parts[0].store._keys._asked, "the questions were answered")
+    assert host.scheduler.lookup(other, 0) == (0, False, "absent")
+
+
+def test_who_only_takes_what_is_there_does_not_wait(make_engine, server):
+    params = {"remote_kv_source": {"remote_host": "10.1.2.3", "remote_port": 7777}}
+    host = make_engine(server)
+    assert decode(host, params) == 0
+    assert host.observer["miss_tokens_absent"] == 40
+    prefill(make_engine(server))
+    assert decode(make_engine(server), params) == 40
+
+
+def test_the_dialect_of_offloading_tiers_is_read(make_engine, server):
+    assert prefill(make_engine(server), params={"remote_decoder": {"kv_request_id": "r"}}) is None
+    params = {"remote_prefiller": {"kv_request_id": "r", "remote_host": "p", "remote_port": 1}}
+    assert decode(make_engine(server), params) == 40
+
+
+NO_WAIT = {
+    "another version": ({"v": 2}, "other_producer", "version 2"),
+    "another model": ({"namespace": "0123456789abcdef"}, "other_producer", "0123456789abcdef"),
+    "other tokens": ({"key": "ab" * 32}, "other_tokens", "other tokens"),
+    "more chunks than there are": ({"chunks": 6}, "other_tokens", "other tokens"),
+    "no stamp of ours": ({"v": "1"}, "other_producer", "version 0"),
+}
+
+
+@pytest.mark.parametrize("change", NO_WAIT)
+def test_a_mismatch_is_a_miss_with_its_reason_and_without_a_wait(make_engine, change, caplog):
+    caplog.set_level(logging.INFO)
+    client = SlowClient()
+    stamp, reason, words = NO_WAIT[change]
+    answer = prefill(make_engine(client))
+    answer["kvferry"] |= stamp
+    host = make_engine(client)
+    assert decode(host, answer) == 0
+    assert host.observer[f"miss_tokens_{reason}"] == 40
+    assert any(words in record.getMessage() for record in caplog.records)
+
+
+def test_the_blocks_of_another_kind_of_engine_are_not_waited_for(make_engine, server):
+    nixl = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 4, 5]],
+        "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h",
+        "remote_port": 5600, "tp_size": 1,
+    }  # fmt: skip
+    host = make_engine(server)
+    assert decode(host, nixl) == 0
+    assert host.observer["miss_tokens_other_producer"] == 40
+
+
+def test_a_template_with_a_clock_is_a_miss_of_what_follows_the_clock(make_engine, server):
+    answer = prefill(make_engine(server))
+    host = make_engine(server)
+    assert decode(host, answer, [*PROMPT[:24], 99, *PROMPT[25:]]) == 24
+    assert host.observer["miss_tokens_other_tokens"] == 16
+    assert host.observer["remote_prefills_computed"] == 1
+
+
+def test_children_of_one_request_share_what_one_fetches(make_engine, server):
+    answer = prefill(make_engine(server))
+    host = make_engine(server)
+    for child in range(3):
+        assert decode(host, answer, name=f"{child}_r") == 40
+    assert host.observer["fetch_count"] == 5
+
+
+def test_a_refused_request_starts_nothing(make_engine, server):
+    """Hosts send a stub with the parameters of the request through the engine, and abort it."""
+    answer = prefill(make_engine(server))
+    client = DictClient(server.values)
+    host = make_engine(client)
+    stub = host.add("stub", [0], handover=read_handover(answer))
+    host.scheduler.request_finished(stub, ())
+    assert host.scheduler.is_idle
+    assert not client.asked
+
+
+@pytest.mark.parametrize("phase", ["queued", "waiting", "fetched", "admitted"])
+def test_a_client_that_goes_leaves_nothing_behind(make_engine, phase):
+    client = SlowClient()
+    answer = prefill(make_engine(client))
+    host = make_engine(client, FakeClock())
+    request = host.add("r", PROMPT, handover=read_handover(answer))
+    if phase != "queued":
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    if phase in ("fetched", "admitted"):
+        client.release()
+    if phase == "fetched":
+        while host.scheduler.lookup(request, 0).num_tokens is None:
+            host.step([])
+    if phase == "admitted":
+        host.admit(request)
+        host.finish(request)
+    else:
+        host.scheduler.request_finished(request, ())
+    host.settle()
+    assert host.scheduler.is_idle
+    assert host.pool.num_taken == 0
+
+
+def test_a_request_in_the_queue_is_fetched_before_the_host_looks_it_up(make_engine, server):
+    """All places to run are taken."""
+    answer = prefill(make_engine(server))
+    host = make_engine(server)
+    request = host.add("queued", PROMPT, handover=read_handover(answer))
+
+    def is_held() -> bool:
+        host.step([])
+        return host.scheduler.is_idle
+
+    wait_until(is_held, "its chunks are held")
+    assert host.observer["fetch_count"] == 5
+    assert host.scheduler.lookup(request, 0).num_tokens == 40
+
+
+def test_requests_in_the_queue_leave_half_of_the_slots(make_engine, server):
+    writer = make_engine(server)
+    prompts = [[n] * 41 for n in range(6)]
+    answers = [prefill(writer, prompt, name=f"p{n}") for n, prompt in enumerate(prompts)]
+    host = make_engine(server, num_slots=16)
+    for n, prompt in enumerate(prompts):
+        host.add(f"d{n}", prompt, handover=read_handover(answers[n]))
+    for _ in range(50):
+        host.step([])
+    assert host.pool.num_taken <= 8 + 5
+
+
+# -- turns ----------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_finds_what_the_decode_generated(make_engine, server):
+    answer = prefill(make_engine(server))
+    decoder = make_engine(server, save_generated=True)
+    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
+    decoder.admit(request)
+    decoder.prefill(request)
+    for token in range(100, 124):
+        request.all_token_ids.append(token)
+        decoder.prefill(request, budget=1)
+    request.all_token_ids.append(1)
+    back = decoder.finish(request)
+    decoder.settle()
+    assert (back["do_remote_decode"], back["do_remote_prefill"]) == (True, False)
+    assert back["kvferry"]["chunks"] == 8
+    history = [*request.all_token_ids, *range(30)]
+    prefiller = make_engine(server)
+    second = prefiller.add("turn 2", history, handover=read_handover(back))
+    assert prefiller.admit(second) == 64
+    prefiller.prefill(second)
+    assert prefiller.finish(second)["do_remote_prefill"] is True
+
+
+def test_an_edited_history_is_computed_at_once(make_engine):
+    client = SlowClient()
+    client.is_open.set()
+    answer = prefill(make_engine(client))
+    decoder = make_engine(client, save_generated=True)
+    request = decoder.run("decode", PROMPT, handover=read_handover(answer))
+    assert request.num_external_tokens == 40
+    edited = make_engine(client)
+    back = {**answer, "do_remote_decode": True, "do_remote_prefill": False}
+    assert decode(edited, back, [*PROMPT[:8], *range(50, 90)]) == 8
+    assert edited.observer["miss_tokens_other_tokens"] == 36
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+WINDOWED = tuple(
+    KVGroup(
+        num_layers=2, num_kv_heads=2, content_size=8, dtype="float32", block_size=4, window=window
+    )
+    for window in (None, 12)
+)
+
+
+@pytest.mark.parametrize("groups", [None, WINDOWED], ids=["full", "window"])
+def test_several_ranks_and_a_directory(make_host, tmp_path, groups):
+    """Two ranks prefill, one decodes, and nothing but a directory is between them."""
+    stores = [open_store(tmp_path / "store") for _ in range(2)]
+    writer = make_host(rank_stores=stores, store=stores[0], world_size=2, groups=groups)
+    answer = prefill(writer)
+    assert answer["tp_size"] == 2
+    reader = make_host(store=open_store(tmp_path / "store"), groups=groups)
+    assert decode(reader, answer) == 40
+
+
+def test_a_directory_waits_for_another_process(make_host, tmp_path):
+    clock = FakeClock()
+    reader = make_host(store=open_store(tmp_path / "store"), clock=clock)
+    request = until_awaited(reader, PROMPT, {"do_remote_prefill": True})
+    prefill(make_host(store=open_store(tmp_path / "store")))
+    assert reader.admit(request) == 40
