@@ -8,6 +8,10 @@ import os
 import pytest
 from hypothesis import settings
 
+# One thread for computing, here and in processes that tests start: models of tests are tiny, and
+# threads that wait for each other on cores that other tests use took most of the time of a test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before any test module imports the kits: their plain asserts then show both sides.
 pytest.register_assert_rewrite("kvferry.testing", "tests.store.file.storing")
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.vllm import ChildFailedError, last_error, run_child
 
 WORKS = """
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys
 print("noise", file=sys.stderr)
 match (work := json.load(sys.stdin))["do"]:
     case "die":
@@ -19,12 +19,12 @@ match (work := json.load(sys.stdin))["do"]:
     case "say nothing":
         os._exit(0)
     case "hang":
-        time.sleep(600)
+        signal.pause()
     case "fork":
         print(subprocess.Popen(["sleep", "600"], stdout=sys.stderr).pid, flush=True)
     case "fork and hang":
         print(subprocess.Popen(["sleep", "600"]).pid, file=sys.stderr, flush=True)
-        time.sleep(600)
+        signal.pause()
     case "end badly":
         print("{}", flush=True)
         sys.exit("ValueError: still busy")

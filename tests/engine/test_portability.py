@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from kvferry.engine import LLM, SamplingParams
 from tests.engine.rank_threads import ThreadedLLM
@@ -43,14 +42,6 @@ SOME = [
     *(Shape(1, 16, "HND"), Shape(1, 128, "NHD"), Shape(2, 32, "cross_layer")),
     *(Shape(2, 16, "NHD"), Shape(4, 128, "HND"), Shape(4, 32, "NHD")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def own_hits(path, prompts):

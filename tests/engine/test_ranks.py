@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvferry.engine import SamplingParams
 from kvferry.engine.rank_process import report_failure
@@ -18,14 +17,6 @@ from tests.engine.rank_threads import RankThread, ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def store_options(root: Path, **options):

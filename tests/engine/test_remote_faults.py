@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing, contextmanager
 import numpy as np
 import obstore
 import pytest
-import torch
 from obstore.store import S3Store
 
 from kvferry.cache.deciding import policy
@@ -75,15 +74,6 @@ class ColdLogits:
 
     def close(self) -> None:
         self._llm.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of torch that wait for each other are slow where the servers take the processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

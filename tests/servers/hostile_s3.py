@@ -8,10 +8,11 @@ import re
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import NamedTuple
 
+from tests.servers.paced import paced
 from tests.servers.process import LOCALHOST
 
 SIZE = 1000
@@ -104,15 +105,11 @@ _NAMES = b"".join(b"kv/%d\n" % number for number in range(1000))
 
 def endless_slowly(start: bytes, piece: bytes) -> Iterator[bytes]:
     yield start
-    while True:
-        yield piece
-        time.sleep(0.02)
+    yield from paced(repeat(piece), 0.02)
 
 
 def slowly(answer: bytes) -> Iterator[bytes]:
-    for each in answer:
-        yield bytes([each])
-        time.sleep(0.05)
+    yield from paced((bytes([each]) for each in answer), 0.05)
 
 
 def _error(status: str) -> Answer:

@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 
+from tests.servers.paced import paced
 from tests.servers.process import LOCALHOST
 
 VALUE = bytes(range(256)) * 400
@@ -19,13 +21,12 @@ Answer = Callable[[bytes], Iterator[bytes]]
 
 
 def sends(*pieces: bytes, again: bytes = b"", wait: float = 0.0) -> Answer:
-    """The pieces, then one of them for ever, with a wait before each."""
+    """The pieces, then one of them for ever, with a wait behind each."""
 
     def answer(_right: bytes) -> Iterator[bytes]:
         yield from pieces
-        while again:
-            time.sleep(wait)
-            yield again
+        if again:
+            yield from paced(repeat(again), wait)
 
     return answer
 
@@ -41,15 +42,11 @@ def after_right(again: bytes) -> Answer:
 
 
 def dribbled(right: bytes) -> Iterator[bytes]:
-    for byte in right:
-        yield bytes([byte])
-        time.sleep(0.03)
+    yield from paced((bytes([byte]) for byte in right), 0.03)
 
 
 def silent(_right: bytes) -> Iterator[bytes]:
-    while True:
-        time.sleep(0.05)
-        yield b""
+    yield from paced(repeat(b""), 0.05)
 
 
 _MUCH = b"x" * (1 << 20)

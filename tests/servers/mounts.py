@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.process import ServerProcess, wait_until
+from kvferry.testing.stores.hooks import wait_until
+from tests.servers.process import ServerProcess
 from tests.servers.seaweed import SeaweedServer
 
 INSTALL = "apt-get install fuse3 sshfs openssh-sftp-server"

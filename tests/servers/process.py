@@ -7,9 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from kvferry.testing.stores.hooks import wait_until
 
 LOCALHOST = "127.0.0.1"
 
@@ -24,19 +25,6 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def wait_until(is_true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    """Ask every 50 ms.
-
-    Raises:
-        AssertionError: still false after `seconds`.
-    """
-    end = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what} did not come within {seconds:g} s")
-        time.sleep(0.05)
 
 
 def accepts(port: int) -> bool:
@@ -75,13 +63,16 @@ class ServerProcess:
 
     def wait_ready(self, is_ready: Callable[[], bool], seconds: float = 60.0) -> None:
         """Wait until the server answers; the end of its log is in the error if it does not."""
-        end = time.monotonic() + seconds
-        while not is_ready():
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.kill()
-                tail = self._log.read_text(errors="replace")[-3000:]
-                raise AssertionError(f"the server did not start:\n{tail}")
-            time.sleep(0.1)
+        try:
+            wait_until(lambda: self.has_ended() or is_ready(), "it answers", seconds)
+            assert not self.has_ended(), "it ended"
+        except AssertionError as error:
+            self.kill()
+            tail = self._log.read_text(errors="replace")[-3000:]
+            raise AssertionError(f"the server did not start, {error}:\n{tail}") from error
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def pause(self) -> None:
         """Stop it in mid-work; its sockets stay open and answer nothing."""

@@ -7,7 +7,6 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -48,7 +47,7 @@ class Proxy:
         self._way = Way.PASS
         self._cut_after: int | None = None
         self._bytes_per_second: float | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self.num_connections = 0
         self._listener = socket.create_server((LOCALHOST, 0))
@@ -76,7 +75,7 @@ class Proxy:
 
     def close(self) -> None:
         """Idempotent; leaves no thread."""
-        self._is_closed = True
+        self._closed.set()
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
@@ -88,7 +87,7 @@ class Proxy:
         thread.start()
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while not self._closed.is_set():
             with contextlib.suppress(TimeoutError):
                 client, _ = self._listener.accept()
                 self.num_connections += 1
@@ -99,8 +98,8 @@ class Proxy:
             undo.callback(client.close)
             if self._way is Way.REFUSE:
                 return
-            while self._way is Way.BLACK_HOLE and not self._is_closed:
-                time.sleep(_TICK_SECONDS)
+            while self._way is Way.BLACK_HOLE and not self._closed.wait(_TICK_SECONDS):
+                pass
             if self._tls is not None:
                 client.settimeout(5)
                 client = self._tls.wrap_socket(client, server_side=True)
@@ -112,14 +111,14 @@ class Proxy:
         """Pass both directions, in one thread: two must not use one TLS connection at once."""
         client.settimeout(5)
         server.settimeout(5)
-        while not self._is_closed and self._way is not Way.REFUSE:
+        while not self._closed.is_set() and self._way is not Way.REFUSE:
             if isinstance(client, ssl.SSLSocket) and client.pending():
                 readable = [client]
             else:
                 readable, _, _ = select.select([client, server], [], [], _TICK_SECONDS)
             for source in readable:
                 if self._way is Way.BLACK_HOLE:
-                    time.sleep(_TICK_SECONDS)
+                    self._closed.wait(_TICK_SECONDS)
                     break
                 piece = source.recv(_PIECE)
                 if not piece:
@@ -132,7 +131,7 @@ class Proxy:
     def _answer(self, piece: bytes, client: socket.socket) -> bool:
         """False when the connection is to be cut."""
         if self._bytes_per_second is not None:
-            time.sleep(len(piece) / self._bytes_per_second)
+            self._closed.wait(len(piece) / self._bytes_per_second)
         if self._cut_after is None:
             client.sendall(piece)
             return True

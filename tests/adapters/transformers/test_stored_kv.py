@@ -266,28 +266,29 @@ from transformers import AutoModelForCausalLM
 from kvferry.adapters.transformers import StoredKV
 from tests.adapters.transformers.generating import CHUNK, generate, prompt
 
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-with StoredKV(model, sys.argv[2], chunk_tokens=CHUNK) as kv:
-    token_ids = prompt(int(sys.argv[3]))
-    cache = kv.load(token_ids)
-    print(cache.get_seq_length())
-    for turn in range(3):
-        token_ids = torch.cat((token_ids, prompt(70, seed=turn + 1)), dim=1)
-        sequences, logits = generate(model, token_ids, cache)
-        cold_sequences, cold = generate(model, token_ids)
-        assert torch.equal(sequences, cold_sequences)
-        assert (logits - cold).abs().max() < 1e-4
-        kv.save(sequences, cache)
-        token_ids = sequences
+num_shared, store_url, *paths = sys.argv[1:]
+for path in paths:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        token_ids = prompt(int(num_shared))
+        cache = kv.load(token_ids)
+        print(cache.get_seq_length())
+        for turn in range(3):
+            token_ids = torch.cat((token_ids, prompt(70, seed=turn + 1)), dim=1)
+            sequences, logits = generate(model, token_ids, cache)
+            cold_sequences, cold = generate(model, token_ids)
+            assert torch.equal(sequences, cold_sequences)
+            assert (logits - cold).abs().max() < 1e-4
+            kv.save(sequences, cache)
+            token_ids = sequences
 """
 
 
-def chat(path: Path, store_url: str, *, num_shared: int) -> int:
-    """A conversation in a process and in a cache of its own, which is loaded for the tokens that
-    all conversations share. Returns how many were."""
+def chat(paths: list[Path], store_url: str, *, num_shared: int) -> list[int]:
+    """Conversations with models in a process of their own and each in a cache of its own, which is
+    loaded for the tokens that all conversations share. Returns how many were, for each model."""
     done = subprocess.run(
-        [sys.executable, "-c", CHAT, str(path), store_url, str(num_shared)],
+        [sys.executable, "-c", CHAT, str(num_shared), store_url, *map(str, paths)],
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -295,15 +296,15 @@ def chat(path: Path, store_url: str, *, num_shared: int) -> int:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return [int(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
-def test_a_conversation_behind_shared_tokens_runs_again(model_dir, store_url, arch):
+def test_a_conversation_behind_shared_tokens_runs_again(model_dir, store_url):
     """The first forward then brings more tokens than the cache was loaded for."""
-    assert chat(model_dir(arch), store_url, num_shared=40) == 0
-    assert chat(model_dir(arch), store_url, num_shared=40) == 32
+    paths = [model_dir(arch) for arch in ("llama", "gemma3_text")]
+    assert chat(paths, store_url, num_shared=40) == [0, 0]
+    assert chat(paths, store_url, num_shared=40) == [32, 32]
 
 
 def test_a_longer_prompt_than_was_loaded_is_generated_from(load_model, store_url):
@@ -346,11 +347,9 @@ def test_token_ids_come_as_tensor_or_list(load_model, store_url):
 
 WRITER = """
 import sys
-import torch
 from transformers import AutoModelForCausalLM
 from tests.adapters.transformers.generating import prompt, reuse
 
-torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print([reuse(model, sys.argv[2], prompt(64, seed=seed)).num_saved for seed in range(4)])
 """

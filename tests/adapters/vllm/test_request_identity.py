@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 
 import pytest
 
 from kvferry.adapters.vllm.request_identity import RECHECK_SECONDS, LoraIdentities
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
 
 from .fakes import write_model
 
@@ -29,10 +29,8 @@ def write_adapter(path, fill):
 
 def settled(identities, request):
     """Ask until there is an answer, as later requests would."""
-    deadline = time.monotonic() + 20
-    while (found := identities(request)) is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return found
+    wait_until(lambda: identities(request) is not None, "an answer")
+    return identities(request)
 
 
 def test_adapters_are_distinguished_by_content(tmp_path):
@@ -67,12 +65,13 @@ def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_
     assert settled(identities, Lora(path)) is not None
     clock.advance(RECHECK_SECONDS)
     write_adapter(path, 2.0)
-    deadline = time.monotonic() + 20
-    while "cannot be relied on" not in caplog.text and time.monotonic() < deadline:
+
+    def is_told() -> bool:
         # Not even the first request behind the change: its files are looked at again first.
         assert identities(Lora(path)) is None
-        time.sleep(0.001)
-    assert "cannot be relied on" in caplog.text
+        return "cannot be relied on" in caplog.text
+
+    wait_until(is_told, "the change is seen")
     for _ in range(50):
         assert identities(Lora(path)) is None
     identities.close()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from kvferry.testing.stores.hooks import wait_until
+
 from .released import Release
 from .versioned_config import at_rank, make_kv_cache_config
 from .versioned_kv import (
@@ -136,15 +138,22 @@ class VersionedHost:
 
     def admit(self, request: Running, timeout: float = 20.0) -> int:
         """Ask until there is an answer, allocate, tell. Returns the hit."""
-        deadline = time.monotonic() + timeout
-        while True:
+
+        def ask() -> int | None:
             hit, is_async = self.scheduler.get_num_new_matched_tokens(request.view, 0)
             assert is_async is False
-            if hit is not None:
-                break
+            return hit
+
+        def is_answered() -> bool:
+            nonlocal hit
             self.step([])
-            assert time.monotonic() < deadline, "the answer was to ask again for too long"
-            time.sleep(0.0005)
+            hit = ask()
+            return hit is not None
+
+        hit = ask()
+        if hit is None:
+            wait_until(is_answered, "an answer that is not to ask again", timeout)
+        assert hit is not None
         assert 0 <= hit < len(request.tokens)
         assert hit % BLOCK == 0
         request.hit = request.num_computed = hit
@@ -180,11 +189,15 @@ class VersionedHost:
     def settle(self, timeout: float = 30.0) -> None:
         """As an idle engine: one step for what finished; more only while the connector asks."""
         self.step([])
-        deadline = time.monotonic() + timeout
-        if self.release.has("has_pending_push_work"):
-            while self.scheduler.has_pending_push_work() and time.monotonic() < deadline:
+        if not self.release.has("has_pending_push_work"):
+            return
+
+        def has_ended() -> bool:
+            if self.scheduler.has_pending_push_work():
                 self.step([])
-                time.sleep(0.001)
+            return not self.scheduler.has_pending_push_work()
+
+        wait_until(has_ended, "the connector asks for no more steps", timeout)
 
     def rest_until_saved(self, timeout: float = 30.0) -> None:
         """Steps of an engine that has other things to do, until no counter moves."""

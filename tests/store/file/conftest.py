@@ -19,6 +19,7 @@ from kvferry.observe import Counters
 from kvferry.store.file import FileSettings, FileStore, database, directory, fileio, store, upkeep
 from kvferry.store.file.directory import record_path
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
 from tests.store.file import storing
 
 CALLS = (
@@ -147,20 +148,17 @@ class Children:
             seconds=seconds,
         )
 
+    def let_work(self, seconds: float) -> None:
+        """Until a moment of the test's choice, a kill for example, which is no state of theirs."""
+        time.sleep(seconds)
+
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         self.wait(pid)
 
     def wait(self, pid: int) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                self.alive.remove(pid)
-                return
-            time.sleep(0.001)
-        raise AssertionError(f"process {pid} did not end")
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), f"process {pid} ends", 60)
+        self.alive.remove(pid)
 
     def __enter__(self) -> Children:
         return self

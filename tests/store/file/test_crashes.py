@@ -44,7 +44,7 @@ def kill_some(root: Path, children: Children, num_kills: int) -> None:
     for kill in range(num_kills):
         while len(children.alive) < NUM_PROCESSES:
             children.use(root, rng.random())
-        time.sleep(rng.random() ** 2 * 0.06)
+        children.let_work(rng.random() ** 2 * 0.06)
         # A walk is no snapshot: a file removed behind it and one written before it both count. What
         # really is on disk shows in every walk.
         most = max(most, min(disk_bytes(root) for _ in range(3)))
@@ -131,7 +131,7 @@ def test_processes_sharing_a_full_store_stay_below_its_quota(tmp_path, children)
     # On a slow disk it takes longer until the store is full.
     while time.monotonic() < end + (30 if most <= QUOTA / 2 else 0):
         most = max(most, min(disk_bytes(root) for _ in range(3)))
-        time.sleep(0.02)
+        children.let_work(0.02)
     root.with_name("stop").touch()
     for pid in list(children.alive):
         children.wait(pid)

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.testing.stores.hooks import wait_until
 
 pytestmark = pytest.mark.usefixtures("patient_locks")
 
@@ -53,15 +53,21 @@ def run_child(body):
             os.write(2, f"child: {error!r}\n".encode())
         finally:
             os._exit(status)
-    until = time.monotonic() + CHILD_SECONDS
-    while time.monotonic() < until:
+    ended: list[int] = []  # one process is waited for, so its status is the last
+
+    def has_ended() -> bool:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -1
+            ended.append(os.waitstatus_to_exitcode(status))
+        return bool(done)
+
+    try:
+        wait_until(has_ended, "the end of the child", CHILD_SECONDS)
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return -1
+    return ended[0]
 
 
 def assert_sound(store, root):
@@ -186,8 +192,5 @@ def test_a_child_may_open_the_store_again(tmp_path):
         store.put(make_key(0), [make_value(1000)])
         assert run_child(put_as_child) == 0
         assert store.put(make_key(2), [make_value(1000)]) is PutResult.STORED
-        until = time.monotonic() + 20
-        while not store.contains(make_key(1)) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert store.contains(make_key(1))
+        wait_until(lambda: store.contains(make_key(1)), "what the child stored is known")
         assert_sound(store, root)

@@ -318,7 +318,7 @@ class Traffic:
     def __init__(self, store: FileStore, seed: int = 0) -> None:
         self._store = store
         self._rng = random.Random(seed)
-        self._stopping = False
+        self._stop = threading.Event()
         self.errors: list[Exception] = []
         self.longest = 0.0
         self.num_done = 0
@@ -326,7 +326,7 @@ class Traffic:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stop.is_set():
             number = self._rng.randrange(NUM_KEYS)
             key = key_of(number)
             action = self._rng.random()
@@ -351,7 +351,7 @@ class Traffic:
                 self.errors.append(error)
             self.longest = max(self.longest, time.monotonic() - started)
             self.num_done += 1
-            time.sleep(0.002)
+            self._stop.wait(0.002)
 
     def do_more(self, count: int) -> None:
         """Wait until it has done so many more actions."""
@@ -363,7 +363,7 @@ class Traffic:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stopping = True
+        self._stop.set()
         self._thread.join()
 
 
@@ -389,18 +389,22 @@ def place(tmp_path, monkeypatch, short_rests):
 
 def settle(store: FileStore, root: Path, *, on_disk: bool = True) -> None:
     """Wait until a store is right again in every respect, without anybody's help."""
-    until = time.monotonic() + 15
-    while True:
+    errors: list[Exception] = []
+
+    def is_right() -> bool:
         try:
             assert_right(store, root)
             if on_disk:
                 assert_index_agrees(root)
-        except (AssertionError, sqlite3.Error, StoreError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
-        else:
-            return
+        except (AssertionError, sqlite3.Error, StoreError) as error:
+            errors.append(error)
+            return False
+        return True
+
+    try:
+        wait_until(is_right, "the store is right again")
+    except AssertionError as late:
+        raise late from errors[-1]
 
 
 def assert_right(store: FileStore, root: Path) -> None:
@@ -482,14 +486,14 @@ def test_damage_that_a_transaction_hides_shows_to_nobody(tmp_path, place, damage
 
 def wait_for_a_full_listing(root: Path) -> None:
     """Until one that only reads lists all records: for a moment, the index may be made anew."""
-    until = time.monotonic() + 15
-    while True:
+
+    def lists_all() -> bool:
         with suppress(StoreError), FileStore(root, read_only=True) as reader:
             listed = {entry.key.hex() for entry in reader.scan()}
-            if listed == {path.name[:64] for path in root.glob("records/*/*")}:
-                return
-        assert time.monotonic() < until, "some records are not listed"
-        time.sleep(0.05)
+            return listed == {path.name[:64] for path in root.glob("records/*/*")}
+        return False
+
+    wait_until(lists_all, "all records are listed")
 
 
 @each_damage
@@ -556,11 +560,11 @@ def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, child
     for number in range(num_damages):
         while len(children.alive) < 3:
             children.use(root, rng.random())
-        time.sleep(rng.random() * 0.3)
+        children.let_work(rng.random() * 0.3)
         with suppress(OSError):  # somebody is just making it anew
             breaking[number % len(breaking)](place)
         for _ in range(5):
-            time.sleep(rng.random() * 0.05)
+            children.let_work(rng.random() * 0.05)
             most = max(most, min(disk_bytes(root) for _ in range(3)))
         children.kill(rng.choice(children.alive))
     for pid in list(children.alive):
@@ -601,10 +605,8 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
 
 
 def wait_until_stopped(pid: int) -> None:
-    until = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    state = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
 
 
 def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, children):
@@ -635,9 +637,10 @@ def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
 
 
 READ_ONLY_SCRIPT = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from kvferry.store.file import FileStore, upkeep
+from kvferry.testing.stores.hooks import wait_until
 root = Path(sys.argv[1])
 if os.getuid() == 0:
     os.setgid(65534)
@@ -645,27 +648,20 @@ if os.getuid() == 0:
 upkeep.TICK_SECONDS = 0.05
 upkeep._DUTY = 1
 index = root / "index.sqlite3"
+def is_stored(key):
+    return store.put(key, [b"value"]) in ("stored", "exists")
 with FileStore(root, max_bytes=100_000) as store:
     assert store.wait_indexed(60)
     assert store.put(bytes(32), [b"first"]) == "stored"
     for mode in (0o444, 0o000):
         os.chmod(index, mode)
         os.chmod(f"{index}-journal", mode)
-        until = time.monotonic() + 10
-        while store.put(bytes([mode % 256]) * 32, [b"second"]) not in ("stored", "exists"):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: is_stored(bytes([mode % 256]) * 32), "it can be written again")
 for mode in (0o444, 0o000):
     os.chmod(index, mode)
     with FileStore(root, max_bytes=100_000) as store:
-        until = time.monotonic() + 10
-        while store.put(bytes([mode % 255 + 1]) * 32, [b"third"]) not in ("stored", "exists"):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        until = time.monotonic() + 10
-        while not store.contains(bytes(32)):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: is_stored(bytes([mode % 255 + 1]) * 32), "it can be written again")
+        wait_until(lambda: store.contains(bytes(32)), "what is there is known")
 """
 
 
@@ -688,7 +684,10 @@ def test_an_index_that_may_not_be_written_is_rebuilt():
 def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeypatch, caplog):
     """An index that is broken and cannot be set aside."""
 
+    refused = []
+
     def refuse(*arguments):
+        refused.append(arguments)
         raise OSError(30, "Read-only file system")
 
     with FileStore(tmp_path / "store", max_bytes=QUOTA) as store:
@@ -697,7 +696,7 @@ def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeyp
             patch.setattr(os, "replace", refuse)
             patch.setattr(os, "rename", refuse)
             is_noise(place)
-            time.sleep(1.0)
+            wait_until(lambda: len(refused) >= 5, "it is tried again and again")
         assert_said_once(caplog)
         settle(store, tmp_path / "store")
 

@@ -241,9 +241,8 @@ def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path, pat
         def watch():
             start.wait()
             with closing(sqlite3.connect(tmp_path / "store" / "index.sqlite3", timeout=60)) as db:
-                while not stop.is_set():
+                while not stop.wait(0.01):
                     most.append(db.execute("SELECT num_bytes FROM totals").fetchone()[0])
-                    time.sleep(0.01)
 
         threads = [threading.Thread(target=put, args=(n,)) for n in range(num_threads)]
         watcher = threading.Thread(target=watch)
@@ -297,12 +296,11 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path, monkeypatch):
 
         def put_all_the_time():
             number = 20_000
-            while not stop.is_set():
+            while not stop.wait(0.01):
                 began = time.monotonic()
                 assert other.put(make_key(number), [b"v" * 100]) is PutResult.STORED
                 took.append(time.monotonic() - began)
                 number += 1
-                time.sleep(0.01)
 
         thread = threading.Thread(target=put_all_the_time)
         thread.start()

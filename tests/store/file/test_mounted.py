@@ -15,9 +15,9 @@ import pytest
 from kvferry import filesystem
 from kvferry.engine import LLM, SamplingParams
 from kvferry.testing.models import make_tiny_model
+from kvferry.testing.stores.hooks import wait_until
 from tests.engine.test_llm import prompt
 from tests.servers.mounts import KINDS
-from tests.servers.process import wait_until
 from tests.store.file.machine import RemoteMachine, value_of
 
 pytestmark = pytest.mark.mount

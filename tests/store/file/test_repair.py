@@ -19,6 +19,7 @@ from kvferry.store.file import store as store_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
 from kvferry.store.file.directory import Directory
 from kvferry.testing.stores import make_key, make_value
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
 from tests.store.file.storing import assert_index_agrees, disk_bytes
 
@@ -153,11 +154,12 @@ def test_notes_may_come_while_others_are_written(bench):
     key would keep other processes from the index longer than they wait."""
     store = bench.open()
     keys = [make_key(number) for number in range(1000)]
-    stop = threading.Event()
+    stop, touched = threading.Event(), []
 
     def touch():
         while not stop.is_set():
             store.touch(keys)
+            touched.append(None)
 
     threads = [threading.Thread(target=touch) for _ in range(2)]
     for thread in threads:
@@ -165,7 +167,8 @@ def test_notes_may_come_while_others_are_written(bench):
     took = []
     try:
         for _ in range(3):
-            time.sleep(0.05)
+            goal = len(touched) + 20
+            wait_until(lambda goal=goal: len(touched) >= goal, "notes come")
             started = time.monotonic()
             store.index.flush()
             took.append(time.monotonic() - started)

@@ -17,6 +17,7 @@ from kvferry.store.file import FileStore
 from kvferry.store.file import store as store_module
 from kvferry.store.file.index import KnownKeys
 from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
 
 
@@ -212,10 +213,7 @@ def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(store.upkeep, "_clean", break_down)
         monkeypatch.setattr(store.upkeep, "_flush", fail)
         other.put(make_key(), [b"value"])
-        until = time.monotonic() + 10
-        while not store.contains(make_key()) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert store.contains(make_key())
+        wait_until(lambda: store.contains(make_key()), "the other's value is known")
     assert "a bug" in caplog.text
     assert logging.ERROR in [record.levelno for record in caplog.records]
 

@@ -24,7 +24,7 @@ from kvferry.testing.stores import (
     ScanTests,
     ShardedWriteTests,
 )
-from tests.servers.process import wait_until
+from kvferry.testing.stores.hooks import wait_until
 
 # What a call may take beyond its deadline, on a busy machine. One that ignores it takes longer.
 LATE_SECONDS = 5.0

@@ -9,8 +9,9 @@ from kvferry.store.base import PutResult
 from kvferry.store.servers.mooncake import _LANE_BYTES, MooncakeClient, MooncakeOptions
 from kvferry.store.url import open_one
 from kvferry.testing.stores import make_key
+from kvferry.testing.stores.hooks import wait_until
 from tests.servers.mooncake import SEGMENT_BYTES
-from tests.servers.process import LOCALHOST, free_ports, wait_until
+from tests.servers.process import LOCALHOST, free_ports
 from tests.store.servers.real_clients import (
     NUM_BYTES,
     ClientTests,

@@ -222,13 +222,13 @@ def test_credentials_are_shown_nowhere(caplog):
 
 
 _HANGS = r"""
-import os, time
+import os, threading
 from kvferry.observe import Counters
 from kvferry.store.url import open_tiers
 
 def open_one(url):
     os.write(1, b"opening\n")
-    time.sleep(3600)
+    threading.Event().wait()
 
 open_tiers(["memory://a", "memory://b"], Counters(), open_one)
 """
