@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers import StoredKV, StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import RecordIO, record_layout
+from kvferry.adapters.transformers.records import record_layout
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
+from kvferry.store.records import RecordClient
 from kvferry.store.url import open_store
 from tests.transformers_cache import with_cache
 
@@ -85,13 +87,19 @@ class RecordWriter:
         self.host = HostModel(model, None, self.config.weights_version)
         self.namespace, self.rows = record_layout(self.host, self.config)
         self.store = open_store(url, namespace=self.namespace.digest)
-        self.records = RecordIO(self.store, self.rows, self.config, Counters())
+        self.records = RecordClient(
+            self.store, self.rows.schema, Counters(), self.config.io_threads
+        )
 
     def keys(self, input_ids):
         """Of the chunks of one prompt."""
         chain = ChunkKeys(self.namespace.digest, CHUNK)
         chain.extend(input_ids[0].tolist())
         return chain.keys
+
+    def write(self, images):
+        """How many were stored."""
+        return self.records.put_all(images, time.monotonic() + self.config.save_timeout_seconds)
 
     def __enter__(self):
         return self

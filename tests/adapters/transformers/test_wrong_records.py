@@ -51,7 +51,7 @@ def write(
             images.append((chain[number], number * CHUNK, image))
         for key, _, _ in images:
             writer.store.delete(key)
-        assert writer.records.write(images) == len(images)
+        assert writer.write(images) == len(images)
         return chain
 
 

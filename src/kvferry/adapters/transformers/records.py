@@ -3,22 +3,14 @@
 A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included; a record
 component holds `[layers, heads, tokens, K|V]` of visible tokens. In a cache, latents are the keys
 and rotated keys the values.
-
-I/O threads read and write whole records, bounded in time and memory. Every operation has memory of
-its own, so one that outlives its deadline harms no other.
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.
 
 from __future__ import annotations
 
-import logging
 import mmap
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from itertools import takewhile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,21 +22,10 @@ from kvferry.blocks.rows import RankRows
 from kvferry.engine.kv_pool import pairs_apart, pairs_together
 from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.observe import Observer
-from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import PutResult, Store
-from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, put_record, read_record
-from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.adapters.transformers.loaded_cache import LoadedCache
-
-logger = logging.getLogger(__name__)
-
-STALLED_SECONDS = 30.0
-"""How long a store that brought nothing before the deadline is not asked again."""
 
 
 def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
@@ -140,149 +121,3 @@ def cache_of(
         num_tokens = len(images) * rows.schema.chunk_tokens
         fill(cache, [StoredRow(0, list(images))], rows, model, num_tokens)
     return cache
-
-
-class RecordIO:
-    """Reads and writes of chunks, each on threads of its own. One calling thread at a time."""
-
-    def __init__(
-        self, store: Store, rows: RankRows, config: StoredKVConfig, observer: Observer
-    ) -> None:
-        self._store = store
-        self._rows = rows
-        self._config = config
-        self._observer = observer
-        self._readers = IOPool(config.io_threads, "kvferry-load")
-        self._writers = IOPool(config.io_threads, "kvferry-save")
-        self._stalled_until = 0.0
-        self._writes: deque[Job[PutResult]] = deque()  # under way
-        # Of the last call, and the writes under way that an earlier one gave up on.
-        self._num_stored = self._num_old = 0
-
-    def read(
-        self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
-    ) -> list[memoryview]:
-        """The leading chunks of a prompt that are there, right, and in time.
-
-        Args:
-            deadline: of the monotonic clock.
-            known: images that need not be read again.
-        """
-        now = time.monotonic()
-        if now < self._stalled_until:
-            self._observer.count("loads_skipped")
-            return []
-        images = [known[key] for key in takewhile(known.__contains__, keys)]
-        self._store.probe(keys[len(images) :])
-        if now >= deadline:
-            self._observer.count(f"miss_{MissReason.DEADLINE}")
-            return images
-        done, is_leading = len(images), True
-        under_way: deque[Job[memoryview | MissReason]] = deque()
-        try:
-            while done < len(keys):
-                self._read_ahead(under_way, keys, done, deadline)
-                if not under_way[0].wait(max(0.0, deadline - time.monotonic())):
-                    self._observer.count(f"miss_{MissReason.DEADLINE}")
-                    if not done:
-                        self._stalled_until = now + STALLED_SECONDS
-                    break
-                job = under_way.popleft()
-                done += 1
-                if job.error is not None:
-                    self._observer.count("load_failed")
-                    logger.error("reading a chunk failed", exc_info=job.error)
-                if isinstance(job.result, memoryview):
-                    images += [job.result] if is_leading else []
-                elif job.result is not None and job.result.is_corruption:
-                    # Others may be wrong, too: found by this load, they are stored by the next
-                    # save, which passes over what the store seems to have.
-                    is_leading = False
-                else:
-                    break
-        finally:
-            for job in under_way:
-                job.cancel()
-        return images
-
-    def _read_ahead(
-        self,
-        under_way: deque[Job[memoryview | MissReason]],
-        keys: Sequence[ChunkKey],
-        done: int,
-        deadline: float,
-    ) -> None:
-        """Keep every thread busy with chunks that the index knows. The next chunk is always read:
-        the index may not yet know a record of another process."""
-        while len(under_way) < 2 * self._config.io_threads:
-            chunk = done + len(under_way)
-            if chunk == len(keys) or (under_way and not self._store.contains(keys[chunk])):
-                return
-            under_way.append(
-                self._readers.submit(partial(self._read, keys[chunk], chunk, deadline))
-            )
-
-    def _read(
-        self, key: ChunkKey, chunk: int, deadline: float, job: Job[memoryview | MissReason]
-    ) -> memoryview | MissReason:
-        """Runs in: I/O thread."""
-        if job.cancelled:
-            return MissReason.CANCELLED
-        rows, schema, image = self._rows, self._rows.schema, _new_image(self._rows)
-        read = RecordRead(
-            key=key,
-            first_token=chunk * schema.chunk_tokens,
-            head=rows.head_of(image),
-            rows=rows.rows_of(image, rows.all_groups),
-        )
-        reason = read_record(self._store, schema, read, self._observer, deadline)
-        return image if reason is None else reason
-
-    def write(self, images: Iterable[tuple[ChunkKey, int, memoryview]]) -> int:
-        """Hash and store chunks, given as key, first token and payload. Returns how many were
-        stored before the deadline. Makes few images at a time, and none after the deadline."""
-        deadline = time.monotonic() + self._config.save_timeout_seconds
-        self._num_old, self._num_stored = len(self._writes), 0
-        limit = self._config.io_threads
-        source = iter(images)
-        # First wait for writes that an earlier call gave up on: they still hold their images.
-        while self._drained(deadline, limit):
-            image = next(source, None)
-            if image is None:
-                self._drained(deadline, 0)
-                break
-            self._writes.append(self._writers.submit(partial(self._write, *image)))
-        return self._num_stored
-
-    def _drained(self, deadline: float, limit: int) -> bool:
-        """Wait until at most `limit` writes are under way; False if the deadline is over."""
-        while len(self._writes) > limit:
-            if not self._writes[0].wait(max(0.0, deadline - time.monotonic())):
-                self._observer.count("save_deadline")
-                return False
-            job = self._writes.popleft()
-            if self._num_old:
-                self._num_old -= 1
-            else:
-                self._num_stored += job.result is PutResult.STORED
-            if job.error is not None:
-                self._observer.count("save_failed")
-                logger.error("storing a chunk failed", exc_info=job.error)
-        return True
-
-    def _write(
-        self, key: ChunkKey, first_token: int, image: memoryview, _job: Job[PutResult]
-    ) -> PutResult:
-        """Runs in: I/O thread."""
-        digests = self._rows.digests(image, {})
-        result = put_record(self._store, self._rows.schema, key, first_token, digests, image)
-        self._observer.count(f"put_{result}")
-        if result is PutResult.STORED:
-            self._observer.count("saved_bytes", len(image))
-        return result
-
-    def close(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for reads and writes under way."""
-        deadline = time.monotonic() + timeout
-        self._readers.close(timeout)
-        self._writers.close(max(0.0, deadline - time.monotonic()))

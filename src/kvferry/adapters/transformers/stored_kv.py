@@ -23,7 +23,6 @@ from kvferry.adapters.transformers.host_model import HostModel, require_transfor
 from kvferry.adapters.transformers.provenance import Provenance
 from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
 from kvferry.adapters.transformers.records import (
-    RecordIO,
     StoredRow,
     fill,
     first_kept,
@@ -36,6 +35,7 @@ from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
+from kvferry.store.records import RecordClient
 from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.types import ChunkKey
 
@@ -117,7 +117,9 @@ class StoredKV:
         self._store = store
         self._store.describe(namespace.digest, namespace.as_text())
         self._store.wait_indexed(READY_SECONDS)
-        self._records = RecordIO(self._store, self._rows, self._config, self._observer)
+        self._records = RecordClient(
+            self._store, self._rows.schema, self._observer, self._config.io_threads
+        )
         self._warned_of_change = False
         self._auditor = Auditor(
             self._model, self._rows, store, self._config.audit, self._observer, self._computes
@@ -212,7 +214,7 @@ class StoredKV:
         known: dict[ChunkKey, memoryview] = {}
         for prompt, keys in zip(prompts, chains, strict=True):
             wanted = self._auditor.usable(keys[: _num_chunks(limit - prompt.num_padding, size)])
-            images = self._records.read(wanted, deadline, known)
+            images = self._records.get_leading(wanted, deadline, known)
             known.update(zip(wanted, images, strict=False))
             limit = min(limit, prompt.num_padding + len(images) * size)
         stored = []
@@ -287,7 +289,8 @@ class StoredKV:
     ) -> int:
         """Store these chunks of a cache; the number of those stored. All of `chains` count as
         used."""
-        num_stored = self._records.write(self._images(cache, wanted, chains))
+        deadline = time.monotonic() + self._config.save_timeout_seconds
+        num_stored = self._records.put_all(self._images(cache, wanted, chains), deadline)
         if num_stored == len(wanted):
             self._auditor.stored(wanted)
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
@@ -346,7 +349,7 @@ class StoredKV:
             keys = next(keys for keys in chains if not chunks.keys().isdisjoint(keys))
             first = next(index for index, key in enumerate(keys) if key in chunks)
             stored = self._auditor.usable(keys[:first])
-            images = self._records.read(stored, deadline, {})
+            images = self._records.get_leading(stored, deadline, {})
             yield from self._recomputer.images(cache, chunks, images, deadline)
 
     # ---- checks

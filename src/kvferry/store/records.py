@@ -1,0 +1,398 @@
+"""Many records in and out of a store at a time: threads of their own, and one deadline for all.
+
+Whole records, verified. I/O never touches memory of a caller: a record is read into an image of the
+client, verified there and then copied, and copied into one before it is hashed and written. So a
+call of a store that outlives its deadline harms nobody, and a caller has its memory back as soon
+as a batch says that it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from typing import Generic, TypeVar
+
+from kvferry.observe import Observer
+from kvferry.record.check import MissReason
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.base import NO_DEADLINE, PutResult, Store
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=str)
+
+STALLED_SECONDS = 30.0
+"""How long a store that brought nothing before a deadline is not asked again."""
+
+Land = Callable[[int, memoryview], bool]
+"""Gets the place of a record in its batch and its verified image, on an I/O thread. True if it
+keeps the image; else its memory is used again. Must not block."""
+
+Fill = Callable[[int, memoryview], None]
+"""Gets the place of a record in its batch and an image, whose payload it fills, on an I/O thread.
+Must not block."""
+
+
+class Batch(Generic[R]):
+    """Records under way together, and what became of each.
+
+    Thread-safe. Every record ends once: by its I/O thread, or by `give_up`, whichever is first.
+
+    Attributes:
+        results: by place in the batch, once the record ended; of a read None if it was right.
+    """
+
+    __slots__ = ("_changed", "_copying", "_ended", "_given_up", "_left", "results")
+
+    def __init__(self, num_records: int) -> None:
+        self.results: list[R | None] = [None] * num_records
+        self._ended = bytearray(num_records)
+        self._changed = threading.Condition()
+        self._copying: set[int] = set()
+        self._given_up: R | None = None
+        self._left = num_records
+
+    def poll(self) -> bool:
+        """Whether every record ended, so that nothing of this batch touches its caller's memory
+        any more. Never blocks."""
+        return not self._left
+
+    def has_ended(self, place: int) -> bool:
+        """Whether one record ended. Never blocks."""
+        return bool(self._ended[place])
+
+    def wait(self, timeout: float, place: int | None = None) -> bool:
+        """Wait up to `timeout` seconds for one record, or for all; True if ended."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._left if place is None else bool(self._ended[place]), timeout
+            )
+
+    def give_up(self, result: R) -> None:
+        """End all that is under way as `result`; what is copied this moment, once it is copied.
+        Never blocks for long."""
+        with self._changed:
+            self._given_up = result
+            for place in range(len(self.results)):
+                if place not in self._copying:
+                    self._end(place, result)
+
+    def copy(self, place: int, copy: Callable[[], None]) -> bool:
+        """Runs in: I/O thread. Run `copy`, which touches the caller's memory; False if the record
+        was given up before."""
+        with self._changed:
+            if self._ended[place]:
+                return False
+            self._copying.add(place)
+        try:
+            copy()
+        finally:
+            with self._changed:
+                self._copying.discard(place)
+                if self._given_up is not None:
+                    self._end(place, self._given_up)
+        return True
+
+    def end(self, place: int, result: R | None) -> None:
+        """Runs in: I/O thread. Nothing happens if the record ended before."""
+        with self._changed:
+            self._end(place, result)
+
+    def _end(self, place: int, result: R | None) -> None:
+        if not self._ended[place]:
+            self.results[place] = result
+            self._ended[place] = 1
+            self._left -= 1
+            self._changed.notify_all()
+
+
+class RecordClient:
+    """Reads and writes of many records of one schema, on `io_threads` threads for each direction.
+
+    `exists`, `get` and `put` never block. `get_leading` and `put_all` block, until their deadline;
+    one thread at a time calls these two.
+
+    Args:
+        store: read and written here, closed by its owner.
+        name: what the threads' names begin with.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        schema: RecordSchema,
+        observer: Observer,
+        io_threads: int,
+        name: str = "kvferry",
+    ) -> None:
+        self._store = store
+        self._schema = schema
+        self._observer = observer
+        self._readers = IOPool(io_threads, f"{name}-load")
+        self._writers = IOPool(io_threads, f"{name}-save")
+        self._spare: deque[memoryview] = deque(maxlen=2 * io_threads)
+        self._stalled_until = 0.0
+        self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
+        # Of the last `put_all`, and the writes under way that an earlier one gave up on.
+        self._num_stored = self._num_old = 0
+
+    # ---- the state of the store
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a read brought nothing in time, less than `STALLED_SECONDS` ago."""
+        return time.monotonic() < self._stalled_until
+
+    def note_stall(self) -> None:
+        """Nothing was brought in time: do not ask again for a while."""
+        self._stalled_until = time.monotonic() + STALLED_SECONDS
+
+    @property
+    def takes_values(self) -> bool:
+        """Whether a write has a chance now."""
+        return self._store.takes_values
+
+    def exists(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
+        """Which records are there, as far as is known; None for those that the store asks its
+        medium for meanwhile. Memory only."""
+        self._store.probe(keys)
+        return [self._store.contains(key) for key in keys]
+
+    # ---- reading
+
+    def get(
+        self, keys: Sequence[ChunkKey], first_tokens: Sequence[int], land: Land, deadline: float
+    ) -> Batch[MissReason]:
+        """Read records, and give those that are right to `land`.
+
+        Args:
+            first_tokens: positions of the chunks in their prompts.
+            deadline: of the monotonic clock, for the store's calls. Media that hang do not keep it:
+                who must not wait longer gives the batch up.
+        """
+        batch: Batch[MissReason] = Batch(len(keys))
+        for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
+            read = partial(self._read, batch, place, (key, first_token), land, deadline)
+            self._submit(self._readers, batch, place, read, MissReason.IO_ERROR)
+        return batch
+
+    def _read(
+        self,
+        batch: Batch[MissReason],
+        place: int,
+        at: tuple[ChunkKey, int],
+        land: Land,
+        deadline: float,
+    ) -> None:
+        """Runs in: I/O thread."""
+        if batch.has_ended(place):
+            return
+        image = self._new_image()
+        read = RecordRead(
+            key=at[0],
+            first_token=at[1],
+            head=image[: self._schema.head_bytes],
+            rows=[(rows, image[start:stop]) for rows, start, stop in self._parts()],
+        )
+        reason = read_record(self._store, self._schema, read, self._observer, deadline)
+        kept = False
+
+        def copy() -> None:
+            nonlocal kept
+            kept = land(place, image)
+
+        if reason is None:
+            batch.copy(place, copy)
+        if not kept:
+            self._spare.append(image)
+        batch.end(place, reason)
+
+    def get_leading(
+        self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
+    ) -> list[memoryview]:
+        """The leading chunks of a prompt that are there, right, and in time, as images.
+
+        Args:
+            deadline: of the monotonic clock.
+            known: images that need not be read again.
+        """
+        now = time.monotonic()
+        if self.is_stalled:
+            self._observer.count("loads_skipped")
+            return []
+        images = [known[key] for key in takewhile(known.__contains__, keys)]
+        self._store.probe(keys[len(images) :])
+        if now >= deadline:
+            self._observer.count(f"miss_{MissReason.DEADLINE}")
+            return images
+        start, is_leading = len(images), True
+        while start < len(keys):
+            # The first is always read: the index may not yet know a record of another process.
+            stop = start + 1
+            while stop < len(keys) and self._store.contains(keys[stop]):
+                stop += 1
+            landed, goes_on = self._get_run(keys, start, stop, deadline)
+            for image in landed:
+                is_leading = is_leading and image is not None
+                if is_leading and image is not None:
+                    images.append(image)
+            if not goes_on:
+                break
+            start = stop
+        return images
+
+    def _get_run(
+        self, keys: Sequence[ChunkKey], start: int, stop: int, deadline: float
+    ) -> tuple[list[memoryview | None], bool]:
+        """Chunks in a row, in order, None for a wrong one, and whether to read those behind: one
+        that is not there or not in time ends it. Others may be wrong, too: found by this load, they
+        are stored by the next save, which passes over what the store seems to have."""
+        landed: list[memoryview | None] = [None] * (stop - start)
+
+        def keep(place: int, image: memoryview) -> bool:
+            landed[place] = image
+            return True
+
+        first_tokens = [chunk * self._schema.chunk_tokens for chunk in range(start, stop)]
+        batch = self.get(keys[start:stop], first_tokens, keep, deadline)
+        try:
+            for place in range(stop - start):
+                if not batch.wait(max(0.0, deadline - time.monotonic()), place):
+                    self._observer.count(f"miss_{MissReason.DEADLINE}")
+                    if not start + place:
+                        self.note_stall()
+                    return landed[:place], False
+                reason = batch.results[place]
+                if reason is not None and not reason.is_corruption:
+                    return landed[:place], False
+        finally:
+            batch.give_up(MissReason.CANCELLED)
+        return landed, True
+
+    # ---- writing
+
+    def put(
+        self, keys: Sequence[ChunkKey], first_tokens: Sequence[int], fill: Fill, deadline: float
+    ) -> Batch[PutResult]:
+        """Hash and store records that `fill` fills; `deadline` as of `get`."""
+        batch: Batch[PutResult] = Batch(len(keys))
+        for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
+            write = partial(self._copy_and_write, batch, place, (key, first_token), fill, deadline)
+            self._submit(self._writers, batch, place, write, PutResult.FAILED)
+        return batch
+
+    def _copy_and_write(
+        self,
+        batch: Batch[PutResult],
+        place: int,
+        at: tuple[ChunkKey, int],
+        fill: Fill,
+        deadline: float,
+    ) -> None:
+        """Runs in: I/O thread."""
+        if not batch.has_ended(place):
+            image = self._new_image()
+            if batch.copy(place, partial(fill, place, image)):
+                self._write(batch, place, at, image, deadline)
+            self._spare.append(image)
+
+    def _write(
+        self,
+        batch: Batch[PutResult],
+        place: int,
+        at: tuple[ChunkKey, int],
+        image: memoryview,
+        deadline: float,
+    ) -> None:
+        """Runs in: I/O thread."""
+        digests = b"".join(
+            leaf_digests(self._schema.components[rows.component], image[start:stop])
+            for rows, start, stop in self._parts()
+        )
+        schema = self._schema
+        result = put_record(self._store, schema, *at, digests, image, deadline)
+        self._observer.count(f"put_{result}")
+        if result is PutResult.STORED:
+            self._observer.count("saved_bytes", len(image))
+        batch.end(place, result)
+
+    def put_all(self, images: Iterable[tuple[ChunkKey, int, memoryview]], deadline: float) -> int:
+        """Hash and store chunks, given as key, first token and payload. Returns how many were
+        stored before the deadline. Takes few images at a time, and none after the deadline."""
+        self._num_old, self._num_stored = len(self._writes), 0
+        limit = self._writers.num_threads
+        source = iter(images)
+        # First wait for writes that an earlier call gave up on: they still hold their images.
+        while self._drained(deadline, limit):
+            found = next(source, None)
+            if found is None:
+                self._drained(deadline, 0)
+                break
+            key, first_token, image = found
+            batch: Batch[PutResult] = Batch(1)
+            write = partial(self._write, batch, 0, (key, first_token), image, NO_DEADLINE)
+            self._submit(self._writers, batch, 0, write, PutResult.FAILED)
+            self._writes.append(batch)
+        return self._num_stored
+
+    def _drained(self, deadline: float, limit: int) -> bool:
+        """Wait until at most `limit` writes are under way; False if the deadline is over."""
+        while len(self._writes) > limit:
+            if not self._writes[0].wait(max(0.0, deadline - time.monotonic())):
+                self._observer.count("save_deadline")
+                return False
+            batch = self._writes.popleft()
+            if self._num_old:
+                self._num_old -= 1
+            else:
+                self._num_stored += batch.results[0] is PutResult.STORED
+        return True
+
+    # ---- memory and threads
+
+    def _new_image(self) -> memoryview:
+        """Memory for one record: `head | component 0 | ...`, as in the file. Page-aligned, so that
+        a cold file can be read past the page cache."""
+        with suppress(IndexError):
+            return self._spare.pop()
+        return memoryview(mmap.mmap(-1, self._schema.record_bytes))
+
+    def _parts(self) -> Iterator[tuple[RowRange, int, int]]:
+        """All rows of each component, and where they lie in an image."""
+        schema = self._schema
+        for index, component in enumerate(schema.components):
+            start = schema.component_offsets[index]
+            yield RowRange(index, 0, component.num_rows), start, start + component.num_bytes
+
+    def _submit(
+        self, pool: IOPool, batch: Batch[R], place: int, work: Callable[[], None], failed: R
+    ) -> None:
+        def run(_job: Job[None]) -> None:
+            try:
+                work()
+            except Exception:
+                reads = pool is self._readers
+                self._observer.count("load_failed" if reads else "save_failed")
+                logger.exception("%s a record failed", "reading" if reads else "storing")
+            finally:
+                batch.end(place, failed)
+
+        job = pool.submit(run)
+        if job.poll():  # no thread for it, or closed
+            batch.end(place, failed)
+
+    def close(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for reads and writes under way; True if all ended."""
+        deadline = time.monotonic() + timeout
+        done = self._readers.close(timeout)
+        return self._writers.close(max(0.0, deadline - time.monotonic())) and done
