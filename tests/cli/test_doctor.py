@@ -16,6 +16,7 @@ import pytest
 from kvferry.doctor.machine import check_memory, check_shared_memory, memory_limit
 from kvferry.doctor.stores import StoreReport, check, check_room
 from kvferry.doctor.vllm import check_config, check_installed
+from kvferry.engine import LLM, SamplingParams
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.base import Store
 from kvferry.store.file.store import FileStore
@@ -100,8 +101,6 @@ def test_nothing_is_wrong_with_a_healthy_set_up(run, url_of, url, kind):
 
 
 def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, model_dir, tmp_path):
-    from kvferry.engine import LLM, SamplingParams
-
     plain = url.partition("?")[0]
     with LLM(model_dir, store=plain, connector_options={"chunk_tokens": 16}) as llm:
         llm.generate([range(3, 70)], SamplingParams(max_tokens=1))

@@ -17,6 +17,7 @@ import typer
 
 import kvferry
 from kvferry.cli.bench import bench
+from kvferry.cli.clear import clear, pin
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
@@ -68,7 +69,8 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, doctor, explain, simulate, size, bench,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, simulate, size,
+        bench,
     ):  # fmt: skip
         app.command()(command)
     return app
