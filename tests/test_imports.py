@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "explain", "simulate"},
+    {"bench", "cli", "demo", "doctor", "explain", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -44,8 +44,11 @@ SIDEWAYS = {
     # A command runs what is beside it.
     ("cli", "bench"),
     ("cli", "demo"),
+    ("cli", "doctor"),
     ("cli", "explain"),
     ("cli", "simulate"),
+    # It compares namespaces as `explain` does.
+    ("doctor", "explain"),
 }
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
@@ -71,6 +74,7 @@ ONLY_FROM = {
         "bench.py",
         "cli",
         "demo",
+        "doctor",
         "explain.py",
     ],
     # One reading of a model's config makes one identity.
@@ -90,10 +94,11 @@ ONLY_FROM = {
         "adapters",
         "cli",
         "demo",
+        "doctor",
         "explain.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
-    "identity": ["v1", "engine", "adapters", "cli/explain.py"],
+    "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
     "layout": [
         "blocks",
         "cache",
@@ -114,6 +119,7 @@ ONLY_FROM = {
         "bench.py",
         "cli",
         "demo",
+        "doctor",
         "explain.py",
     ],
     # `cli` runs the conformance kit on what others bring.

@@ -237,6 +237,6 @@ def test_gc_goes_by_the_files_where_the_index_was_lost(make_store, run):
 
 def test_gc_gives_the_space_back_to_the_quota(make_store, run):
     made = make_store(num_records=3)
-    run("gc", made.url, "--max-bytes", 0)
+    run("gc", made.url, "--max-bytes", 0, "--yes")
     found = json.loads(run("stat", made.url, "--json", "-").out)
     assert (found["num_records"], found["used_bytes"]) == (0, 0)

@@ -283,7 +283,7 @@ def test_gc_goes_by_last_use(fill, run, set_idle):
 def test_gc_of_a_bucket_goes_by_the_time_of_writing(fill, run):
     made = fill("s3")
     assert asked(run, "gc", made.url, "--older-than", "1h")["removed_records"] == 0
-    assert asked(run, "gc", made.url, "--older-than", "0s")["removed_records"] == 3
+    assert asked(run, "gc", made.url, "--older-than", "0s", "--yes")["removed_records"] == 3
 
 
 def test_gc_by_age_where_no_last_use_is_known(fill, run, caplog):
@@ -310,7 +310,7 @@ def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
     with made.opened() as store:
         store.describe(made.schema.namespace, "an engine was here")
     made.empty()
-    for command in ("ls", "verify", "gc --max-bytes 0"):
+    for command in ("ls", "verify", "gc --max-bytes 0 --yes"):
         name, *options = command.split()
         assert run(name, made.url, *options).code == 0
     assert asked(run, "stat", made.url)["num_records"] == 0
@@ -410,7 +410,7 @@ def test_a_record_that_may_not_be_deleted_is_left_and_said(run, guarded, tmp_pat
     made.flip_last_bit(0)
     reader = f"valkey://reader:{SECRET}@{place}"
     assert asked(run, "verify", reader, code=1)["bad"][0]["action"] == "left"
-    ran = run("gc", reader, "--max-bytes", 0)
+    ran = run("gc", reader, "--max-bytes", 0, "--yes")
     assert ran.code == 2
     assert "check the right to delete (0 records" in ran.error_line
     assert made.kept() == [True] * 3
@@ -437,5 +437,5 @@ def test_a_cluster(run, valkey_cluster, tmp_path):
     assert {row["key"] for row in asked(run, "ls", url)} == {key.hex() for key in made.keys}
     assert asked(run, "stat", url)["num_records"] == 20
     assert asked(run, "verify", url, code=1)["reasons"] == {"bad_leaf": 1}
-    assert asked(run, "gc", url, "--max-bytes", 0)["removed_records"] == 19
+    assert asked(run, "gc", url, "--max-bytes", 0, "--yes")["removed_records"] == 19
     assert made.kept() == [False] * 20

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +17,8 @@ from kvferry.cli.output import (
     emit,
     format_age,
     make_table,
-    progress,
-    read_text,
 )
+from kvferry.cli.prompts import check_digits, model_identity, read_tokens
 from kvferry.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ _MAX_TEXT = 200
 
 _MAX_DIFFERENCES = 12
 _MAX_RUNS = 200
-_HEX = re.compile(r"[0-9a-f]{1,64}")
 
 
 def explain(
@@ -83,7 +79,7 @@ def explain(
         _explain_journal(journal, request, limit, json)
         return
     url = _checked(url, model, namespace)
-    token_ids = _read_tokens(model, prompt_file, tokens, raw=raw)
+    token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.types import ExtraKeys
 
@@ -94,7 +90,7 @@ def explain(
             url, lambda store: _ask_namespace(store, digits, token_ids, extra)
         )
     else:
-        identity = _identity(Path(str(model)))
+        identity = model_identity(Path(str(model)))
         answer = stores.query_store(
             url, lambda store: _ask_model(store, identity, token_ids, extra)
         )
@@ -108,70 +104,9 @@ def _checked(url: str | None, model: Path | None, namespace: str | None) -> str:
         raise ConfigError("give the URL of a store, or --journal FILE")
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if namespace is not None and _HEX.fullmatch(namespace.lower()) is None:
-        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
+    if namespace is not None:
+        check_digits(namespace)
     return url
-
-
-# -- the prompt -----------------------------------------------------------------------------------
-
-
-def _read_tokens(
-    model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
-) -> list[int]:
-    if (prompt_file is None) == (tokens is None):
-        raise ConfigError("give --prompt-file FILE or --tokens FILE")
-    if tokens is not None:
-        return _parse_tokens(tokens, read_text("token ids", tokens))
-    if model is None:
-        raise ConfigError("--prompt-file needs --model DIR, whose tokenizer reads the text")
-    text = read_text("prompt", Path(str(prompt_file)))
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            "--prompt-file needs transformers: pip install 'kvferry[transformers]'; "
-            "or give --tokens FILE"
-        )
-    from kvferry.engine.model import encode_message, load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise ConfigError(f"{model} holds no tokenizer; give the token ids by --tokens")
-    if raw:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-    return encode_message(tokenizer, text)
-
-
-def _parse_tokens(path: Path, text: str) -> list[int]:
-    try:
-        found = json_module.loads(text) if text.lstrip().startswith("[") else text.split()
-        ids = [int(each) if isinstance(each, str) else each for each in found]
-    except (ValueError, TypeError, RecursionError):
-        raise ConfigError(
-            f"{path} holds no token ids; write a JSON list of whole numbers, or them with spaces"
-        ) from None
-    for each in ids:
-        if type(each) is not int or not 0 <= each < 1 << 32:
-            raise ConfigError(f"{path}: {str(each)[:40]!r} is not a token id (0 to 4294967295)")
-    return ids
-
-
-def _identity(model: Path) -> ModelIdentity:
-    """The identity of a directory that an engine runs as it is written."""
-    from kvferry.identity import identify, weights_digest, written_config
-
-    written = written_config(model)
-    with progress() as bar:
-        bar.add_task("hashing the weights", total=None)
-        weights = weights_digest(model)
-    dtype = written.get("dtype", written.get("torch_dtype"))
-    return identify(
-        weights,
-        written,
-        dtype=str(dtype or "float32"),
-        deviations={},
-        weights_version=None,
-        name=str(model),
-    )
 
 
 # -- the store ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The `kvferry` command: collects the sub-commands, and turns every failure into one line.
 
-Exit codes: 0 done; 1 the command ran and found something wrong (`verify`, `demo`); 2 it could not
+Exit codes: 0 done; 1 the command ran and found something wrong (`verify`, `demo`,
+`doctor`); 2 it could not
 run as asked; 130 interrupted; 141 the reader of stdout left early, as `head` does.
 """
 
@@ -16,7 +17,9 @@ import typer
 
 import kvferry
 from kvferry.cli.bench import bench
+from kvferry.cli.clear import clear, pin
 from kvferry.cli.demo import demo
+from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
 from kvferry.cli.records import gc, ls, show, stat, verify
@@ -65,7 +68,10 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (demo, generate, ls, show, stat, verify, gc, explain, simulate, size, bench):
+    for command in (
+        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, simulate, size,
+        bench,
+    ):  # fmt: skip
         app.command()(command)
     return app
 

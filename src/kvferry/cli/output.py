@@ -60,6 +60,25 @@ JsonOption = Annotated[
     ),
 ]
 
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something that cannot be undone; `yes` is the answer, if it was given before.
+
+    Raises:
+        ConfigError: nobody can be asked.
+        typer.Exit: with 0, as the answer was no.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError("this cannot be undone, and no terminal is here to ask; give --yes")
+    if not typer.confirm(printable(question), err=True):
+        print("nothing was changed", file=sys.stderr)
+        raise typer.Exit
+
+
 JsonRow = dict[str, "JsonValue"]
 """Facts by name."""
 
@@ -157,6 +176,8 @@ def _readable(name: str, value: JsonValue) -> str:
         return "yes" if value else "no"
     if name.endswith("bytes") and isinstance(value, int):
         return format_size(value)
+    if name == "pinned_until" and isinstance(value, float):
+        return f"{format_age(time.time(), value)} more"
     if name in ("last_used", "last_at", "at") and isinstance(value, float):
         return f"{format_age(value)} ago"
     if name in ("key", "namespace") and len(str(value)) == _DIGEST_DIGITS:

@@ -15,6 +15,8 @@ import typer
 from kvferry.cli.output import (
     JsonOption,
     JsonRow,
+    YesOption,
+    confirm,
     emit,
     format_age,
     make_fact_table,
@@ -155,6 +157,8 @@ def _show_records(
         "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
         "size": "num_bytes", "used": "last_used",
     }  # fmt: skip
+    if any("pinned_until" in row for row in value):
+        columns["pinned"] = "pinned_until"
     rows = [
         {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
         for row in value
@@ -169,7 +173,8 @@ def _show_records(
 
 def _entry_facts(entry: Entry) -> JsonRow:
     last_used = entry.last_used or None  # 0: unknown
-    return {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": last_used}
+    facts: JsonRow = {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": last_used}
+    return facts | ({"pinned_until": entry.pinned_until} if entry.pinned_until else {})
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
@@ -384,9 +389,11 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Report what would be deleted; delete nothing.")
     ] = False,
+    yes: YesOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Delete records not used for long, then the least recently used, until the rest fits.
+    """Delete records not used for long, then the least recently used, until the rest fits; pinned
+    ones stay. Asks before it empties a store.
 
     A dry run is an estimate: in a directory, a real one also removes what is in quarantine, and a
     little more than asked for, so that the next write need not evict again. A bucket says when a
@@ -403,6 +410,8 @@ def gc(
             url, lambda store: estimate(store, entries(store, store.scan()), keep_bytes, age)
         )
     else:
+        if keep_bytes == 0 or age == 0:
+            confirm(f"delete all records of {shown_url(url)} that are not pinned?", yes=yes)
         with open_existing(url, writable=True) as store:
             report = store.gc(keep_bytes, age)
             if not (report.removed_records or report.used_bytes):

@@ -45,7 +45,7 @@ def size(
         raise ConfigError(
             f"--prefill-tokens-per-second {prefill_tokens_per_second}: must be from 1e-6 to 1e15"
         )
-    groups = _groups(model, dtype)
+    groups = groups_of(model, dtype)
     # Imported late: a top-level import would slow down every command and the help.
     from kvferry.keys.namespace import describe_group
     from kvferry.record.schema import RecordSchema
@@ -79,7 +79,7 @@ def size(
     emit({**facts, "groups": list(rows)}, json, make_table(columns, rows), make_fact_table(facts))
 
 
-def _groups(model: Path, dtype: str) -> tuple[KVGroup, ...]:
+def groups_of(model: Path, dtype: str = "auto") -> tuple[KVGroup, ...]:
     if find_spec("transformers") is None:
         raise ConfigError(
             "reading a config needs transformers: pip install 'kvferry[transformers]'"

@@ -62,6 +62,8 @@ class Entry(NamedTuple):
     """Seconds since the epoch, to the accuracy of batched recency."""
     namespace: bytes = b""
     """Whose value it is, as far as the store knows; see `Store.namespaces`."""
+    pinned_until: float = 0.0
+    """Seconds since the epoch; not evicted before. 0: not pinned."""
 
 
 class Removal(NamedTuple):
@@ -279,6 +281,20 @@ class Store(ABC):
             StoreError: the store cannot be changed, or the medium failed.
         """
         raise StoreError(f"{self.url} cannot be made smaller by a command")
+
+    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
+        """Do not evict these before `until` (seconds since the epoch; a time that is past ends
+        their pins). Pinned values take at most half of the quota. They can be deleted.
+
+        Returns:
+            How many of them are here, and so are pinned.
+
+        Raises:
+            ConfigError: the store has no quota, or more would be pinned than may be; those before
+                are.
+            StoreError: the store cannot pin, cannot be changed, or the medium failed.
+        """
+        raise StoreError(f"{self.url} cannot pin; a directory can")
 
     def __enter__(self) -> Self:
         return self

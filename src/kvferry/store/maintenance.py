@@ -147,16 +147,41 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     removed_records = removed_bytes = 0
     for entry in reversed(list(_surplus(entries, max_bytes, age))):
         used_bytes -= entry.num_bytes
-        values = store.of(entry.namespace)
-        if values.delete(entry.key):
+        if delete_or_fail(store, entry, removed_records):
             removed_records += 1
             removed_bytes += entry.num_bytes
-        elif values.read(entry.key, ()) is not None:  # else it went by itself
-            raise StoreError(
-                f"{store.url} does not delete {entry.key.hex()}; check the right to delete "
-                f"({removed_records} records were deleted before)"
-            )
     return GcReport(removed_records, removed_bytes, used_bytes)
+
+
+def clear(
+    store: Store, found: Iterable[Entry], progress: Callable[[int], None] | None = None
+) -> GcReport:
+    """Delete the values `found`; `used_bytes` of the report is 0. `progress` gets their number.
+
+    Raises:
+        StoreError: the store refused to delete a value, or failed; what went before is gone.
+    """
+    removed_records = removed_bytes = 0
+    for entry in found:
+        if delete_or_fail(store, entry, removed_records):
+            removed_records += 1
+            removed_bytes += entry.num_bytes
+            if progress is not None:
+                progress(removed_records)
+    return GcReport(removed_records, removed_bytes, used_bytes=0)
+
+
+def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
+    """Delete a value. False if it went by itself. Raises StoreError if the store refused."""
+    values = store.of(entry.namespace)
+    if values.delete(entry.key):
+        return True
+    if values.read(entry.key, ()) is not None:
+        raise StoreError(
+            f"{store.url} does not delete {entry.key.hex()}; check the right to delete "
+            f"({num_before} records were deleted before)"
+        )
+    return False
 
 
 def _newest_first(store: Store, found: Iterable[Entry], age: float | None) -> list[Entry]:
@@ -181,10 +206,14 @@ def _newest_first(store: Store, found: Iterable[Entry], age: float | None) -> li
 
 def _surplus(found: Iterable[Entry], max_bytes: int | None, age: float | None) -> Iterator[Entry]:
     """The values of `found` (the most recently used first) that do not fit, or were not used for
-    long. An unknown last use is never long ago."""
-    unused_since = 0.0 if age is None else time.time() - age
-    seen_bytes = 0
-    for entry in found:
+    long. An unknown last use is never long ago. Pinned ones fit first."""
+    now = time.time()
+    unused_since = 0.0 if age is None else now - age
+    entries = list(found)
+    seen_bytes = sum(entry.num_bytes for entry in entries if entry.pinned_until > now)
+    for entry in entries:
+        if entry.pinned_until > now:
+            continue
         seen_bytes += entry.num_bytes
         too_much = max_bytes is not None and seen_bytes > max_bytes
         if too_much or 0.0 < entry.last_used < unused_since:

@@ -131,5 +131,8 @@ class WrapperStore(Store):
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         return self.inner.gc(max_bytes, older_than_seconds)
 
+    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
+        return self.inner.pin(keys, until)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"

@@ -198,11 +198,11 @@ def has_a_trigger_without_end(place):
 
 
 def has_text_keys(place):
-    place.execute("INSERT INTO records VALUES (NULL, 'text', 10, 0, x'')")
+    place.execute("INSERT INTO records VALUES (NULL, 'text', 10, 0, x'', 0)")
 
 
 def has_short_keys(place):
-    place.execute("INSERT INTO records VALUES (NULL, x'00', 10, 0, x'')")
+    place.execute("INSERT INTO records VALUES (NULL, x'00', 10, 0, x'', 0)")
 
 
 def has_negative_sizes(place):

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
+from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, PutResult, Removal
@@ -48,6 +49,9 @@ _NOTE_STEP = 1e-6
 chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
 _MAX_HIDDEN = 4096
+_ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
+_LAST = f"SELECT {_ENTRY} FROM records WHERE pinned_until {{}} 0 ORDER BY last_used DESC LIMIT :n"
+_SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
@@ -56,8 +60,10 @@ _SET_USED = (
 
 _SCHEMA = (
     "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, "
-    "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB NOT NULL)",
-    "CREATE INDEX records_by_use ON records (last_used)",
+    "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB NOT NULL, "
+    "pinned_until REAL NOT NULL DEFAULT 0.0)",
+    # Those that may be evicted have 0: finding the next one passes over no others.
+    "CREATE INDEX records_by_use ON records (pinned_until, last_used)",
     "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, "
     "num_bytes INTEGER NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, "
@@ -260,6 +266,49 @@ class Index:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
 
+    def pin(self, keys: Iterable[ChunkKey], until: float, max_bytes: int) -> int:
+        """Pin the records of `keys` until then; how many there are. Raises ConfigError before more
+        than `max_bytes` are pinned."""
+        ends = until <= self.wall()
+        wanted, num_pinned, pinned_bytes = iter(keys), 0, self.pinned_bytes()
+        while batch := list(islice(wanted, _BATCH)):
+            here = f"key IN ({', '.join('?' * len(batch))})"
+            with self._transaction(writes=True) as db:
+                query = f"{_SUM} pinned_until = 0 AND {here}"
+                (added,) = checked(db.execute(query, batch).fetchone(), "n")
+                if not ends and pinned_bytes + added > max_bytes:
+                    raise ConfigError(
+                        f"{num_pinned} records are pinned, and no more: pins may take half of the "
+                        "quota, so that others are still stored; raise max_bytes or pin less"
+                    )
+                changed = db.execute(
+                    f"UPDATE records SET pinned_until = ? WHERE {here}",
+                    (0.0 if ends else until, *batch),
+                )
+                num_pinned += changed.rowcount
+                pinned_bytes += added
+        return num_pinned
+
+    def pinned_bytes(self) -> int:
+        with self._transaction(writes=False) as db:
+            (found,) = checked(db.execute(f"{_SUM} pinned_until > 0").fetchone(), "n")
+        return int(found)
+
+    def end_pins(self) -> None:
+        """End the pins whose time has come."""
+        now = self.wall()
+        query = "SELECT EXISTS (SELECT 1 FROM records WHERE pinned_until > 0 AND pinned_until <= ?)"
+        with self._transaction(writes=False) as db:
+            (is_due,) = checked(db.execute(query, (now,)).fetchone(), "n")
+        while is_due:  # in batches, so that other processes get a turn
+            with self._transaction(writes=True) as db:
+                changed = db.execute(
+                    "UPDATE records SET pinned_until = 0 WHERE id IN (SELECT id FROM records "
+                    f"WHERE pinned_until > 0 AND pinned_until <= ? LIMIT {_BATCH})",
+                    (now,),
+                )
+                is_due = changed.rowcount == _BATCH
+
     def note(self, keys: Iterable[ChunkKey]) -> None:
         """Note that `keys` were used now, the nearest to the root first. Keeps 65,536 at most."""
         used = self.wall()
@@ -326,17 +375,21 @@ class Index:
 
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
         """All records by id, or the `limit` used last."""
-        query = "SELECT id, key, num_bytes, last_used, namespace FROM records"
-        part = _NEXT if limit is None else "ORDER BY last_used DESC LIMIT ?"
-        argument = 0 if limit is None else limit
+        last = 0
+        recent = (
+            f"SELECT * FROM ({_LAST.format('=')}) UNION ALL SELECT * FROM ({_LAST.format('>')})"
+        )
         while True:  # in slices, because a long read keeps other processes from writing
             with self._transaction(writes=False) as db:
-                rows = db.execute(f"{query} {part}", (argument,))
-                found = [checked(row, "nkntb") for row in rows]
+                if limit is None:
+                    rows = db.execute(f"SELECT {_ENTRY} FROM records {_NEXT}", (last,))
+                else:
+                    rows = db.execute(f"{recent} ORDER BY last_used DESC LIMIT :n", {"n": limit})
+                found = [checked(row, "nkntbt") for row in rows]
             yield from (Entry(*row[1:]) for row in found)
             if limit is not None or len(found) < _BATCH:
                 return
-            argument = found[-1][0]
+            last = found[-1][0]
 
     def removals(self, count: int) -> Iterator[Removal]:
         query = "SELECT key, num_bytes, at, reason, detail, by FROM removals"
@@ -360,7 +413,10 @@ class Index:
         gone: list[ChunkKey] = []
         kept: list[ChunkKey] = []
         evicted_bytes = 0
-        query = "SELECT key, num_bytes, last_used FROM records ORDER BY last_used LIMIT ?"
+        query = (
+            "SELECT key, num_bytes, last_used FROM records WHERE pinned_until = 0 "
+            "ORDER BY last_used LIMIT ?"
+        )
         oldest = db.execute(query, (_BATCH,))
         while (row := oldest.fetchone()) is not None:
             key, num_bytes, last_used = checked(row, "knt")

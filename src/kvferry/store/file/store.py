@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvferry.errors import StoreError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
@@ -414,6 +414,17 @@ class FileStore(Store):
         end = self.index.totals
         removed = start.num_records - end.num_records, start.num_bytes - end.num_bytes
         return GcReport(*removed, used_bytes=end.num_bytes)
+
+    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
+        if not self._writes() or not is_of_one_machine(self.directory.root):
+            why = "machines that mount it evict by themselves" if self._writes() else self.refusal
+            raise StoreError(f"{self.url} cannot pin: {why}")
+        if self._max_bytes == NO_QUOTA:
+            raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
+        try:
+            return self.index.pin(keys, until, self._max_bytes // 2)
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot pin: {error}") from error
 
     def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
         """What is found, none in a closed store; errors are translated."""

@@ -157,6 +157,7 @@ class Upkeep:
                 if directory.drop_abandoned(file, is_old=is_old, first=add):
                     self._faults.observer.count("store_recovered_writes")
         self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
+        self._index.end_pins()
 
     def step(self, *, rests: bool = True) -> bool:
         """One bounded piece of all that is due. Whether there is more to do at once."""

@@ -267,7 +267,7 @@ class RemoteStore(Store):
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Also those of which nothing but the description is left."""
         found: dict[bytes, tuple[int, int]] = {}
-        for key, num_bytes, _, namespace in self._scan():
+        for key, num_bytes, _, namespace, *_ in self._scan():
             num_records, total = found.get(namespace, (0, 0))
             found[namespace] = (num_records + 1, total + num_bytes) if key else (num_records, total)
         return found

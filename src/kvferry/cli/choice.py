@@ -1,0 +1,172 @@
+"""Which records of a store a command means: by namespace, model, tenant, prompt and age."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli import stores
+from kvferry.cli.output import parse_duration
+from kvferry.cli.prompts import check_digits, model_identity, read_tokens
+from kvferry.errors import ConfigError
+from kvferry.store.base import Entry, Store
+
+if TYPE_CHECKING:
+    from kvferry.keys import ModelIdentity, Namespace
+    from kvferry.types import ExtraKeys
+
+NamespaceOption = Annotated[
+    str | None, typer.Option(metavar="DIGEST", help="Of this namespace, or its first digits.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Of all namespaces of this model.")
+]
+TenantOption = Annotated[str | None, typer.Option(help="Of this tenant.")]
+PromptOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Of this prompt; needs --model.")
+]
+TokensOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Of these token ids, instead of a prompt.")
+]
+RawOption = Annotated[bool, typer.Option("--raw", help="Use the prompt without the chat template.")]
+SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
+LoraOption = Annotated[str | None, typer.Option(help="Identity of the prompt's LoRA adapter.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the options of a command say; all that are given must hold.
+
+    Attributes:
+        digits: the namespace.
+        token_ids: the whole chunks of this prompt.
+        age: seconds since the last use, at least.
+    """
+
+    digits: str | None
+    identity: ModelIdentity | None
+    tenant: str | None
+    token_ids: Sequence[int] | None
+    extra: ExtraKeys
+    age: float | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        parts = (self.digits, self.identity, self.tenant, self.token_ids, self.age)
+        return all(part is None for part in parts)
+
+
+def read_choice(
+    *,
+    namespace: str | None,
+    model: Path | None,
+    tenant: str | None,
+    prompt_file: Path | None,
+    tokens: Path | None,
+    raw: bool,
+    salt: str | None,
+    lora: str | None,
+    older_than: str | None = None,
+) -> Choice:
+    """Raises ConfigError for options that cannot be read, or do not go together."""
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.types import ExtraKeys
+
+    has_prompt = prompt_file is not None or tokens is not None
+    if has_prompt and namespace is None and model is None:
+        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
+    if has_prompt and older_than is not None:
+        raise ConfigError("--older-than and a prompt do not go together")
+    if not has_prompt and (salt is not None or lora is not None):
+        raise ConfigError("--salt and --lora are of a prompt: give --prompt-file or --tokens")
+    return Choice(
+        digits=None if namespace is None else check_digits(namespace),
+        identity=None if model is None else model_identity(model),
+        tenant=tenant,
+        token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,
+        extra=ExtraKeys(cache_salt=salt, lora=lora),
+        age=None if older_than is None else parse_duration(older_than),
+    )
+
+
+def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
+    """The records that are meant, as `Store.scan` finds them; those of a prompt without last use.
+
+    Raises:
+        ConfigError: there is no such namespace, nothing is stored on a server under this URL, or
+            the store does not know when its records were used.
+        StoreError: the store cannot list its records.
+    """
+    spaces = None if _is_any(choice) else _spaces(store, choice)
+    if choice.token_ids is not None and spaces is not None:
+        yield from _of_prompt(store, choice, spaces)
+        return
+    digests = None if spaces is None else set(spaces)
+    unused_since = None if choice.age is None else time.time() - choice.age
+    for entry in stores.entries(store, store.scan()):
+        if digests is not None and entry.namespace not in digests:
+            continue
+        if unused_since is not None:
+            if not entry.last_used:
+                raise ConfigError(
+                    f"{store.url} does not say when its records were used; leave --older-than out"
+                )
+            if entry.last_used > unused_since:
+                continue
+        yield entry
+
+
+def _is_any(choice: Choice) -> bool:
+    return choice.digits is None and choice.identity is None and choice.tenant is None
+
+
+def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
+    """The namespaces that are meant, with their descriptions."""
+    from kvferry.explain import describe, differences_of_model
+
+    known = store.described()
+    found: dict[bytes, Namespace | None] = {}
+    for digest in dict.fromkeys([*known, *(store.namespaces() if choice.digits else ())]):
+        if choice.digits is not None and not digest.hex().startswith(choice.digits):
+            continue
+        space = describe(store, digest)
+        if choice.identity is not None and (
+            space is None or "weights" in differences_of_model(space, choice.identity)
+        ):
+            continue
+        if choice.tenant is not None and (
+            space is None or space.description.get("tenant") != choice.tenant
+        ):
+            continue
+        found[digest] = space
+    if not found:
+        raise ConfigError(f"no such namespace in {store.url}; `kvferry stat` shows those there are")
+    if choice.digits is not None and len(found) > 1:
+        raise ConfigError(f"{len(found)} namespaces start with {choice.digits}; give more digits")
+    return found
+
+
+def _of_prompt(
+    store: Store, choice: Choice, spaces: dict[bytes, Namespace | None]
+) -> Iterator[Entry]:
+    from kvferry.explain import chunk_tokens_of
+    from kvferry.keys import ChunkKeys
+
+    for digest, space in spaces.items():
+        size = None if space is None else chunk_tokens_of(space)
+        if size is None:
+            raise ConfigError(
+                f"the description of namespace {digest.hex()[:16]} in {store.url} is missing or "
+                "damaged, so nothing says how many tokens its chunks have"
+            )
+        keys = ChunkKeys(digest, size, choice.extra)
+        keys.extend(choice.token_ids or ())
+        for key in keys.keys:
+            num_bytes = store.of(digest).read(key, ())
+            if num_bytes is not None:
+                yield Entry(key, num_bytes, 0.0, digest)

@@ -1,0 +1,156 @@
+"""`kvferry clear` and `kvferry pin`: take chosen records out, or keep them from eviction."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.choice import (
+    Choice,
+    LoraOption,
+    ModelOption,
+    NamespaceOption,
+    PromptOption,
+    RawOption,
+    SaltOption,
+    TenantOption,
+    TokensOption,
+    chosen,
+    read_choice,
+)
+from kvferry.cli.output import JsonOption, YesOption, confirm, emit, parse_duration, progress
+from kvferry.cli.stores import UrlArgument, open_existing, query_store
+from kvferry.config import format_size
+from kvferry.errors import ConfigError
+from kvferry.store import maintenance
+from kvferry.store.base import Store
+from kvferry.store.kind import shown_url
+
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
+]
+
+
+def clear(
+    url: UrlArgument,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Not used for this long, e.g. 36h.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="All records of the store.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Delete the records for which all given options hold; asks first.
+
+    Pinned records go, too. Of a prompt its own chunks go; longer prompts that start with it then
+    miss, and their ends are evicted in time. Engines that look for one of these records miss.
+
+    Example: kvferry clear file:///var/cache/kvferry --tenant team-a --dry-run
+    """
+    choice = read_choice(
+        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
+        raw=raw, salt=salt, lora=lora, older_than=older_than,
+    )  # fmt: skip
+    if choice.is_everything != everything:
+        raise ConfigError(
+            "say which records: --namespace, --model, --tenant, --older-than, a prompt, or "
+            "--everything alone"
+        )
+    count, num_bytes = query_store(url, lambda store: _count(store, choice))
+    verb = "would be deleted"
+    if not dry_run:
+        confirm(f"delete {count} records, {format_size(num_bytes)}, of {shown_url(url)}?", yes=yes)
+        with open_existing(url, writable=True) as store, progress() as bar:
+            task = bar.add_task("deleting", total=count)
+            report = maintenance.clear(
+                store, chosen(store, choice), lambda done: bar.update(task, completed=done)
+            )
+        count, num_bytes, verb = report.removed_records, report.removed_bytes, "deleted"
+    value = {"dry_run": dry_run, "records": count, "num_bytes": num_bytes}
+    emit(dict(value), json, f"{count} records, {format_size(num_bytes)} {verb}")
+
+
+def pin(
+    url: UrlArgument,
+    until: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="From now, e.g. 36h, a time such as 2027-01-31T08:00, or 'now'."
+        ),
+    ],
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Keep records from eviction and `gc` until a time; 'now' ends their pins.
+
+    Directories can pin, up to half of their quota: name that of the engines in the URL. Servers
+    evict by their own rules, and cannot. Exit code 1 if none of these records is there.
+
+    Example: kvferry pin "file:///var/cache/kvferry?max_bytes=200GiB" --until 36h --model M
+    """
+    ends = _time(until)
+    choice = read_choice(
+        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
+        raw=raw, salt=salt, lora=lora,
+    )  # fmt: skip
+    if choice.is_everything:
+        raise ConfigError("say which records: --namespace, --model, --tenant, or a prompt")
+    with open_existing(url, writable=not dry_run) as store:
+        if dry_run:
+            count, verb = _count(store, choice)[0], "would be pinned"
+        else:
+            count = store.pin((entry.key for entry in chosen(store, choice)), ends)
+            verb = "pinned"
+    is_over = ends <= time.time()
+    left = "not pinned any more" if is_over else f"{verb} for {(ends - time.time()) / 3600:.1f} h"
+    value = {"dry_run": dry_run, "records": count, "until": None if is_over else ends}
+    emit(dict(value), json, f"{count} records {left}")
+    if not count:
+        raise typer.Exit(1)
+
+
+def _count(store: Store, choice: Choice) -> tuple[int, int]:
+    count = num_bytes = 0
+    for entry in chosen(store, choice):
+        count += 1
+        num_bytes += entry.num_bytes
+    return count, num_bytes
+
+
+def _time(text: str) -> float:
+    """Seconds since the epoch. Raises ConfigError for what is no time."""
+    if text == "now":
+        return 0.0
+    try:
+        return time.time() + parse_duration(text)
+    except ConfigError:
+        pass
+    try:
+        ends = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--until {text!r}: write 36h, 2027-01-31T08:00 or now") from None
+    if ends <= time.time():
+        raise ConfigError(f"--until {text} is past; write 'now' to end pins")
+    return ends

@@ -1,0 +1,181 @@
+"""`kvferry doctor`: what is wrong with a set-up, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli import stores
+from kvferry.cli.output import JsonOption, JsonRow, emit, make_fact_table, make_table, read_text
+from kvferry.cli.prompts import model_identity
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvferry.doctor.machine import Finding
+    from kvferry.doctor.stores import Model, StoreReport
+    from kvferry.doctor.vllm import VllmConfig
+    from kvferry.store.base import Store
+    from kvferry.store.kind import StoreUrl
+
+_MAX_TEXT = 400
+_MAX_ROWS = 20
+
+
+def doctor(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Stores to look at.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Model whose KV is stored.")
+    ] = None,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Look at the installed vLLM.")] = False,
+    vllm_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON|FILE", help="What --kv-transfer-config gets; its stores, too."),
+    ] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(metavar="TOKENS/S", min=1e-6, max=1e15, help="Measured speed of the engine."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Limit for each store.")
+    ] = 30.0,
+    json: JsonOption = None,
+) -> None:
+    """Find what is wrong with a set-up: machine, stores, vLLM and its configuration.
+
+    Stores get four records of 2 MiB for a moment, which are removed again. Nothing else is changed,
+    and nothing is evicted. Exit code 1 if something is wrong.
+
+    Example: kvferry doctor file:///var/cache/kvferry?max_bytes=200GiB --model path/to/model
+    """
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.cache.config import DEFAULT_MEMORY_BYTES
+    from kvferry.doctor import machine
+    from kvferry.doctor.stores import run
+
+    config = None if vllm_config is None else _check_config(vllm_config)
+    facts = None if model is None else _model(model, prefill_tokens_per_second)
+    findings = [] if config is None else list(config.findings)
+    hooks = _check_vllm(findings) if vllm else None
+    limit = machine.memory_limit()
+    memory_bytes = DEFAULT_MEMORY_BYTES if config is None else config.memory_bytes
+    findings += machine.check_memory(limit, memory_bytes)
+    # A store in memory is right for an engine of one process, and there is nothing to look at.
+    configured = [url for url in config.stores if not url.startswith("memory:")] if config else []
+    wanted = list(dict.fromkeys([*(urls or []), *configured]))
+    if config is not None and any(not url.startswith("file:") for url in configured):
+        shared = machine.shared_memory_bytes()
+        findings += machine.check_shared_memory(shared, config.num_ranks)
+    reports = [run(url, _opened, facts, timeout) for url in wanted]
+    for report in reports:
+        findings += report.findings
+    _show(machine.software(), limit, facts, hooks, reports, findings, json)
+    if findings:
+        raise typer.Exit(1)
+
+
+def _opened(url: StoreUrl) -> Store:
+    """An existing store; writable unless its URL says otherwise. Without its quota: a check evicts
+    nothing."""
+    options = {name: value for name, value in url.options.items() if name != "max_bytes"}
+    is_read_only = options.get("read_only", "false").lower() in ("true", "yes", "on", "1")
+    return stores.open_existing(
+        dataclasses.replace(url, options=options), writable=not is_read_only
+    )
+
+
+def _check_config(given: str) -> VllmConfig:
+    from kvferry.doctor.vllm import check_config
+
+    return check_config(given)
+
+
+def _check_vllm(findings: list[Finding]) -> list[str]:
+    from kvferry.doctor.vllm import check_installed
+
+    found, hooks = check_installed()
+    findings += found
+    return hooks
+
+
+def _model(directory: Path, prefill: float | None) -> Model:
+    """Raises ConfigError for what is no model directory."""
+    from kvferry.cli.size import groups_of
+    from kvferry.doctor.stores import CHUNK_TOKENS, Model
+    from kvferry.record.schema import RecordSchema
+
+    schema = RecordSchema.for_groups(
+        namespace=bytes(32), chunk_tokens=CHUNK_TOKENS, groups=groups_of(directory)
+    )
+    config = json_module.loads(read_text("config", directory / "config.json"))
+    context = config.get("max_position_embeddings")
+    return Model(
+        identity=model_identity(directory),
+        record_bytes=schema.record_bytes,
+        token_bytes=schema.payload_bytes // CHUNK_TOKENS,
+        context_tokens=context if type(context) is int and context > 0 else None,
+        prefill=prefill,
+    )
+
+
+def _show(
+    software: dict[str, str | None],
+    limit: int | None,
+    model: Model | None,
+    hooks: list[str] | None,
+    reports: list[StoreReport],
+    findings: list[Finding],
+    json: str | None,
+) -> None:
+    about: JsonRow = {name: found or "not installed" for name, found in software.items()}
+    if limit is not None:
+        about["memory_limit_bytes"] = limit
+    if hooks is not None:
+        about["optional hooks of vllm"] = ", ".join(hooks) or "none"
+    if model is not None:
+        about["token_bytes"] = model.token_bytes
+        about["context_tokens"] = model.context_tokens
+    rows: list[JsonRow] = [
+        {"where": _cut(each.where), "wrong": _cut(each.what), "todo": _cut(each.todo)}
+        for each in findings
+    ]
+    count = len(findings)
+    summary = "1 thing is wrong" if count == 1 else f"{count or 'no'} things are wrong"
+    shown: list[RenderableType] = [summary]
+    for row in rows:
+        shown += ["", f"{row['where']}: {row['wrong']}", f"  -> {row['todo']}"]
+    shown += ["", make_fact_table(about)]
+    for report in reports:
+        shown += ["", *_tables(report)]
+    value: JsonRow = {
+        "summary": summary,
+        "findings": list(rows),
+        "about": about,
+        "stores": [
+            {"url": each.url, **each.facts, "namespaces": list(each.namespaces)} for each in reports
+        ],
+    }
+    emit(value, json, *shown)
+
+
+def _tables(report: StoreReport) -> list[RenderableType]:
+    tables: list[RenderableType] = [f"store {report.url}"]
+    if report.facts:
+        tables.append(make_fact_table(report.facts))
+    if report.namespaces:
+        columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
+        columns |= {"model": "model", "read by --model": "read_by_model"}
+        left = len(report.namespaces) - _MAX_ROWS
+        title = "namespaces" + (f", {left} smaller ones not shown" if left > 0 else "")
+        tables.append(make_table(columns, report.namespaces[:_MAX_ROWS], title=title))
+    return tables
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -1,0 +1,91 @@
+"""What a command's options say of a model and a prompt."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.cli.output import progress, read_text
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvferry.keys import ModelIdentity
+
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+
+
+def check_digits(namespace: str) -> str:
+    """The first digits of a digest, in small letters.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if _HEX.fullmatch(namespace.lower()) is None:
+        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
+    return namespace.lower()
+
+
+def read_tokens(
+    model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
+) -> list[int]:
+    """The token ids of the prompt that the options name.
+
+    Raises:
+        ConfigError: there is none, both are given, or it cannot be read.
+    """
+    if (prompt_file is None) == (tokens is None):
+        raise ConfigError("give --prompt-file FILE or --tokens FILE")
+    if tokens is not None:
+        return _parse_tokens(tokens, read_text("token ids", tokens))
+    if model is None:
+        raise ConfigError("--prompt-file needs --model DIR, whose tokenizer reads the text")
+    text = read_text("prompt", Path(str(prompt_file)))
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "--prompt-file needs transformers: pip install 'kvferry[transformers]'; "
+            "or give --tokens FILE"
+        )
+    from kvferry.engine.model import encode_message, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise ConfigError(f"{model} holds no tokenizer; give the token ids by --tokens")
+    if raw:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    return encode_message(tokenizer, text)
+
+
+def _parse_tokens(path: Path, text: str) -> list[int]:
+    try:
+        found = json_module.loads(text) if text.lstrip().startswith("[") else text.split()
+        ids = [int(each) if isinstance(each, str) else each for each in found]
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{path} holds no token ids; write a JSON list of whole numbers, or them with spaces"
+        ) from None
+    for each in ids:
+        if type(each) is not int or not 0 <= each < 1 << 32:
+            raise ConfigError(f"{path}: {str(each)[:40]!r} is not a token id (0 to 4294967295)")
+    return ids
+
+
+def model_identity(model: Path) -> ModelIdentity:
+    """The identity of a directory that an engine runs as it is written."""
+    from kvferry.identity import identify, weights_digest, written_config
+
+    written = written_config(model)
+    with progress() as bar:
+        bar.add_task("hashing the weights", total=None)
+        weights = weights_digest(model)
+    dtype = written.get("dtype", written.get("torch_dtype"))
+    return identify(
+        weights,
+        written,
+        dtype=str(dtype or "float32"),
+        deviations={},
+        weights_version=None,
+        name=str(model),
+    )

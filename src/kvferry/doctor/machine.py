@@ -1,0 +1,119 @@
+"""What a finding is, and what the machine says: software, memory, shared memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from kvferry.config import format_size
+
+PACKAGES = (
+    "kvferry", "torch", "transformers", "vllm", "obstore", "mooncake-transfer-engine", "triton"
+)  # fmt: skip
+
+SHARED_BYTES = 256 << 20
+"""Of /dev/shm, for records that several ranks put together: a container gets 64 MiB by default."""
+
+
+class Finding(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        where: a store, "vllm", "config" or "machine".
+        what: is wrong. May hold text of others.
+        todo: what to do about it.
+    """
+
+    where: str
+    what: str
+    todo: str
+
+
+def software() -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "sqlite": sqlite3.sqlite_version,
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The bytes of memory that the container of this process may use; None without a limit. Reads
+    control groups of both versions.
+
+    Args:
+        root: where proc and sys are.
+    """
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        place = base / path.lstrip("/")
+        # A group is bound by those around it; in a container, its own may be the root.
+        while True:
+            text = _read(place / file).strip()
+            # Version 1 says a number near 2^63 for no limit.
+            if text.isdigit() and int(text) < 1 << 60:
+                limits.append(int(text))
+            if place == base or base not in place.parents:
+                break
+            place = place.parent
+    return min(limits, default=None)
+
+
+def check_memory(limit: int | None, memory_bytes: int) -> list[Finding]:
+    """Whether the host pool fits into the container."""
+    if limit is None or memory_bytes <= limit // 2:
+        return []
+    return [
+        Finding(
+            "machine",
+            f"the host pool ({format_size(memory_bytes)}) takes more than half of the memory of "
+            f"this container ({format_size(limit)}): the kernel may kill the engine",
+            "lower memory_bytes, or give the container more memory",
+        )
+    ]
+
+
+def check_shared_memory(free_bytes: int | None, num_ranks: int) -> list[Finding]:
+    """Whether ranks can put records for a server together."""
+    if num_ranks < 2 or free_bytes is None or free_bytes >= SHARED_BYTES:
+        return []
+    return [
+        Finding(
+            "machine",
+            f"/dev/shm has {format_size(free_bytes)} free, where {num_ranks} ranks put records for "
+            "a server together",
+            "give the container more, for example --shm-size=2g",
+        )
+    ]
+
+
+def shared_memory_bytes() -> int | None:
+    """Free bytes of /dev/shm; None if there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

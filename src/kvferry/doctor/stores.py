@@ -1,0 +1,437 @@
+"""One store: whether it answers, how fast, what fits, and which of its namespaces are shared.
+
+A store may hang at any call, so `check` fills a report that another thread reads when it has waited
+long enough.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from kvferry.config import format_size
+from kvferry.doctor.machine import Finding
+from kvferry.errors import ConfigError, StoreError
+from kvferry.explain import describe_all, differences, differences_of_model
+from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
+from kvferry.keys import JsonValue, ModelIdentity, Namespace
+from kvferry.record.schema import RecordSchema, leaf_digests
+from kvferry.store.base import PutResult, Store
+from kvferry.store.file.directory import record_path
+from kvferry.store.kind import StoreUrl, shown_url
+from kvferry.store.recordio import put_record
+from kvferry.store.speed import measure
+from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+from kvferry.types import ChunkKey, KVGroup
+
+ANSWER_SECONDS = 5.0
+"""Limit of each call."""
+
+SKEW_SECONDS = 60.0
+NUM_RECORDS = 4
+MIN_FREE_FILES = 10_000
+CHUNK_TOKENS = 128
+
+_GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
+"""Makes records of 2 MiB."""
+
+_DELIBERATE = frozenset({"tenant", "weights_version"})
+"""Fields by which operators part namespaces of one model."""
+
+_PREFIX = "kvferry-doctor-"
+"""Of the names of this check's records on a server."""
+
+Opener = Callable[[StoreUrl], Store]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a model directory says.
+
+    Attributes:
+        record_bytes: of a chunk of 128 tokens.
+        token_bytes: of the KV of a token.
+        context_tokens: the longest prompt; None if the config does not say.
+        prefill: tokens per second that an engine computes; None if not given.
+    """
+
+    identity: ModelIdentity
+    record_bytes: int
+    token_bytes: int
+    context_tokens: int | None
+    prefill: float | None
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """What is known of a store so far.
+
+    Attributes:
+        namespaces: those that have records, by digest: what a table shows of each.
+        is_over: set when nobody waits any more; what is under way is cleaned up then.
+    """
+
+    url: str
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, JsonValue] = field(default_factory=dict)
+    namespaces: list[dict[str, JsonValue]] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    step: str = "opening it"
+
+    def add(self, what: str, todo: str) -> None:
+        self.findings.append(Finding(self.url, what, todo))
+
+
+def check(
+    url: str,
+    opened: Opener,
+    model: Model | None,
+    report: StoreReport,
+    *,
+    wall: Callable[[], float] = time.time,
+) -> None:
+    """Look at one store and measure it. Raises nothing that is the store's fault.
+
+    Args:
+        opened: opens an existing store, writable unless its URL says otherwise.
+        model: whose KV is to be stored; None: what is of a model is left out.
+        wall: seconds since the epoch, to compare the store's clock with.
+    """
+    try:
+        parsed = parse_store_url(url)
+        read_options(parsed)
+        with opened(parsed) as store:
+            _check_open(store, parsed, model, report, wall)
+    except ConfigError as error:
+        report.add(str(error), "correct the URL, or let an engine make the store first")
+    except StoreError as error:
+        report.add(f"{report.step} failed: {error}", _AWAY)
+    except OSError as error:  # of the directory, which a mount may have lost
+        report.add(f"{report.step} failed: {error.strerror}", _AWAY)
+
+
+_AWAY = "start the server or mount; check host, port, firewall; engines go on without it meanwhile"
+
+
+def _check_open(
+    store: Store,
+    parsed: StoreUrl,
+    model: Model | None,
+    report: StoreReport,
+    wall: Callable[[], float],
+) -> None:
+    report.step = "the first answer"
+    started = time.perf_counter()
+    store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
+    report.facts["answer_ms"] = round(1e3 * (time.perf_counter() - started), 3)
+    if parsed.scheme == "file":
+        _check_directory(store, parsed, report)
+    report.step = "measuring it"
+    _measure(store, parsed, report, wall)
+    report.step = "listing its namespaces"
+    _check_namespaces(store, model, report)
+    if model is not None:
+        _check_model(store, parsed, model, report)
+
+
+def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> None:
+    root = parsed.path
+    if untrusted := why_untrusted(root):
+        report.add(f"the directory {untrusted}: others can change it", "chown it, and chmod 700")
+    report.facts["file_system"] = file_system(root)
+    report.facts["shared_by_machines"] = not is_of_one_machine(root)
+    found, facts = os.statvfs(root), store.facts()
+    report.facts |= {name: facts[name] for name in ("used_bytes", "quarantined") if name in facts}
+    quota = getattr(read_options(parsed), "max_bytes", None)
+    report.facts["max_bytes"] = quota
+    free = found.f_bavail * found.f_frsize
+    files = found.f_favail if found.f_files else None
+    check_room(report, quota, int(facts.get("used_bytes") or 0), free, files)
+    if facts.get("quarantined"):
+        report.add(
+            f"{facts['quarantined']} damaged records are in quarantine",
+            "check the disk; `kvferry ls --removed` says when and why",
+        )
+
+
+def check_room(
+    report: StoreReport, quota: int | None, used: int, free: int, free_files: int | None
+) -> None:
+    """Whether a directory may grow as it will. `free_files` is None where there is no limit."""
+    report.facts |= {"free_bytes": free, "free_files": free_files}
+    if quota is None:
+        report.add(
+            f"its URL has no quota: it grows until the disk ({format_size(free)} free) is full",
+            "add ?max_bytes=200GiB or what the disk can spare",
+        )
+    elif quota - used > free:
+        report.add(
+            f"its quota ({format_size(quota)}) does not fit: {format_size(used)} are used, and "
+            f"the disk has {format_size(free)} free",
+            f"set max_bytes to at most {format_size(used + free)}, or make room",
+        )
+    if free_files is not None and free_files < MIN_FREE_FILES:
+        report.add(
+            f"its file system has room for {free_files} more files",
+            "remove small files, or make a file system with more inodes",
+        )
+
+
+# -- rates ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
+    """Where records of this check meet no others: on a server, under names of their own."""
+    if not kind_of(parsed).hosts:
+        yield store
+        return
+    name = f"{_PREFIX}{os.urandom(8).hex()}"
+    path = f"{parsed.path}/{name}" if parsed.path else name
+    with open_one(replace(parsed, path=path), index=False) as own:
+        yield own
+
+
+def _measure(
+    store: Store, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float]
+) -> None:
+    schema = RecordSchema.for_groups(
+        namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(_GROUP,)
+    )
+    if parsed.scheme == "file" and not _may_write(parsed, report, schema.record_bytes):
+        # Where records of this check would evict others, what is there is read.
+        speed = measure(store)
+        report.facts |= _rates(speed.write, speed.read)
+        return
+    keys = [ChunkKey(os.urandom(32)) for _ in range(NUM_RECORDS)]
+    with _own_place(store, parsed) as own:
+        values = own.of(schema.namespace)
+        try:
+            _time(values, schema, keys, report)
+            _check_clock(own, parsed, keys[0], report, wall)
+        finally:
+            left = [key for key in keys if not _removed(values, key)]
+    if left:
+        report.add(
+            f"{len(left)} records of this check could not be deleted",
+            "check the right to delete: damaged records could not be taken out either",
+        )
+
+
+def _may_write(parsed: StoreUrl, report: StoreReport, record_bytes: int) -> bool:
+    """Whether a directory has room for the records of this check."""
+    options, facts, needed = read_options(parsed), report.facts, NUM_RECORDS * record_bytes
+    quota, used, free = facts.get("max_bytes"), facts.get("used_bytes"), facts.get("free_bytes")
+    fits = not isinstance(quota, int) or int(str(used or 0)) + 2 * needed <= quota
+    return fits and int(str(free)) > 2 * needed and not getattr(options, "read_only", False)
+
+
+def _time(values: Store, schema: RecordSchema, keys: list[ChunkKey], report: StoreReport) -> None:
+    image = memoryview(bytearray(schema.record_bytes))
+    payload = image[schema.head_bytes :]
+    payload[:] = (os.urandom(1 << 16) * (len(payload) // (1 << 16) + 1))[: len(payload)]
+    table = leaf_digests(schema.components[0], payload)
+    seconds = {"put": 0.0, "get": 0.0}
+    stored: list[ChunkKey] = []
+    for key in keys:
+        if report.is_over.is_set():
+            return
+        started = time.perf_counter()
+        until = time.monotonic() + ANSWER_SECONDS
+        result = put_record(values, schema, key, 0, table, image, until)
+        seconds["put"] += time.perf_counter() - started
+        if result is not PutResult.STORED:
+            _add_refusal(values, result, report)
+            break
+        stored.append(key)
+    for key in stored:
+        if report.is_over.is_set():
+            return
+        started = time.perf_counter()
+        size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
+        seconds["get"] += time.perf_counter() - started
+        if size != len(image):
+            what = "a record that was just stored is gone: the server evicts at once"
+            report.add(what, "give it more memory, or its own server")
+            return
+    total = len(stored) * len(image)
+    if stored:
+        report.facts |= _rates(*(total / max(each, 1e-9) for each in seconds.values()))
+
+
+def _rates(put: float | None, get: float | None) -> dict[str, JsonValue]:
+    return {
+        f"{name}_gb_per_second": None if rate is None else float(f"{rate / 1e9:.3g}")
+        for name, rate in (("put", put), ("get", get))
+    }
+
+
+def _add_refusal(values: Store, result: PutResult, report: StoreReport) -> None:
+    if result is PutResult.NO_SPACE:
+        report.add(
+            "it is full and evicts nothing, so nothing more is stored",
+            "raise its limit, or have it evict (Valkey: maxmemory-policy allkeys-lru)",
+        )
+    else:
+        why = f": {values.refusal}" if values.refusal else ""
+        report.add(f"it does not store{why}", "check the right to write, and the disk or server")
+
+
+def _removed(values: Store, key: ChunkKey) -> bool:
+    """Whether a record of this check is gone."""
+    if values.delete(key):
+        return True
+    try:
+        return values.read(key, (), time.monotonic() + ANSWER_SECONDS) is None
+    except StoreError:
+        return False
+
+
+def _check_clock(
+    own: Store, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
+) -> None:
+    """Compare clocks where the store says when a record was written."""
+    if parsed.scheme == "file":
+        if not report.facts.get("shared_by_machines"):
+            return
+        try:
+            written = os.stat(record_path(parsed.path, key)).st_mtime
+        except OSError:
+            return
+    else:
+        written = next((each.last_used for each in own.scan() if each.key == key), 0.0)
+    if not written:
+        return
+    skew = written - wall()
+    report.facts["clock_skew_seconds"] = round(skew, 1)
+    if abs(skew) > SKEW_SECONDS:
+        report.add(
+            f"its clock differs from that of this machine by {abs(skew):.0f} s, so ages are wrong",
+            "synchronise both (chrony, systemd-timesyncd)",
+        )
+
+
+# -- namespaces -----------------------------------------------------------------------------------
+
+
+def _check_namespaces(store: Store, model: Model | None, report: StoreReport) -> None:
+    counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
+    known = {each.digest: each for each in describe_all(store, list(counts))}
+    largest_first = sorted(counts, key=lambda digest: -counts[digest][1])
+    for digest in largest_first:
+        space = known.get(digest)
+        if space is None and store.describe(digest) is not None:
+            report.add(
+                f"the description of namespace {digest.hex()[:16]} is damaged, or of another",
+                "start an engine of this model, which writes it again",
+            )
+        row: dict[str, JsonValue] = {
+            "namespace": digest.hex(),
+            "model": None if space is None else space.title,
+            "num_records": counts[digest][0],
+            "num_bytes": counts[digest][1],
+        }
+        if model is not None and space is not None:
+            differs = list(differences_of_model(space, model.identity))
+            row["read_by_model"] = not differs
+            row["differs"] = differs[:8]
+        report.namespaces.append(row)
+    _check_sharing([known[digest] for digest in largest_first if digest in known], report)
+    if model is not None and report.namespaces:
+        _check_ours(report)
+
+
+def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
+    """Find namespaces of one model that do not share."""
+    first: dict[str, Namespace] = {}
+    for space in spaces:
+        weights = str(space.description.get("weights"))
+        other = first.setdefault(weights, space)
+        if other is space:
+            continue
+        differs = differences(other.description, space.description)
+        if differs.keys() & _DELIBERATE:
+            continue
+        fields = ", ".join(
+            f"{name[:60]} ({str(there)[:40]}, {str(here)[:40]})"
+            for name, (there, here) in list(differs.items())[:4]
+        )
+        report.add(
+            f"namespaces {other.digest.hex()[:16]} and {space.digest.hex()[:16]} are of one model "
+            f"and do not share: {fields}",
+            "give both engines the same options; old records go by `kvferry clear --namespace`",
+        )
+
+
+def _check_ours(report: StoreReport) -> None:
+    rows = [row for row in report.namespaces if "read_by_model" in row]
+    if rows and not any(row["read_by_model"] for row in rows):
+        nearest = min(rows, key=lambda row: len(str(row["differs"])))
+        fields = nearest["differs"]
+        names = ", ".join(str(each)[:60] for each in fields) if isinstance(fields, list) else ""
+        report.add(
+            f"nothing in it is of this model; the nearest namespace differs in {names}",
+            "check --model, or the store of the engines that run it",
+        )
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreReport) -> None:
+    quota = getattr(read_options(parsed), "max_bytes", None)
+    if quota is not None:
+        fits = quota // model.record_bytes * CHUNK_TOKENS
+        report.facts["tokens_that_fit"] = fits
+        longest = max(model.context_tokens or 0, CHUNK_TOKENS)
+        if fits < longest:
+            needed = -(-longest // CHUNK_TOKENS) * model.record_bytes
+            report.add(
+                f"its quota holds {fits:,} tokens of this model, less than one prompt of "
+                f"{longest:,}",
+                f"raise max_bytes to at least {format_size(needed)}",
+            )
+    rate = report.facts.get("get_gb_per_second")
+    if not isinstance(rate, float) or rate <= 0:
+        return
+    loads = rate * 1e9 / model.token_bytes
+    report.facts["loads_tokens_per_second"] = round(loads)
+    if model.prefill is None:
+        return
+    if loads <= model.prefill:
+        report.add(
+            f"it brings {loads:,.0f} tokens a second, and the engine computes "
+            f"{model.prefill:,.0f}: loading is never faster",
+            "use a nearer or faster tier; engines compute by themselves meanwhile",
+        )
+        return
+    latency = float(str(report.facts["answer_ms"])) / 1e3
+    saved = 1 / model.prefill - 1 / loads
+    report.facts["break_even_tokens"] = max(CHUNK_TOKENS, math.ceil(latency / saved))
+
+
+def run(
+    url: str, opened: Opener, model: Model | None, seconds: float, clean_seconds: float = 5.0
+) -> StoreReport:
+    """`check` for `seconds` at most, in a thread that may hang. An interrupt is raised when the
+    records of the check are removed, or after `clean_seconds`."""
+    report = StoreReport(shown_url(url))
+    thread = threading.Thread(
+        target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True
+    )
+    thread.start()
+    late = None
+    try:
+        thread.join(seconds)
+        if thread.is_alive():  # a copy: the thread may still write to its own
+            late = replace(report, findings=list(report.findings), facts=dict(report.facts))
+            late.add(f"{late.step} took more than {seconds:.0f} s", _AWAY)
+    finally:
+        report.is_over.set()
+        thread.join(clean_seconds)
+    return report if late is None else late

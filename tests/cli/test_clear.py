@@ -1,0 +1,277 @@
+"""`kvferry clear` and `pin` on real stores: what goes, what stays, and what is asked before."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.engine import LLM, SamplingParams
+from kvferry.keys import ModelIdentity, Namespace
+from kvferry.store.file.store import FileStore
+from kvferry.store.url import open_one
+from kvferry.testing.models import make_tiny_model
+from kvferry.types import ExtraKeys
+from tests.cli.test_explain import GROUP, SPACE, TOKENS, put_prompt, space_of
+from tests.cli.test_hostile_names import NAMES, is_plain
+from tests.cli.test_remote_commands import mooncake, seaweed, set_idle, url_of, valkey_server
+from tests.servers.process import LOCALHOST, free_ports
+
+__all__ = ["mooncake", "seaweed", "set_idle", "url_of", "valkey_server"]
+
+
+@pytest.fixture
+def url(tmp_path):
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def tokens_file(tmp_path):
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(TOKENS)))
+    return path
+
+
+def count(url: str) -> int:
+    with open_one(url) as store:
+        return sum(1 for _ in store.scan())
+
+
+@pytest.fixture
+def changed(run):
+    def ask(command: str, url: str, *options: object) -> int:
+        ran = run(command, url, *options, "--json", "-")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)["records"]
+
+    return ask
+
+
+@pytest.fixture
+def place(url_of, url):
+    return lambda kind: url if kind == "file" else url_of(kind)
+
+
+@pytest.mark.parametrize("kind", ["file", "valkey", "s3", "mooncake"])
+def test_by_namespace_tenant_prompt_and_all(changed, place, kind, tokens_file):
+    where = place(kind)
+    for space in (SPACE, space_of("team-a"), space_of("team-b")):
+        put_prompt(where, space)
+    put_prompt(where, extra=ExtraKeys(cache_salt="s"))
+    assert changed("clear", where, "--tenant", "team-a", "--dry-run") == 4
+    assert count(where) == 16
+    assert changed("clear", where, "--tenant", "team-a", "--yes") == 4
+    assert changed("clear", where, "--namespace", space_of("team-b").digest.hex()[:12], "-y") == 4
+    prompt = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--yes"]
+    assert changed("clear", where, *prompt, "--salt", "s") == 4
+    assert count(where) == 4
+    tokens_file.write_text(json.dumps(list(TOKENS)[:15]))
+    assert changed("clear", where, *prompt) == 2
+    assert changed("clear", where, "--everything", "--yes") == 2
+    assert count(where) == 0
+
+
+def test_by_age_and_a_bucket_that_knows_none(changed, run, url, url_of):
+    keys = put_prompt(url)
+    with (
+        FileStore(Path(url.removeprefix("file://"))) as store,
+        store.index._transaction(writes=True) as db,
+    ):
+        db.execute("UPDATE records SET last_used = 5.0 WHERE key = ?", (keys[2],))
+    assert changed("clear", url, "--older-than", "1d", "--yes") == 1
+    assert count(url) == 3
+    where = url_of("mooncake")
+    put_prompt(where)
+    ran = run("clear", where, "--older-than", "1d", "--yes")
+    assert (ran.code, count(where)) == (2, 4)
+    assert "does not say when its records were used" in ran.error_line
+
+
+def test_by_model(changed, run, url, tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    put_prompt(url)
+    with LLM(model, store=url, connector_options={"chunk_tokens": 16}) as llm:
+        llm.generate([range(3, 70)], SamplingParams(max_tokens=1))
+        assert llm.drain(60)
+    prompt = tmp_path / "ids"
+    prompt.write_text(" ".join(map(str, range(3, 40))))
+    assert changed("clear", url, "--model", model, "--tokens", prompt, "--yes") == 2
+    assert changed("clear", url, "--model", model, "--yes") == 2
+    assert count(url) == 4
+    other = make_tiny_model(tmp_path / "other", seed=3)
+    ran = run("clear", url, "--model", other, "--yes")
+    assert (ran.code, "no such namespace" in ran.error_line) == (2, True)
+
+
+def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
+    put_prompt(url)
+    put_prompt(url, space_of("b"))
+    size = os.stat(next(Path(url.removeprefix("file://")).rglob("*.safetensors"))).st_size
+    quota = f"{url}?max_bytes={1000 * size}B"
+    prompt = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    assert changed("pin", quota, *prompt, "--until", "36h", "--dry-run") == 4
+    assert (
+        json.loads(run("gc", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)[
+            "removed_records"
+        ]
+        == 8
+    )
+    assert changed("pin", quota, *prompt, "--until", "36h") == 4
+    rows = json.loads(run("ls", url, "--json", "-").out)
+    ends = [row["pinned_until"] for row in rows if "pinned_until" in row]
+    assert len(ends) == 4
+    assert all(abs(each - time.time() - 36 * 3600) < 3600 for each in ends)
+    assert "36 h more" in run("ls", url).out
+    dry = json.loads(run("gc", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
+    assert dry["removed_records"] == 4
+    assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
+    assert count(url) == 4
+    assert changed("pin", quota, "--tenant", "", "--until", "now") == 4
+    assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
+    assert count(url) == 0
+    ran = run("pin", quota, "--tenant", "", "--until", "2999-01-31T08:00")
+    assert (ran.code, ran.out) == (1, "0 records pinned for " + ran.out.partition("for ")[2])
+
+
+def test_more_pins_than_half_of_the_quota_are_one_line(run, url):
+    put_prompt(url)
+    size = os.stat(next(Path(url.removeprefix("file://")).rglob("*.safetensors"))).st_size
+    ran = run("pin", f"{url}?max_bytes={5 * size}B", "--tenant", "", "--until", "1h")
+    assert ran.code == 2
+    assert "pins may take half of the quota" in ran.error_line
+    assert count(url) == 4
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_servers_cannot_pin(run, url_of, kind):
+    where = url_of(kind)
+    put_prompt(where)
+    ran = run("pin", where, "--tenant", "", "--until", "1h")
+    assert ran.code == 2
+    assert "cannot pin; a directory can" in ran.error_line
+
+
+# -- what is asked --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", ["clear --everything", "clear --tenant x", "gc --max-bytes 0", "gc --older-than 0s"]
+)
+def test_without_a_terminal_it_is_refused(run, url, command):
+    put_prompt(url, space_of("x"))
+    name, *options = command.split()
+    ran = run(name, url, *options)
+    assert ran.code == 2
+    assert "give --yes" in ran.error_line
+    assert count(url) == 4
+
+
+def in_terminal(answer: bytes | None, *arguments: object) -> tuple[int, bytes]:
+    """Run a command whose terminal gets `answer`, or an interrupt, once it has asked."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "kvferry.cli.main", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=follower, stderr=follower, stdout=follower) as process:
+        os.close(follower)
+        text = b""
+        try:
+            while piece := os.read(leader, 1 << 16):
+                text += piece
+                if b"[y/N]" in text:
+                    if answer is None:
+                        process.send_signal(signal.SIGINT)
+                        answer = b""
+                    elif answer:
+                        os.write(leader, answer)
+                        answer = b""
+        except OSError:  # all is read, and the other end is closed
+            pass
+        os.close(leader)
+    return process.returncode, text
+
+
+def test_the_answer_decides(url):
+    put_prompt(url)
+    code, text = in_terminal(b"n\n", "clear", url, "--everything")
+    assert (code, b"nothing was changed" in text, count(url)) == (0, True, 4)
+    assert b"delete 4 records, " in text
+    code, text = in_terminal(None, "clear", url, "--everything")
+    assert (code, b"error: interrupted" in text, count(url)) == (130, True, 4)
+    code, _ = in_terminal(b"y\n", "clear", url, "--everything")
+    assert (code, count(url)) == (0, 0)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("clear", "say which records"),
+        ("clear --everything --tenant x", "say which records"),
+        ("clear --namespace zz", "hexadecimal"),
+        ("clear --namespace 00", "no such namespace"),
+        ("clear --tokens F", "whose prompt is it"),
+        ("clear --namespace 00 --tokens F --older-than 1d", "do not go together"),
+        ("clear --older-than soon", "not a duration"),
+        ("clear --salt s", "are of a prompt"),
+        ("pin --until 1h", "say which records"),
+        ("pin --until tomorrow --tenant x", "--until 'tomorrow'"),
+        ("pin --until 2001-01-01 --tenant x", "is past"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line(run, url, command, says):
+    put_prompt(url)
+    name, *options = command.split()
+    ran = run(name, url, *options)
+    assert (ran.code, count(url)) == (2, 4)
+    assert says in ran.error_line
+
+
+COMMANDS = ["clear --everything --yes", "clear --tenant x --dry-run", "pin --tenant x --until 1h"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_places_that_are_no_store_are_one_line(run, tmp_path, command):
+    (tmp_path / "empty").mkdir()
+    (port,) = free_ports(1)
+    for where in (
+        (tmp_path / "missing").as_uri(),
+        (tmp_path / "empty").as_uri(),
+        "memory://",
+        f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv",
+    ):
+        name, *options = command.split()
+        ran = run(name, where, *options)
+        assert ran.code == 2
+        assert "correct-horse" not in ran.error_line
+    assert os.listdir(tmp_path / "empty") == []
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_hostile_descriptions_are_passed_over(changed, run, url, name):
+    put_prompt(url)
+    identity = ModelIdentity(weights=bytes(32), config={name: "x" * 100_000}, name=name * 1000)
+    hostile = Namespace.of(identity, (GROUP,), 7, tenant=name)
+    put_prompt(url, hostile)
+    with FileStore(Path(url.removeprefix("file://"))) as store:
+        store.describe(b"d" * 32, "[" * 100_000)
+    ran = run("clear", url, "--tenant", f"{name}?")
+    assert ran.code == 2
+    assert is_plain(ran.error_line)
+    assert changed("clear", url, "--tenant", name, "--yes") == 4
+
+
+def test_a_store_in_use_stays_right(changed, url):
+    keys = put_prompt(url)
+    with open_one(url) as engine:
+        assert engine.wait_indexed(60)
+        assert changed("clear", url, "--everything", "--yes") == 4
+        assert [engine.read(key, ()) for key in keys] == [None] * 4
+        assert engine.put(keys[0], [b"x" * 10]) == "stored"

@@ -1,0 +1,421 @@
+"""`kvferry doctor`: planted misconfigurations, each found, and nothing found where all is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.doctor.machine import check_memory, check_shared_memory, memory_limit
+from kvferry.doctor.stores import StoreReport, check, check_room
+from kvferry.doctor.vllm import check_config, check_installed
+from kvferry.engine import LLM, SamplingParams
+from kvferry.keys import ModelIdentity, Namespace
+from kvferry.store.base import Store
+from kvferry.store.file.store import FileStore
+from kvferry.store.url import open_one
+from kvferry.testing.models import make_tiny_model
+from kvferry.types import KVGroup
+from tests.cli.test_explain import put_prompt, space_of
+from tests.cli.test_hostile_names import NAMES, is_plain
+from tests.cli.test_remote_commands import guarded, seaweed, url_of, valkey_server
+from tests.servers.process import LOCALHOST, free_ports
+from tests.servers.proxy import running_proxy
+from tests.servers.valkey import running_valkey
+
+__all__ = ["guarded", "seaweed", "url_of", "valkey_server"]
+
+CONFIG = {
+    "kv_connector": "KVFerryConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {},
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "store").mkdir(mode=0o700)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def url(root):
+    """Of a healthy store."""
+    open_one(root.as_uri()).close()
+    return f"{root.as_uri()}?max_bytes=100MiB"
+
+
+@pytest.fixture
+def found(run):
+    """The findings of a run, as text."""
+
+    def ask(*arguments: object) -> list[str]:
+        ran = run("doctor", *arguments, "--json", "-")
+        assert ran.code in (0, 1), ran.err
+        value = json.loads(ran.out)
+        assert ran.code == bool(value["findings"])
+        assert all(each["todo"] for each in value["findings"])
+        return [f"{each['where']}: {each['wrong']}" for each in value["findings"]]
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config(**changes: object) -> str:
+    return json.dumps({**CONFIG, **changes})
+
+
+# -- all is right ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "valkey", "s3"])
+def test_nothing_is_wrong_with_a_healthy_set_up(run, url_of, url, kind):
+    place = url if kind == "file" else url_of(kind)
+    plain = place.partition("?")[0] if kind == "file" else place
+    put_prompt(plain)
+    ran = run("doctor", place, "--vllm-config", config(), "--json", "-")
+    value = json.loads(ran.out)
+    assert (ran.code, value["findings"]) == (0, [])
+    (store,) = value["stores"]
+    assert store["put_gb_per_second"] > 0
+    assert store["get_gb_per_second"] > 0
+    assert [each["num_records"] for each in store["namespaces"]] == [4]
+    shown = run("doctor", place)
+    assert shown.code == 0
+    assert shown.out.startswith("no things are wrong")
+    assert is_plain(shown.out)
+    # Its own records are gone, and no others.
+    with open_one(plain) as store:
+        assert sum(each.num_bytes > 0 for each in store.scan()) == 4
+
+
+def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, model_dir, tmp_path):
+    plain = url.partition("?")[0]
+    with LLM(model_dir, store=plain, connector_options={"chunk_tokens": 16}) as llm:
+        llm.generate([range(3, 70)], SamplingParams(max_tokens=1))
+        assert llm.drain(60)
+    options = ["--model", model_dir, "--prefill-tokens-per-second", 1]
+    assert found(url, *options) == []
+    value = json.loads(run("doctor", url, *options, "--json", "-").out)
+    (store,) = value["stores"]
+    assert [each["read_by_model"] for each in store["namespaces"]] == [True]
+    assert store["tokens_that_fit"] > 1024
+    assert store["break_even_tokens"] == 128
+    assert value["about"]["token_bytes"] == 3 * 2 * 4 * 8 * 4
+
+
+# -- stores ---------------------------------------------------------------------------------------
+
+
+def test_1_a_server_that_is_down(found):
+    (port,) = free_ports(1)
+    (what,) = found(f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv")
+    assert "the first answer failed" in what
+    assert "correct-horse" not in what
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_2_a_server_that_hangs(found, url_of, kind, request):
+    place = url_of(kind)
+    port = int(re.search(rf"{LOCALHOST}:(\d+)", place)[1])
+    with running_proxy(port) as proxy:
+        proxy.black_hole()
+        started = time.monotonic()
+        (what,) = found(place.replace(str(port), str(proxy.port)), "--timeout", 3)
+        assert time.monotonic() - started < 60
+    assert re.search("took more than 3 s|the first answer failed", what)
+
+
+def test_3_a_directory_that_is_no_store(found, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis").touch()
+    for path in ("missing", "other"):
+        (what,) = found((tmp_path / path).as_uri())
+        assert str(tmp_path / path) in what
+
+
+def test_4_no_quota(found, url):
+    (what,) = found(url.partition("?")[0])
+    assert "has no quota" in what
+
+
+def test_5_a_quota_that_the_disk_does_not_hold(found, url):
+    (what,) = found(url.replace("100MiB", "9000TiB"))
+    assert "its quota (9000TiB) does not fit" in what
+
+
+def test_6_a_quota_that_is_smaller_than_a_prompt(found, url, model_dir):
+    (what,) = found(url.replace("100MiB", "150KiB"), "--model", model_dir)
+    assert "its quota holds 128 tokens of this model, less than one prompt of 1,024" in what
+
+
+def test_7_few_free_inodes():
+    report = StoreReport("file:///kv")
+    check_room(report, 1 << 30, 0, 1 << 40, 9)
+    (finding,) = report.findings
+    assert "room for 9 more files" in finding.what
+
+
+def test_8_a_directory_that_others_can_change(found, url, root):
+    root.chmod(0o777)
+    (what,) = found(url)
+    assert "can be written by others" in what
+
+
+def test_9_a_user_who_may_not_write(found, guarded):
+    (what,) = found(f"valkey://reader:correct-horse@{LOCALHOST}:{guarded.port}/none")
+    assert "it does not store: " in what
+    assert "NOPERM" in what
+
+
+def test_10_a_server_that_is_full_and_does_not_evict(found, tmp_path):
+    with running_valkey(maxmemory="3mb", maxmemory_policy="noeviction") as server:
+        whats = found(f"valkey://{LOCALHOST}:{server.port}/kv")
+    assert len(whats) == 1
+    assert "it is full and evicts nothing" in whats[0]
+
+
+def test_11_a_wrong_bucket(found, url_of):
+    (what,) = found(url_of("s3").replace("s3://", "s3://no", 1))
+    assert "create it or correct its name" in what
+
+
+def test_12_damaged_records(found, url):
+    keys = put_prompt(url.partition("?")[0])
+    with open_one(url) as store:
+        store.discard(keys[1], "bad_leaf")
+    (what,) = found(url)
+    assert "1 damaged records are in quarantine" in what
+
+
+def test_13_two_engines_of_one_model_that_do_not_share(found, url):
+    plain = url.partition("?")[0]
+    put_prompt(plain)
+    put_prompt(plain, space_of("another tenant"))  # which is deliberate
+    assert found(url) == []
+    put_prompt(plain, space_of(rope_theta=5))
+    (what,) = found(url)
+    assert "are of one model and do not share: config.rope_theta" in what
+
+
+def test_14_a_store_of_another_model(found, url, model_dir):
+    put_prompt(url.partition("?")[0])
+    (what,) = found(url, "--model", model_dir)
+    assert "nothing in it is of this model; the nearest namespace differs in" in what
+
+
+def test_15_a_description_that_is_damaged(found, url, root):
+    put_prompt(url.partition("?")[0])
+    (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
+    (what,) = found(url)
+    assert "the description of namespace" in what
+
+
+def test_16_a_store_that_is_slower_than_computing(found, url, model_dir):
+    (what,) = found(url, "--model", model_dir, "--prefill-tokens-per-second", 1e12)
+    assert "loading is never faster" in what
+
+
+def test_17_a_clock_that_differs(url_of):
+    report = StoreReport("s3://bucket")
+    check(
+        url_of("s3"),
+        lambda parsed: open_one(parsed, index=False),
+        None,
+        report,
+        wall=lambda: time.time() + 3600,
+    )
+    (finding,) = report.findings
+    assert re.search("its clock differs .* by 3[56]..", finding.what)
+
+
+# -- vLLM's configuration -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (config(kv_rol="kv_both"), "unknown key 'kv_rol'; did you mean 'kv_role'?"),
+        (config(kv_connector="KVFerryConector"), "did you mean 'KVFerryConnector'?"),
+        (config(kv_role="kv_boht"), "unknown kv_role 'kv_boht'; did you mean 'kv_both'?"),
+        (config(kv_role=None), "kv_role is missing"),
+        (
+            config(kv_connector_extra_config={"chunk_token": 64}),
+            "did you mean 'chunk_tokens'?",
+        ),
+        (config(kv_connector_extra_config={"store": 3}), "option 'store'"),
+        (config(kv_connector_module_path="kvferry.vllm"), "unknown kv_connector_module_path"),
+        (
+            json.dumps({"kv-transfer-config": CONFIG, "enable-prefix-caching": False}),
+            "prefix caching is off",
+        ),
+        (
+            json.dumps({"kv_transfer_config": CONFIG, "pipeline_parallel_size": 2}),
+            "pipeline_parallel_size is 2, which is not served",
+        ),
+        ("{'kv_role': 'kv_both'}", "it is no JSON"),
+        ("{" + '"a":[' * 50_000, "it is no JSON"),
+        ('{"store": "file:///kv"}', "it has no kv_connector"),
+    ],
+)
+def test_18_the_json(found, given, says):
+    whats = found("--vllm-config", given)
+    assert len(whats) == 1
+    assert says in whats[0]
+
+
+def test_19_chunks_that_are_larger_than_the_prompts(found, tmp_path):
+    journal = tmp_path / "journal"
+    line = {"time": 1.0, "chunk_tokens": 128, "num_tokens": 100, "keys": []}
+    journal.write_text(f"{json.dumps(line)}\n" * 5)
+    extra = {"store": "memory://kv", "record": str(journal)}
+    file = tmp_path / "config.json"
+    file.write_text(config(kv_connector_extra_config=extra))
+    (what,) = found("--vllm-config", file)
+    assert "have fewer than 128 tokens" in what
+    file.write_text(config(kv_connector_extra_config={**extra, "chunk_tokens": 64}))
+    assert found("--vllm-config", file) == []
+
+
+def test_stores_of_the_configuration_are_looked_at(found, url):
+    inner = {**CONFIG, "kv_connector_extra_config": {"store": ["memory://a", url + "&x=1"]}}
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, inner]},
+    }
+    (what,) = found("--vllm-config", json.dumps(multi))
+    assert "unknown option 'x'" in what
+
+
+def test_20_a_vllm_that_does_not_load_it(found):
+    (what,) = found("--vllm")
+    assert what == "vllm: vLLM is not installed in this environment"
+
+
+def test_a_configuration_that_is_not_there_is_one_line(run, tmp_path):
+    ran = run("doctor", "--vllm-config", tmp_path / "none")
+    assert ran.code == 2
+    assert "cannot read --vllm-config" in ran.error_line
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def group(root: Path, line: str, **files: str) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"{line}\n")
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_max", ".max")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def test_21_a_host_pool_that_does_not_fit_into_the_container(tmp_path):
+    pod = group(tmp_path / "v2", "0::/pod/main", memory_max="max", pod__memory_max=str(1 << 30))
+    assert memory_limit(pod) == 1 << 30
+    first = group(tmp_path / "v1", "7:cpu,memory:/docker/a")
+    place = first / "sys/fs/cgroup/memory/docker/a"
+    place.mkdir(parents=True)
+    (place / "memory.limit_in_bytes").write_text("2147483648\n")
+    (place.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory_limit(first) == 2 << 30
+    assert memory_limit(group(tmp_path / "none", "0::/")) is None
+    assert memory_limit(tmp_path / "nothing") is None
+    assert memory_limit(group(tmp_path / "out", "0::/../x", memory_max="5")) == 5
+    (finding,) = check_memory(1 << 30, 1 << 30)
+    assert "more than half of the memory of this container (1GiB)" in finding.what
+    assert check_memory(2 << 30, 1 << 30) == check_memory(None, 1 << 30) == []
+
+
+def test_22_little_shared_memory():
+    (finding,) = check_shared_memory(64 << 20, 2)
+    assert "/dev/shm has 64MiB free, where 2 ranks" in finding.what
+    assert check_shared_memory(64 << 20, 1) == check_shared_memory(1 << 30, 2) == []
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_hostile_descriptions_are_shown_as_they_are(run, url, name):
+    plain = url.partition("?")[0]
+    group_ = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
+    for chunk in (5, 7):
+        identity = ModelIdentity(
+            weights=bytes(32), config={name * 1000: "x" * 100_000, "n": chunk}, name=name * 1000
+        )
+        put_prompt(plain, Namespace.of(identity, (group_,), chunk))
+    ran = run("doctor", url, "--vllm-config", json.dumps({"kv_connector": name, name: 1}))
+    assert ran.code == 1
+    assert is_plain(ran.out)
+    assert len(ran.out) < 20_000
+
+
+def test_an_empty_directory_and_a_store_in_use(run, found, tmp_path, url):
+    (tmp_path / "empty").mkdir()
+    (what,) = found((tmp_path / "empty").as_uri())
+    assert "empty" in what
+    with open_one(url):
+        assert found(url) == []
+    assert run("doctor").code == 0
+
+
+def test_a_full_store_is_measured_without_an_eviction(found, root, url):
+    keys = put_prompt(url.partition("?")[0])
+    with FileStore(root) as store:
+        used = store.stat().used_bytes
+    assert found(f"{root.as_uri()}?max_bytes={used}B") == []
+    with open_one(root.as_uri()) as store:
+        assert all(store.read(key, ()) for key in keys)
+
+
+def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
+    """As after Ctrl-C."""
+    report = StoreReport("file")
+
+    def opened(parsed) -> Store:
+        report.is_over.set()
+        return open_one(url.partition("?")[0])
+
+    check(url, opened, None, report)
+    assert "put_gb_per_second" not in report.facts
+    with open_one(url) as store:
+        assert list(store.scan()) == []
+
+
+def test_ctrl_c_and_a_reader_that_leaves(url, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    command = [sys.executable, "-m", "kvferry.cli.main", "doctor"]
+    with (
+        subprocess.Popen(
+            [*command, "--vllm-config", str(tmp_path / "fifo")],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process,
+        (tmp_path / "fifo").open("w"),
+    ):  # it opened the file: it is in the command
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"error: interrupted\n")
+    line = f"{' '.join(command)} '{url}' --json - | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stderr == b""
+
+
+def test_the_checks_of_vllm_are_asked_by_their_names():
+    assert check_installed({})[0][0].where == "vllm"
+    assert check_config(config()).findings == []
