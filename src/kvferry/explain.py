@@ -208,6 +208,9 @@ def describe(store: Store, digest: bytes) -> Namespace | None:
 
 
 def chunk_tokens_of(namespace: Namespace) -> int | None:
+    """None where a prompt's tokens lead to no keys."""
+    if namespace.is_opaque:
+        return None
     size = namespace.description.get("chunk_tokens")
     return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
 

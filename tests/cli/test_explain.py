@@ -21,7 +21,7 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
 from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, Why, differences
 from kvferry.explain import space_of as space_in
-from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import NO_DEADLINE, PutResult
 from kvferry.store.file.store import FileStore
@@ -580,3 +580,35 @@ def test_what_has_no_size_is_one_line(run, tmp_path):
         assert is_plain(ran.error_line)
     rate = run("size", tmp_path, "--prefill-tokens-per-second", "nan")
     assert (rate.code, "must be from" in rate.error_line) == (2, True)
+
+
+def put_row(url: str) -> Namespace:
+    """Store an opaque row as a host's tier does."""
+    identity = ModelIdentity(weights=bytes(32), config={"dtype": "float32"}, name="m")
+    space = opaque_namespace(identity, {"name": "vllm"}, row_bytes=100, chunk_tokens=CHUNK)
+    schema = RecordSchema.for_rows(namespace=space.digest, chunk_tokens=CHUNK, row_bytes=100)
+    table = leaf_digests(schema.components[0], memoryview(bytes(100)))
+    with open_one(url, namespace=space.digest) as store:
+        store.describe(space.digest, space.as_text())
+        image = memoryview(bytearray(schema.record_bytes))
+        key = opaque_key(space.digest, b"host key")
+        assert put_record(store, schema, key, 0, table, image) is PutResult.STORED
+    return space
+
+
+def test_opaque_rows_are_listed_and_verified_and_no_prompt_leads_to_them(run, url, tokens_file):
+    space = put_row(url)
+    (row,) = json.loads(run("ls", url, "--json", "-").out)
+    assert row["model"] == "m (rows of vllm)"
+    assert run("verify", url).code == 0
+    ran = run("explain", url, "--namespace", space.digest.hex()[:9], "--tokens", tokens_file)
+    assert ran.code == 2
+    assert "do not follow from a prompt" in ran.error_line
+
+
+def test_opaque_rows_are_no_namespace_to_compare_a_prompt_with(url, asked):
+    put_row(url)
+    put_prompt(url, tokens=TOKENS[:14])
+    value = asked(url)
+    assert value["hit_tokens"] == 14
+    assert value["elsewhere"] is None

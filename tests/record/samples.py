@@ -18,6 +18,8 @@ GOLDEN = {
     ),
     # Rows of 65,560 bytes: one leaf of 64 KiB and one of 24 bytes each.
     "split": ([(1, 2, 149, "float32", None)], 110, 2**63 - 1),
+    # An opaque row: one leaf of 64 KiB and one of 3 bytes. The number is its size.
+    "row": (65_539, 128, 0),
 }
 
 
@@ -56,7 +58,12 @@ def encode(schema, payload, *, key=KEY, first_token=0):
 def golden(name):
     """Schema, first token and bytes of a golden record, made anew."""
     groups, chunk_tokens, first_token = GOLDEN[name]
-    schema = schema_of(groups, chunk_tokens)
+    if isinstance(groups, int):
+        schema = RecordSchema.for_rows(
+            namespace=NAMESPACE, chunk_tokens=chunk_tokens, row_bytes=groups
+        )
+    else:
+        schema = schema_of(groups, chunk_tokens)
     return schema, first_token, encode(schema, payload_of(schema), first_token=first_token)
 
 

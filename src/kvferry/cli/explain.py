@@ -169,6 +169,7 @@ def _ask_namespace(
 
 def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
     from kvferry.explain import describe
+    from kvferry.keys import Namespace
 
     known = [bytes.fromhex(digits)] if digests is None else digests
     matches = [each for each in known if each.hex().startswith(digits)]
@@ -182,6 +183,13 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
         raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry stat`")
     if len(matches) > 1:
         raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
+    text = store.describe(matches[0])
+    opaque = None if text is None else Namespace.from_text(matches[0], text)
+    if opaque is not None and opaque.is_opaque:
+        raise ConfigError(
+            f"namespace {digits} holds opaque {opaque.title}: their keys are hashes of the host, "
+            "which do not follow from a prompt; the host's own metrics say what hit"
+        )
     raise ConfigError(
         f"the description of namespace {digits} in {store.url} is missing or damaged, so nothing "
         "says how many tokens its chunks have"

@@ -3,6 +3,7 @@
 from kvferry.keys.chain import KEY_VERSION, ChunkKeys
 from kvferry.keys.encoding import JsonValue
 from kvferry.keys.namespace import ModelIdentity, Namespace, relevant_config
+from kvferry.keys.opaque import opaque_key, opaque_namespace
 
 __all__ = [
     "KEY_VERSION",
@@ -10,5 +11,7 @@ __all__ = [
     "JsonValue",
     "ModelIdentity",
     "Namespace",
+    "opaque_key",
+    "opaque_namespace",
     "relevant_config",
 ]

@@ -21,6 +21,9 @@ from kvferry.types import FORMAT_VERSION, KVGroup
 
 NAMESPACE_TAG = b"kvferry.space.1\0"
 
+OPAQUE = "opaque"
+"""The `kind` of a namespace of opaque records; namespaces of tokens have none."""
+
 _MAX_TITLE_CHARACTERS = 200
 
 IRRELEVANT_FIELDS = frozenset(
@@ -109,10 +112,16 @@ class Namespace:
             "chunk_tokens": chunk_tokens,
             "tenant": tenant,
         }
-        # First: the encoding refuses values that the copy below cannot handle.
+        return cls.described(description, identity.name)
+
+    @classmethod
+    def described(cls, description: Mapping[str, JsonValue], model: str | None) -> Namespace:
+        """The namespace of a whole description. Raises ConfigError for a value in it that has no
+        canonical encoding."""
+        # First: the encoding refuses values that the copy cannot handle.
         digest = _digest(description)
-        description["config"] = _copied(identity.config)
-        return cls(digest=digest, description=description, model=identity.name)
+        copied = {name: _copied(value) for name, value in description.items()}
+        return cls(digest=digest, description=copied, model=model)
 
     def as_text(self) -> str:
         """JSON with the model's name and the description. Stores keep it."""
@@ -142,7 +151,20 @@ class Namespace:
         names = said.get("architectures")
         first = names[0] if isinstance(names, list) and names else None
         title = self.model or str(first or said.get("model_type") or "a model without a name")
-        return title[:_MAX_TITLE_CHARACTERS]
+        return title[:_MAX_TITLE_CHARACTERS] + self._kind_in_title()
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether its keys are made of a host's hashes, so that they do not follow from tokens."""
+        return self.description.get("kind") == OPAQUE
+
+    def _kind_in_title(self) -> str:
+        if not self.is_opaque:
+            return ""
+        host = self.description.get("host")
+        name = host.get("name") if isinstance(host, Mapping) else None
+        weak = ", weights by name only" if self.description.get("weights_by_name") else ""
+        return f" (rows of {str(name)[:20]}{weak})"
 
 
 def _digest(description: Mapping[str, JsonValue]) -> bytes:

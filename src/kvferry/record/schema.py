@@ -49,6 +49,8 @@ SAFETENSORS_DTYPE = {
     "uint8": "U8",
 }
 
+OPAQUE_COMPONENT = "row"
+
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _RESERVED = frozenset({"root", "leaves"})
 
@@ -175,6 +177,12 @@ class RecordSchema:
             shape = (group.num_layers, group.num_kv_heads, chunk_tokens, group.content_size)
             components.append(Component(name=f"kv.{index}", dtype=dtype, shape=shape))
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=tuple(components))
+
+    @classmethod
+    def for_rows(cls, *, namespace: bytes, chunk_tokens: int, row_bytes: int) -> RecordSchema:
+        """The schema of opaque records: bytes that only their host can read, as one component."""
+        row = Component(name=OPAQUE_COMPONENT, dtype="U8", shape=(1, 1, 1, row_bytes))
+        return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=(row,))
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """All sizes and offsets stay."""

@@ -1,0 +1,68 @@
+"""Keys and namespaces of opaque records: rows that a host hands over under a hash of its own.
+
+A host's hash stands for tokens that are not known here, and its rows have a layout that only the
+host reads. So the namespace says all that gives both their meaning, and nothing of it is shared
+with namespaces of tokens: neither finds the other's records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+from kvferry.errors import ConfigError
+from kvferry.keys.chain import KEY_VERSION
+from kvferry.keys.encoding import JsonValue
+from kvferry.keys.namespace import OPAQUE, ModelIdentity, Namespace
+from kvferry.types import FORMAT_VERSION, ChunkKey
+
+ROW_TAG = b"kvferry.row.v1.\0"
+"""16 bytes that neither chunk keys nor namespaces begin with."""
+
+
+def opaque_namespace(
+    identity: ModelIdentity,
+    host: Mapping[str, JsonValue],
+    *,
+    row_bytes: int,
+    chunk_tokens: int,
+    tenant: str = "",
+    by_name: bool = False,
+) -> Namespace:
+    """The namespace of a host's rows.
+
+    Args:
+        identity: of the model.
+        host: everything else that gives the host's hashes and the bytes of its rows their meaning:
+            name and release, hash algorithm and seed, chunking, groups, layout, dtype, ranks.
+        row_bytes: of every row.
+        chunk_tokens: tokens that a row of the host's first group stands for.
+        by_name: the weights were not found, and a name stands for them.
+
+    Raises:
+        ConfigError: sizes below 1, or a value without a canonical encoding.
+    """
+    if row_bytes < 1 or chunk_tokens < 1:
+        raise ConfigError(f"a row has {row_bytes} bytes of {chunk_tokens} tokens; both are above 0")
+    return Namespace.described(
+        {
+            "kind": OPAQUE,
+            "format_version": FORMAT_VERSION,
+            "key_version": KEY_VERSION,
+            "weights": identity.weights.hex(),
+            "weights_by_name": by_name,
+            "weights_version": identity.weights_version,
+            "config": identity.config,
+            "host": host,
+            "row_bytes": row_bytes,
+            "chunk_tokens": chunk_tokens,
+            "tenant": tenant,
+        },
+        identity.name,
+    )
+
+
+def opaque_key(namespace: bytes, host_key: bytes) -> ChunkKey:
+    """The key of the row that a host calls `host_key`, any bytes."""
+    return ChunkKey(blake3(b"".join((ROW_TAG, namespace, host_key))).digest())
