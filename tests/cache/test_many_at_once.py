@@ -14,7 +14,7 @@ from kvferry.testing.faults import FailingStore, Gate, StallingStore
 
 from .keeping import CountingStore, assert_settles, keys_of, open_store, wait_for
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = 16
 CHUNK = 128
 PREFIX = [(7 * token) % 5003 for token in range(1500)]
 NUM_CHUNKS = 1500 // CHUNK

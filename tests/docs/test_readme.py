@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -58,6 +60,24 @@ def _python(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def run_here(place, monkeypatch, capsys) -> Callable[[str], str]:
+    """Runs code in this process, as a script that somebody started at `place`; what it prints."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.syspath_prepend(place)
+
+    def run(code: str) -> str:
+        capsys.readouterr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", category=DeprecationWarning, module="kvferry")
+            exec(compile(code, "<page>", "exec"), {"__name__": "__main__"})
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A home, and a clone in which `make demo` has made its model."""
@@ -75,35 +95,31 @@ def blocks_of(page: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_code_of_the_readme_runs_and_its_second_run_reads(place):
+def test_the_code_of_the_readme_runs_and_its_second_run_reads(place, run_here):
     [generate] = blocks_of(ROOT / "README.md")
     look, count = blocks_of(ROOT / "docs/stores.md")
-    first = _python("-c", generate, cwd=place)
+    first = run_here(generate)
     second = _python("-c", generate, cwd=place)
     assert first.startswith("0 of ")
     tokens = int(re.match(r"(\d+) of", second)[1])
     assert tokens > 0
     assert tokens % 128 == 0
-    listed = _python("-c", look, cwd=place).splitlines()
+    listed = run_here(look).splitlines()
     assert len(listed) >= tokens // 128
     assert "0 [3, 4, 128, 16]" in listed
     shown = (
         "from prometheus_client import generate_latest\nprint(generate_latest(REGISTRY).decode())"
     )
-    [looked_up] = re.findall(
-        r"\nkvferry_lookup_tokens_total (\d\S*)", _python("-c", count + shown, cwd=place)
-    )
+    [looked_up] = re.findall(r"\nkvferry_lookup_tokens_total (\d\S*)", run_here(count + shown))
     assert float(looked_up) >= 128
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["engine.md", "v1-connectors.md"])
-def test_the_code_of_the_engine_pages_runs(place, page):
+def test_the_code_of_the_engine_pages_runs(place, run_here, page):
     [code] = blocks_of(ROOT / "docs" / page)
     (place / "my_package.py").write_text(CONNECTOR)
-    script = place / f"{page}.py"
-    script.write_text(code.replace("/var/cache", str(place / "cache")))
-    assert _python(str(script), cwd=place).strip()
+    assert run_here(code.replace("/var/cache", str(place / "cache"))).strip()
 
 
 def test_no_other_page_has_code_that_is_not_run():

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import llm as llm_module
+from kvferry.engine.model import PagedModel
 from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
@@ -346,17 +347,16 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
     with engine(path, roles=memory_roles(behaviour)) as llm:
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        model = llm._runner.model
-        forward = model.forward
+        with pytest.MonkeyPatch.context() as patch:
+            forward = PagedModel.forward
 
-        def interrupted(*args):
-            forward(*args)
-            raise KeyboardInterrupt
+            def interrupted(*args):
+                forward(*args)
+                raise KeyboardInterrupt
 
-        model.forward = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([prompt(70), prompt(30)], GREEDY)
-        model.forward = forward
+            patch.setattr(PagedModel, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([prompt(70), prompt(30)], GREEDY)
         llm.scheduler.check_integrity()
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids

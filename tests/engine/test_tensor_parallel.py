@@ -202,17 +202,16 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
 def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
     before = children()
     with LLM(model_dir(), tensor_parallel_size=2) as llm:
-        model = llm._runner.first.model
-        forward = model.forward
+        with pytest.MonkeyPatch.context() as patch:
+            forward = PagedModel.forward  # of this process; the other rank is another
 
-        def interrupted(*args):
-            forward(*args)
-            raise KeyboardInterrupt
+            def interrupted(*args):
+                forward(*args)
+                raise KeyboardInterrupt
 
-        model.forward = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([prompt(20)], GREEDY)
-        model.forward = forward
+            patch.setattr(PagedModel, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([prompt(20)], GREEDY)
         with pytest.raises(RankError, match=r"KeyboardInterrupt.*open a new one"):
             llm.generate([prompt(20)], GREEDY)
     assert children() == before

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV, StoredKVConfig, host_model
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from tests.adapters.transformers.generating import (
@@ -132,7 +133,7 @@ def test_a_chunk_that_cannot_be_computed_is_not_served(load_model, store_url, mo
     counts = Counters()
     with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK) as kv:
         with monkeypatch.context() as patch:
-            patch.setattr(kv._model, "compute", lambda *_: torch.empty(1 << 62))
+            patch.setattr(HostModel, "compute", lambda *_: torch.empty(1 << 62))
             assert kv.load(prompt(64)).get_seq_length() == 0
         assert counts["audit_failed"] == 1
         assert kv.load(prompt(64)).get_seq_length() == 63

@@ -49,7 +49,7 @@ def model(tmp_path):
 
 def options(tmp_path: Path, **more: object) -> dict[str, object]:
     store = f"file://{tmp_path}/store"
-    return {"store": store, "chunk_tokens": CHUNK, "audit": "off", **more}
+    return {"store": store, "chunk_tokens": CHUNK, "audit": "off", "memory_bytes": 4 << 20, **more}
 
 
 def prompt(start: int = 1, count: int = NUM_TOKENS) -> list[int]:

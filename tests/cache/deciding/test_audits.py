@@ -22,6 +22,7 @@ from tests.cache.keeping import (
     open_store,
     wait_for,
 )
+from tests.cache.pools import held_keys
 from tests.cache.windowed import group
 
 CHUNK = 8
@@ -30,10 +31,12 @@ SHORT = WHOLE - CHUNK
 
 
 def be_another_model(host, ranks=None):
-    """Let a host compute other KV than every other host."""
+    """Let a host compute other KV than every other host, until the function that is returned."""
+    patch = pytest.MonkeyPatch()
     for rank in ranks if ranks is not None else host.ranks:
         values = rank._values
-        rank._values = lambda layer, seeds, values=values: values(layer, seeds + 1)
+        patch.setattr(rank, "_values", lambda layer, seeds, values=values: values(layer, seeds + 1))
+    return patch.undo
 
 
 @pytest.fixture
@@ -450,11 +453,9 @@ def run_wrong():
     """Runs a prompt on a host that computes other KV meanwhile, as on top of a wrong beginning."""
 
     def run(host, request_id, prompt, **options):
-        right = [rank._values for rank in host.ranks]
-        be_another_model(host)
+        be_right_again = be_another_model(host)
         hit = unchecked_run(host, request_id, prompt, **options)
-        for rank, values in zip(host.ranks, right, strict=True):
-            rank._values = values
+        be_right_again()
         return hit
 
     return run
@@ -583,7 +584,7 @@ def test_a_load_that_failed_is_not_audited(reader):
     host = reader(recomputes=True)
     request = host.add("first", PROMPT)
     host.admit(request)
-    lose_chunk(host, next(iter(host.pool._by_key)))
+    lose_chunk(host, held_keys(host.pool).pop())
     host.prefill(request)
     host.finish(request)
     host.settle()
@@ -650,7 +651,7 @@ def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
 
 def test_what_was_fetched_before_any_request_is_audited(reader):
     host = reader(fills=True)
-    wait_for(lambda: host.step([]) and len(host.pool._by_key) == NUM_CHUNKS)
+    wait_for(lambda: host.step([]) and len(held_keys(host.pool)) == NUM_CHUNKS)
     assert settled_run(host, "first").num_external_tokens == SHORT
     assert counts(host) == (1, 0, 0)
 
@@ -662,11 +663,10 @@ def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, r
     host = two_ranks(recomputes=recomputes)
     request = host.add("first", PROMPT)
     host.admit(request)
-    lose_chunk(host, next(iter(host.pool._by_key)), rank=0)
-    good = host.ranks[1]._values
-    be_another_model(host, host.ranks[1:])  # in this step only
+    lose_chunk(host, held_keys(host.pool).pop(), rank=0)
+    be_right_again = be_another_model(host, host.ranks[1:])  # in this step only
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
-    host.ranks[1]._values = good
+    be_right_again()
     host.finish(request)
     host.settle()
     assert_settles(host)

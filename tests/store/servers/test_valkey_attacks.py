@@ -105,7 +105,7 @@ def test_an_honest_server_is_answered_in_the_same_process():
 def test_a_call_that_keeps_other_threads_out_would_be_seen():
     code = (
         "from tests.servers.victim import Ticker\n"
-        "print(Ticker().stall_of(lambda: sum(range(15_000_000))))"
+        "print(Ticker().stall_of(lambda: sum(range(6_000_000))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
