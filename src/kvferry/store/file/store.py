@@ -92,7 +92,7 @@ class FileStore(Store):
         read_only: bool = False,
         observer: Observer | None = None,
         background: bool = True,
-        settings: FileSettings = FileSettings(),  # frozen
+        settings: FileSettings = FileSettings(),  # noqa: B008  # frozen
     ) -> None:
         """Open a store; returns before all that it holds is known.
 
