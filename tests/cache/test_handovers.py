@@ -219,6 +219,26 @@ def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
     assert host.admit(request) == 40
 
 
+def test_what_comes_late_has_as_much_time_to_be_fetched(make_engine):
+    """A host that computes a long prompt of another request asks after seconds only."""
+    client, clock = SlowClient(), FakeClock()
+    answer = prefill(make_engine(client))
+    client.release(3)
+    host = make_engine(client, clock)
+    host.scheduler.policy.saw_compute(10_000, 0.01)  # so a fetch has a quarter of a second
+    request = until_awaited(host, PROMPT, answer)
+    while host.observer["fetch_count"] < 3:
+        host.step([])
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.step([])
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(2.0)
+    client.release()
+    store, keys = host.parts[0].store, host.scheduler.requests.by_id["waiting"].keys.keys
+    wait_until(lambda: all(map(store.contains, keys)), "all are known to be there")
+    assert host.admit(request) == 40
+
+
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(make_engine, server):
     """With a proxy that sends both at once, nothing tells what the producer will store."""
     host = make_engine(server, FakeClock())
