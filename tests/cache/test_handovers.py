@@ -404,9 +404,18 @@ def test_requests_in_the_queue_leave_half_of_the_slots(make_engine, server):
     host = make_engine(server, num_slots=16)
     for n, prompt in enumerate(prompts):
         host.add(f"d{n}", prompt, handover=read_handover(answers[n]))
-    for _ in range(50):
+    store = host.parts[0].store
+    keys = [key for state in host.scheduler.requests.by_id.values() for key in state.keys.keys]
+    wait_until(lambda: all(map(store.contains, keys)), "all are known to be there")
+
+    def is_settled() -> bool:
         host.step([])
-    assert host.pool.num_taken <= 8 + 5
+        return host.pool.num_taken >= 8 and host.pool.is_idle
+
+    wait_until(is_settled, "what may be fetched is held")
+    for _ in range(5):
+        host.step([])
+    assert host.pool.num_taken < 8 + 5
 
 
 # -- turns ----------------------------------------------------------------------------------------
