@@ -36,6 +36,9 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.PARTIAL: "The end of a prompt, less than a chunk or block, is always computed.",
     LookupMiss.AUDIT: "Stored, and computed nevertheless, to compare it with its record.",
     LookupMiss.OTHER_MODEL: "An audit found records of another model; this engine reads no more.",
+    LookupMiss.NOT_PRODUCED: "Another engine was to compute it, and did not store it in time.",
+    LookupMiss.OTHER_PRODUCER: "The engine that prefilled it runs another version or model.",
+    LookupMiss.OTHER_TOKENS: "The engine that prefilled it computed other tokens.",
     LookupMiss.NOT_CACHEABLE: "The request must not be cached, as it was asked.",
     LookupMiss.NOT_LOADING: "This engine or request only stores; nothing is loaded.",
 }

@@ -6,6 +6,7 @@ import logging
 import threading
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult
@@ -13,6 +14,7 @@ from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ExtraKeys, KVGroup
+from tests.contract.test_handover import ANY_PARAMS
 from tests.store.servers.remote_client import DictClient
 
 from .keeping import open_store
@@ -208,15 +210,32 @@ def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
         def is_so() -> bool:
             assert host.scheduler.lookup(request, 0).num_tokens is None
             host.step([])
-            return (
-                host.observer["fetch_count"] == count
-                or host.observer["fetch_count"] == count
-            )
+            return host.observer["fetch_count"] == count or host.observer["fetch_count"] == count
 
         return is_so
 
     wait_until(steps_until(3), "three chunks are fetched")
     client.release()
+    assert host.admit(request) == 40
+
+
+def test_what_comes_late_has_as_much_time_to_be_fetched(make_engine):
+    """A host that computes a long prompt of another request asks after seconds only."""
+    client, clock = SlowClient(), FakeClock()
+    answer = prefill(make_engine(client))
+    client.release(3)
+    host = make_engine(client, clock)
+    host.scheduler.policy.saw_compute(10_000, 0.01)  # so a fetch has a quarter of a second
+    request = until_awaited(host, PROMPT, answer)
+    while host.observer["fetch_count"] < 3:
+        host.step([])
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+    host.step([])
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(2.0)
+    client.release()
+    store, keys = host.parts[0].store, host.scheduler.requests.by_id["waiting"].keys.keys
+    wait_until(lambda: all(map(store.contains, keys)), "all are known to be there")
     assert host.admit(request) == 40
 
 
@@ -385,9 +404,18 @@ def test_requests_in_the_queue_leave_half_of_the_slots(make_engine, server):
     host = make_engine(server, num_slots=16)
     for n, prompt in enumerate(prompts):
         host.add(f"d{n}", prompt, handover=read_handover(answers[n]))
-    for _ in range(50):
+    store = host.parts[0].store
+    keys = [key for state in host.scheduler.requests.by_id.values() for key in state.keys.keys]
+    wait_until(lambda: all(map(store.contains, keys)), "all are known to be there")
+
+    def is_settled() -> bool:
         host.step([])
-    assert host.pool.num_taken <= 8 + 5
+        return host.pool.num_taken >= 8 and host.pool.is_idle
+
+    wait_until(is_settled, "what may be fetched is held")
+    for _ in range(5):
+        host.step([])
+    assert host.pool.num_taken < 8 + 5
 
 
 # -- turns ----------------------------------------------------------------------------------------
@@ -455,3 +483,47 @@ def test_a_directory_waits_for_another_process(make_host, tmp_path):
     request = until_awaited(reader, PROMPT, {"do_remote_prefill": True})
     prefill(make_host(store=open_store(tmp_path / "store")))
     assert reader.admit(request) == 40
+
+
+# -- what clients write ---------------------------------------------------------------------------
+
+SEEDS = [
+    {"do_remote_prefill": True},
+    {"do_remote_prefill": True, "remote_block_ids": []},
+    {"do_remote_prefill": True, "remote_block_ids": "abc", "remote_port": None},
+    {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_engine_id": [1]},
+    {"do_remote_prefill": True, "do_remote_decode": True, "remote_num_tokens": "9"},
+    {"do_remote_prefill": True, "remote_num_tokens": 0},
+    {"remote_prefiller": {"remote_host": ["x"], "remote_port": -1}, "remote_decoder": {}},
+]
+"""Those that stop or hang engines with NIXL's connector, and more."""
+
+
+@pytest.mark.parametrize("params", SEEDS)
+def test_any_parameters_end_in_a_hit_or_a_miss(make_engine, params):
+    client, clock = SlowClient(), FakeClock()
+    host = make_engine(client, clock)
+    request = host.add("r", PROMPT, handover=read_handover(params))
+    host.scheduler.lookup(request, 0)
+    clock.advance(LIMIT + 1)
+    assert host.admit(request) == 0
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.scheduler.is_idle
+    assert host.pool.num_taken == 0
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(params=ANY_PARAMS)
+def test_parameters_of_any_form_end_in_a_right_answer(make_engine, params):
+    client, clock = SlowClient(), FakeClock()
+    host = make_engine(client, clock)
+    request = host.add("r", PROMPT, handover=read_handover(params))
+    host.scheduler.lookup(request, 0)
+    clock.advance(LIMIT + 1)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.close()
+    host.parts[0].store.close()

@@ -238,6 +238,7 @@ def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
             "cached": output.num_cached_tokens,
             "reason": answer.finish_reason,
             "seconds": seconds_to_first,
+            "params": output.kv_transfer_params,
         }
 
 

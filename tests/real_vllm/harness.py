@@ -43,6 +43,7 @@ class Answer:
         cached: prompt tokens that were not computed, wherever they came from.
         reason: why it ended: length, abort, error, or none if nothing ever came.
         seconds: to the first token.
+        params: of the connector, for the client.
     """
 
     tokens: list[int]
@@ -51,6 +52,7 @@ class Answer:
     reason: str | None
     seconds: float | None
     prompt_logprobs: list[dict[str, float]] = field(default_factory=list)
+    params: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
-from kvferry.types import NO_EXTRA_KEYS, MultimodalItem
+from kvferry.types import NO_EXTRA_KEYS, Handover, MultimodalItem
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.host import HostRequests, extra_keys_of
@@ -386,6 +386,28 @@ def test_the_end_of_a_request_and_the_counters_are_passed_on():
     assert facade.get_kv_connector_stats() == CounterStats({"lookups": 1})
     assert facade.requires_kv_delivery is False
     assert facade.reset_cache() is True
+
+
+@pytest.mark.parametrize(
+    ("status", "is_told"),
+    [("STOPPED", True), ("LENGTH_CAPPED", True), ("ABORTED", False), ("ERROR", False)],
+)
+def test_only_the_client_of_a_finished_request_gets_an_answer(status, is_told):
+    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=Learns())
+    request = host_request(status=SimpleNamespace(name=f"FINISHED_{status}"))
+    assert facade.request_finished(request, [1]) == (True, {"remote": 1} if is_told else None)
+
+
+def test_the_parameters_of_a_request_are_read_once_and_left_alone():
+    params = {"do_remote_decode": True, "remote_host": None}
+    requests = HostRequests(lambda _lora: None, str)
+    view = requests.view(host_request(kv_transfer_params=params))
+    assert view.handover == Handover(gives=True, answers=True)
+    assert params == {"do_remote_decode": True, "remote_host": None}
+    assert requests.view(host_request("other", kv_transfer_params=[1])).handover is None
+    assert requests.view(host_request("older host")).handover is None
+    beside = HostRequests(lambda _lora: None, str, hands_over=False)
+    assert beside.view(host_request(kv_transfer_params=params)).handover is None
 
 
 def test_counters_add_up_and_survive_the_process_line():

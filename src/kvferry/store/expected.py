@@ -17,7 +17,7 @@ MAX_PROMPTS = 1024
 """Prompts that are looked for at a time; further ones are not expected, and miss."""
 
 MAX_KEYS = 1 << 16
-"""With more, keys whose time is over are forgotten."""
+"""Keys that are expected at a time; likewise. Those whose time is over are forgotten."""
 
 CLOSE_SECONDS = 2.0
 
@@ -59,14 +59,10 @@ class ExpectedKeys:
         if missing is None or self._ends.is_set():
             return
         with self._lock:
-            if len(self._prompts) >= MAX_PROMPTS:
-                return
-            if len(self._until) > MAX_KEYS:
-                now = self._clock()
-                self._until = {key: end for key, end in self._until.items() if end > now}
-            for key in keys:
-                self._until[key] = max(until, self._until.get(key, until))
-            self._prompts.append(missing)
+            if len(self._prompts) < MAX_PROMPTS and len(self._until) < MAX_KEYS:
+                for key in keys:
+                    self._until[key] = max(until, self._until.get(key, until))
+                self._prompts.append(missing)
             if not self._is_looking:
                 self._is_looking = True
                 self._thread = self._thread or IOPool(1, "kvferry-expect")
@@ -75,7 +71,8 @@ class ExpectedKeys:
     def awaits(self, key: ChunkKey) -> bool:
         """See `Store.awaits`. A key that came stays until its time is over, so that a caller who
         asked `has` before does not take it for one that never comes."""
-        return key in self._until and self._clock() < self._until[key]
+        until = self._until.get(key)  # without a lock
+        return until is not None and self._clock() < until
 
     def close(self) -> None:
         """Idempotent; bounded in time."""
@@ -92,17 +89,28 @@ class ExpectedKeys:
                 return None if is_over else prompt._replace(keys=prompt.keys[index:])
         return None
 
+    def _forget_what_came(self) -> list[tuple[ChunkKey, ...]] | None:
+        """The keys that are still missing; None if there are none, and the thread is to end."""
+        with self._lock:
+            before = list(self._prompts)
+        left = [rest for prompt in before if (rest := self._missing(prompt)) is not None]
+        with self._lock:
+            self._prompts[: len(before)] = left  # those that were added meanwhile stay
+            self._is_looking = bool(self._prompts)
+            prompts = [prompt.keys for prompt in self._prompts]
+        if len(self._until) >= MAX_KEYS:
+            for key, _until in tuple(self._until.items()):
+                with self._lock:
+                    if not self.awaits(key):
+                        self._until.pop(key, None)
+        return prompts or None
+
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this object."""
         pause, num_before = FIRST_PAUSE_SECONDS, 0
         while not self._ends.wait(pause):
-            with self._lock:
-                self._prompts = [
-                    left for prompt in self._prompts if (left := self._missing(prompt)) is not None
-                ]
-                prompts = [prompt.keys for prompt in self._prompts]
-                self._is_looking = bool(prompts)
-            if not prompts:
+            prompts = self._forget_what_came()
+            if prompts is None:
                 return
             if not self._look(prompts):
                 with self._lock:

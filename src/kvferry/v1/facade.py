@@ -133,6 +133,7 @@ class OneRole:
         observer: Observer | None,
         lora_identity: LoraIdentity = lambda _lora_request: None,
         item_identity: ItemIdentity = str,
+        hands_over: bool = True,
     ) -> None:
         """Take the role of the half that this instance is.
 
@@ -140,13 +141,13 @@ class OneRole:
             role: of this half.
             block_size: in tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-            lora_identity, item_identity: see `kvferry.v1.host`.
+            lora_identity, item_identity, hands_over: see `kvferry.v1.host`.
         """
         if isinstance(role, SchedulerRole):
             guarded = GuardedScheduler(role, observer, block_size=block_size)
             self._half = SchedulerHalf(
                 guarded,
-                HostRequests(lora_identity, item_identity),
+                HostRequests(lora_identity, item_identity, hands_over=hands_over),
                 PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
             )
         else:

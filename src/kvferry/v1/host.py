@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 from kvferry.contract.handover import read_handover
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem, StepView
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover, MultimodalItem, StepView
 from kvferry.v1.types import SchedulerOutput, V1Request
 from kvferry.v1.utilities import resumed_flags
 
@@ -30,12 +30,14 @@ class HostRequestView:
 
     __slots__ = ("extra_keys", "handover", "may_read", "num_prompt_tokens", "request", "request_id")
 
-    def __init__(self, request: V1Request, extra_keys: ExtraKeys) -> None:
+    def __init__(
+        self, request: V1Request, extra_keys: ExtraKeys, handover: Handover | None
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self.extra_keys = extra_keys
-        self.handover = read_handover(getattr(request, "kv_transfer_params", None))
+        self.handover = handover
         # vLLM ignores hits of requests that want the logits of every prompt token.
         self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
 
@@ -72,9 +74,17 @@ class V1Step(NamedTuple):
 
 
 class HostRequests:
-    """The host's requests and the block table of each."""
+    """The host's requests and the block table of each. `hands_over` is False where requests are not
+    asked for handovers."""
 
-    def __init__(self, lora_identity: LoraIdentity, item_identity: ItemIdentity) -> None:
+    def __init__(
+        self,
+        lora_identity: LoraIdentity,
+        item_identity: ItemIdentity,
+        *,
+        hands_over: bool = True,
+    ) -> None:
+        self._hands_over = hands_over
         self._lora_identity = lora_identity
         self._item_identity = item_identity
         self._views: dict[str, HostRequestView] = {}
@@ -85,7 +95,9 @@ class HostRequests:
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
             extra_keys = extra_keys_of(request, self._lora_identity, self._item_identity)
-            view = self._views[request.request_id] = HostRequestView(request, extra_keys)
+            params = getattr(request, "kv_transfer_params", None) if self._hands_over else None
+            view = HostRequestView(request, extra_keys, read_handover(params))
+            self._views[request.request_id] = view
         return view
 
     def forget(self, request_id: str) -> None:

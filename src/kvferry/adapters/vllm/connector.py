@@ -75,6 +75,9 @@ class FerryConnector(OneRole):
         self._places: dict[str, int] | None = None  # addresses of the registered tensors, by layer
         is_worker = role.name == "WORKER"
         options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        hands_over = options.pop("handover", True)
+        if not isinstance(hands_over, bool):
+            raise ConfigError(f"{WHERE}: handover is {hands_over!r}; it must be true or false")
         spec = self._spec(kv_cache_config, options)
         self._kv_layout = spec.kv_layout
         self._cache = PrefixCache(
@@ -93,6 +96,7 @@ class FerryConnector(OneRole):
             observer=self._observer,
             lora_identity=self._lora_identities,
             item_identity=ItemIdentities(vllm_config, local_model(vllm_config)),
+            hands_over=hands_over,
         )
         if not is_worker:
             self._cache.wait_ready(START_SECONDS)

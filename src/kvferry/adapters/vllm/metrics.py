@@ -30,6 +30,8 @@ METRICS = {
     "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",
     "miss_tokens_no_memory": "Tokens computed because the host pool had no slot.",
     "miss_tokens_deadline": "Tokens computed because the store was too slow.",
+    "remote_prefills": "Requests admitted whose prompt another engine was said to compute.",
+    "remote_prefills_computed": "Those of which this engine computed more than the end itself.",
     "records_corrupt": "Records found wrong; never served.",
     "store_quarantined": "Records taken out of the store because they were wrong.",
     "store_evicted_bytes": "Bytes evicted to keep the quota.",

@@ -148,6 +148,7 @@ class Lookup:
             hit = self._candidate(state, search.num_local, stop)
             if hit.num_slots <= self._pool.num_slots:
                 self._fetch(state, search, hit, known)
+                search.fetching_since = None  # what comes later has as much time of its own
 
     def _settle(self, state: RequestState, search: Search, known: int, num_tokens: int) -> bool:
         """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
@@ -250,7 +251,8 @@ class Lookup:
             if until < known:
                 search.miss = LookupMiss.SLOWER
             return until
-        if search.fetching_since is not None or not self.policy.is_any_slow:
+        is_begun = search.fetching_since is not None or search.fetched
+        if is_begun or not self.policy.is_any_slow:
             return known
         keys, first = state.keys.keys, search.num_local // self._chunk
         parts = [
@@ -342,9 +344,6 @@ class Lookup:
         if search.fetching_since is None:
             search.fetching_since = now
             search.deadline = now + self.policy.wait_seconds(num_tokens)
-        elif state.handover is not None and now < state.handover.until:
-            # More has come from its producer.
-            search.deadline = now + self.policy.wait_seconds(num_tokens)
         self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)
@@ -396,11 +395,12 @@ class Lookup:
     def _learn(self, search: Search, late: set[str]) -> None:
         """The search settled: tell the policy how fast the tiers brought what is promised, and
         which of them were `late`."""
-        if search.fetching_since is None:
+        if not search.fetched:
             return
         for slow in late:
             tokens = self._chunk * sum(each == slow for each in search.fetched.values())
-            self.policy.saw_slow_load(slow, tokens, self._clock() - search.fetching_since)
+            since = search.fetching_since or 0.0  # nothing is late before
+            self.policy.saw_slow_load(slow, tokens, self._clock() - since)
         loads: dict[str, tuple[int, float]] = {}
         for slot in search.pinned:
             tier = search.fetched.get(slot.key)

@@ -83,7 +83,8 @@ class Search:
             end only, so the last one is still filling.
         fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
             that has them.
-        fetching_since: when its fetches began; None if there were none.
+        fetching_since: when its fetches began; None if there were none, and while another engine
+            is still to bring more.
         deadline: when its fetches must have ended.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while everything is.

@@ -181,6 +181,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not request.extra_keys.cacheable and num_external_tokens <= 0:
             self._accounts.not_cacheable(request)
             return
+        self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
@@ -375,6 +376,7 @@ class SharedStorageScheduler(SchedulerRole):
         self.audits.begin_epoch()
         self._end_recent()
         self.pool.clear()
+        self._handovers.early.clear()
         self.requests.begin_epoch()
         self.saves.switch_namespace(self.requests.namespace)
         if self._announcer is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
-from kvferry.store.file.fileio import DirectIO
-from kvferry.store.file.store import FileSettings, FileStore
+from kvferry.store.file.fileio import DirectIO, FileSettings
+from kvferry.store.file.store import FileStore
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.memory import MemoryOptions
 

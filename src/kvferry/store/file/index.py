@@ -11,6 +11,7 @@ machine, on that machine's own disk, because locks of network file systems are u
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
 import sqlite3
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
@@ -480,3 +482,10 @@ class Index:
             yield db
             if writes:
                 self._read_totals(db)
+
+
+def private_index(root: str) -> Path:
+    """Where this machine keeps the index of a directory that machines share."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    return Path(cache) / "kvferry" / "index" / f"{name}.sqlite3"

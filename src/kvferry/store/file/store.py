@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,8 +31,14 @@ from kvferry.store.expected import ExpectedKeys
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
-from kvferry.store.file.fileio import DirectIO, OpenRecord, as_views, write_all
-from kvferry.store.file.index import NO_QUOTA, PAUSE_SECONDS, Index, KnownKeys
+from kvferry.store.file.fileio import FileSettings, OpenRecord, as_views, write_all
+from kvferry.store.file.index import (
+    NO_QUOTA,
+    PAUSE_SECONDS,
+    Index,
+    KnownKeys,
+    private_index,
+)
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.kind import StoreUrl
 from kvferry.types import ChunkKey
@@ -48,28 +52,6 @@ ROOM_SECONDS = 2.0
 _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
 _Found = TypeVar("_Found")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSettings:
-    """What few who open a directory change.
-
-    Attributes:
-        create: make it a store if it is absent or empty.
-        direct_io: "auto" reads past the page cache what is not in it; "off" never does.
-        index: know what is stored. Without, `contains` finds nothing.
-        index_file: the database, if not in the directory itself. On a network mount the default is
-            this user's cache directory, one index per machine.
-        clock: monotonic seconds.
-        wall: seconds since the epoch.
-    """
-
-    create: bool = True
-    direct_io: DirectIO = "auto"
-    index: bool = True
-    index_file: Path | None = None
-    clock: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
 
 
 class _Writing(NamedTuple):
@@ -110,7 +92,7 @@ class FileStore(Store):
         read_only: bool = False,
         observer: Observer | None = None,
         background: bool = True,
-        settings: FileSettings = FileSettings(),  # frozen
+        settings: FileSettings = FileSettings(),  # noqa: B008  # frozen
     ) -> None:
         """Open a store; returns before all that it holds is known.
 
@@ -142,7 +124,6 @@ class FileStore(Store):
             self.index, compares = self._open_index(file, machines_share, settings.wall)
         except OSError as error:
             raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
-        self._expected = ExpectedKeys(self._known.contains, self._look_for, settings.clock)
         self.upkeep = Upkeep(
             self.index,
             self._faults,
@@ -151,6 +132,7 @@ class FileStore(Store):
             changes=not self.is_read_only,
             compares=compares,
         )
+        self._expected = ExpectedKeys(self._known.contains, self.upkeep.look_for, settings.clock)
         if background:
             self.upkeep.start()
 
@@ -165,7 +147,7 @@ class FileStore(Store):
     ) -> tuple[Index, bool]:
         """The index, and whether this process compares it with the directory all the time."""
         if file is None and machines_share:
-            file = _private_index(self.directory.root)
+            file = private_index(self.directory.root)
         path = f"{self.directory.root}/index.sqlite3" if file is None else str(file)
         make = partial(
             Index, directory=self.directory, known=self._known, observer=self._faults.observer
@@ -328,11 +310,6 @@ class FileStore(Store):
 
     def awaits(self, key: ChunkKey) -> bool:
         return self._expected.awaits(key)
-
-    def _look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
-        for keys in prompts:
-            self.upkeep.probe(keys)
-        return True
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:
@@ -518,9 +495,3 @@ class FileStore(Store):
         if self._known.contains(key):
             self._known.discard(key)
             self.probe([key])
-
-
-def _private_index(root: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return Path(cache) / "kvferry" / "index" / f"{name}.sqlite3"

@@ -38,6 +38,10 @@ FIRST_BATCH = 32
 """Keys of a prompt in the first question. Each further question has twice as many; a question
 without a hit is the last one."""
 
+FIRST_EXPECTED = 4
+"""The same for keys that are asked for again and again, as they are stored one by one: a bucket
+answers for each key on its own."""
+
 CLOSE_SECONDS = 2.0
 
 
@@ -177,7 +181,7 @@ class ServerKeys:
             while True:
                 questions.append(self._waiting.popleft())
         try:
-            self.ask([each.keys for each in questions])
+            self._ask_of([each.keys for each in questions], FIRST_BATCH)
         finally:
             for keys, mark in questions:
                 for key in keys:
@@ -185,9 +189,13 @@ class ServerKeys:
                         self._asked.pop(key, None)
 
     def ask(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
-        """Ask the server for the first keys of each prompt, and for further ones of those of which
-        it has some. False if it failed. Blocks on I/O."""
-        waiting, start, count = prompts, 0, FIRST_BATCH
+        """Ask the server again for keys that are expected. False if it failed. Blocks on I/O."""
+        return self._ask_of(prompts, FIRST_EXPECTED)
+
+    def _ask_of(self, prompts: Sequence[Sequence[ChunkKey]], count: int) -> bool:
+        """Ask for the first `count` keys of each prompt, and for further ones of those of which the
+        server has some."""
+        waiting, start = prompts, 0
         try:
             while waiting:
                 batches = [keys[start : start + count] for keys in waiting]

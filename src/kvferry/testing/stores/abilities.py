@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,10 @@ def _scan(store: Store) -> dict[bytes, Entry]:
     by_key: dict[bytes, Entry] = {entry.key: entry for entry in entries}
     assert len(by_key) == len(entries), "a key was listed twice"
     return by_key
+
+
+def _is_known(store: Store, key: ChunkKey) -> bool:
+    return store.contains(key) is True
 
 
 class ScanTests(StoreHooks):
@@ -138,7 +143,7 @@ class ProbeTests(StoreHooks):
             assert not reader.awaits(make_key(7))
             for key in keys:  # one after the other: the next is looked for, too
                 writer.put(key, [b"value"])
-                wait_until(lambda key=key: reader.contains(key), "it comes", self.patience_seconds)
+                wait_until(partial(_is_known, reader, key), "it comes", self.patience_seconds)
 
     def test_nothing_is_awaited_beyond_its_time(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as reader:

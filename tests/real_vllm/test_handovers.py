@@ -1,0 +1,92 @@
+"""One engine prefills, another decodes, over a directory that both share; the parameters are those
+of vLLM's toy_proxy_server.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.harness import (
+    Engine,
+    Oracle,
+    Process,
+    assert_same,
+    expected_hit,
+    kvferry,
+    records,
+    wait_for_records,
+)
+
+TOY_PROXY = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+WRITTEN_BY_CLIENTS: list[Any] = [
+    {"do_remote_prefill": True, "remote_block_ids": []},
+    {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": [1]},
+    {"do_remote_prefill": True, "do_remote_decode": True, "remote_num_tokens": "9"},
+    {"do_remote_prefill": True, "kvferry": {"v": 7}},
+    {"remote_kv_source": {"remote_host": 5}},
+]
+"""Some of these stop an engine with NixlConnector."""
+
+
+def ask(prompt: list[int], params: Any, **more: Any) -> dict[str, Any]:
+    extra = {"extra_args": {"kv_transfer_params": params}}
+    return {"token_ids": prompt, "sampling": {**extra, **more}}
+
+
+def prefill(engine: Engine, prompts: list[list[int]]) -> list[Any]:
+    """The parameters of the answers."""
+    answers = engine.generate([ask(prompt, TOY_PROXY) for prompt in prompts], max_tokens=1)
+    assert [answer.reason for answer in answers] == ["length"] * len(prompts)
+    return [answer.params for answer in answers]
+
+
+def test_a_prompt_prefilled_in_one_engine_is_decoded_in_another_as_by_one(
+    tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (50, 300, 385, 777)]
+    other = make_prompt(300)
+    own, [own_other] = oracle(prompts), oracle([other])
+    model, store = models["plain"], kvferry(tmp_path)
+    with first.engine(model, {**store, "kv_role": "kv_producer"}) as prefiller:
+        given = prefill(prefiller, prompts)
+        assert [params["kvferry"]["chunks"] for params in given] == [0, 2, 3, 6]
+        assert prefill(prefiller, prompts[:1])[0]["do_remote_prefill"] is True
+    num_stored = len(wait_for_records(tmp_path, 11))
+    with second.engine(model, {**store, "kv_role": "kv_consumer"}, block_size=32) as decoder:
+        pairs = list(zip(prompts, given, strict=True))
+        warm = decoder.generate([ask(*pair) for pair in pairs])
+        assert_same(own, warm)
+        hits = [expected_hit(len(prompt), block=32) for prompt in prompts]
+        # What vLLM reports as cached is, after a remote prefill, what the prefill found cached.
+        assert warm.external == sum(hits)
+        assert warm.counted("remote_prefills_total") == len(prompts)
+        assert warm.counted("remote_prefills_computed") == 0
+        assert len(records(tmp_path)) == num_stored, "a consumer stores nothing of its own"
+        # Nothing ever comes of the first: it is computed after the deadline.
+        strange = [{"do_remote_prefill": True}, *WRITTEN_BY_CLIENTS]
+        said = decoder.generate([ask([*other, n], params) for n, params in enumerate(strange)])
+        assert all(answer.reason == "length" for answer in said)
+        assert said.counted("remote_prefills_computed") == 1
+        [alone] = decoder.generate([other])
+        assert_same([own_other], [alone])
+        children = decoder.generate([ask(prompts[2], given[2], n=2, temperature=1.0)])
+        assert children.counted("remote_prefills_total") == 2
+        assert {answer.reason for answer in children} == {"length"}
+        gone = ask(make_prompt(300), {"do_remote_prefill": True})
+        decoder.generate([{**gone, "abort_after": steps} for steps in (0, 3)])
+        assert decoder.metrics()["vllm:kv_cache_usage_perc"] == 0
+        for answers in warm, said:
+            assert answers.counted("hook_failed", "contract_violation") == 0
+    log = second.log.read_text(errors="replace")
+    assert "prefilled by another engine" in log
+    assert "not_produced" in log

@@ -1,0 +1,89 @@
+"""What looks for keys that a producer makes."""
+
+from __future__ import annotations
+
+import threading
+
+from kvferry.store.expected import MAX_PROMPTS, ExpectedKeys
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import make_key, wait_until
+
+
+class Medium:
+    """Keys appear when the test says so, and are known once they were looked for."""
+
+    def __init__(self) -> None:
+        self.there: set[bytes] = set()
+        self.known: set[bytes] = set()
+        self.looks: list[list[tuple[bytes, ...]]] = []
+        self.fails = False
+
+    def look(self, prompts):
+        self.looks.append(list(prompts))
+        self.known |= self.there & {key for keys in prompts for key in keys}
+        return not self.fails
+
+    def expected(self, clock) -> ExpectedKeys:
+        return ExpectedKeys(lambda key: key in self.known, self.look, clock)
+
+
+KEYS = [make_key(number) for number in range(3)]
+
+
+def test_only_what_has_not_come_is_looked_for_and_then_nothing():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    expected.add(KEYS, clock() + 60)
+    medium.there.update(KEYS[:2])
+    wait_until(lambda: [tuple(KEYS[2:])] in medium.looks, "the last key alone is looked for")
+    medium.there.update(KEYS)
+    wait_until(lambda: not expected._is_looking, "nothing is looked for")
+    assert expected.awaits(KEYS[0]), "a key that came is not taken for one that never comes"
+    num_looks = len(medium.looks)
+    expected.add(KEYS, clock() + 60)
+    assert len(medium.looks) == num_looks
+    expected.close()
+
+
+def test_the_time_of_a_key_is_over():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    expected.add(KEYS, clock() + 60)
+    expected.add(KEYS, clock() + 30)  # another request, with less patience
+    clock.advance(59)
+    assert expected.awaits(KEYS[0])
+    clock.advance(2)
+    assert not expected.awaits(KEYS[0])
+    wait_until(lambda: not expected._is_looking, "nothing is looked for")
+    expected.close()
+
+
+def test_nothing_is_awaited_of_a_medium_that_fails():
+    medium, clock = Medium(), FakeClock()
+    medium.fails = True
+    expected = medium.expected(clock)
+    expected.add(KEYS, clock() + 60)
+    wait_until(lambda: not expected._is_looking, "nothing is looked for")
+    assert not expected.awaits(KEYS[0])
+    assert len(medium.looks) == 1
+    expected.close()
+
+
+def test_a_flood_of_prompts_has_a_bound():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    for number in range(MAX_PROMPTS + 10):
+        expected.add([make_key(number)], clock() + 60)
+    assert expected.awaits(make_key(0))
+    assert not expected.awaits(make_key(MAX_PROMPTS + 5))
+    expected.close()
+
+
+def test_closing_ends_the_thread():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    expected.add(KEYS, clock() + 60)
+    expected.close()
+    expected.close()
+    expected.add([make_key(9)], clock() + 60)
+    assert not any(t.name.startswith("kvferry-expect") for t in threading.enumerate())
