@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -51,31 +49,13 @@ class MyConnector(KVConnectorBase_V1):
 """
 
 
-def _python(*arguments: str, cwd: Path) -> str:
+def _python(*arguments: str | Path, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:kvferry", *arguments],
         cwd=cwd, env=os.environ | {"HOME": str(cwd)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture
-def run_here(place, monkeypatch, capsys) -> Callable[[str], str]:
-    """Runs code in this process, as a script that somebody started at `place`; what it prints."""
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("HOME", str(place))
-    monkeypatch.syspath_prepend(place)
-
-    def run(code: str) -> str:
-        capsys.readouterr()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", category=DeprecationWarning, module="kvferry")
-            exec(compile(code, "<page>", "exec"), {"__name__": "__main__"})
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +78,20 @@ def blocks_of(page: Path) -> list[str]:
 def test_the_code_of_the_readme_runs_and_its_second_run_reads(place, run_here):
     [generate] = blocks_of(ROOT / "README.md")
     look, count = blocks_of(ROOT / "docs/stores.md")
-    first = run_here(generate)
+    first = run_here(generate, cwd=place)
     second = _python("-c", generate, cwd=place)
     assert first.startswith("0 of ")
     tokens = int(re.match(r"(\d+) of", second)[1])
     assert tokens > 0
     assert tokens % 128 == 0
-    listed = run_here(look).splitlines()
+    listed = run_here(look, cwd=place).splitlines()
     assert len(listed) >= tokens // 128
     assert "0 [3, 4, 128, 16]" in listed
     shown = (
         "from prometheus_client import generate_latest\nprint(generate_latest(REGISTRY).decode())"
     )
-    [looked_up] = re.findall(r"\nkvferry_lookup_tokens_total (\d\S*)", run_here(count + shown))
+    counted = run_here(count + shown, cwd=place)
+    [looked_up] = re.findall(r"\nkvferry_lookup_tokens_total (\d\S*)", counted)
     assert float(looked_up) >= 128
 
 
@@ -119,7 +100,7 @@ def test_the_code_of_the_readme_runs_and_its_second_run_reads(place, run_here):
 def test_the_code_of_the_engine_pages_runs(place, run_here, page):
     [code] = blocks_of(ROOT / "docs" / page)
     (place / "my_package.py").write_text(CONNECTOR)
-    assert run_here(code.replace("/var/cache", str(place / "cache"))).strip()
+    assert run_here(code.replace("/var/cache", str(place / "cache")), cwd=place).strip()
 
 
 def test_no_other_page_has_code_that_is_not_run():
@@ -129,24 +110,24 @@ def test_no_other_page_has_code_that_is_not_run():
 
 
 @pytest.mark.slow
-def test_the_examples_run(place):
+def test_the_examples_run(place, run_here):
     examples = ROOT / "examples"
     store = place / "example store"
-    reuse = (str(examples / "reuse_across_processes.py"), "path/to/model", store.as_uri())
+    reuse = (examples / "reuse_across_processes.py", "path/to/model", store.as_uri())
     hits: list[int] = []
     while len(hits) < 16 and max(hits, default=0) == 0:  # some first hits are computed, to compare
-        out = _python(*reuse, cwd=place)
+        out = run_here(*reuse, cwd=place)  # starts processes of its own
         hits += [int(number) for number in re.findall(r"(\d+) read from the store", out)]
     assert hits[0] == 0
-    assert hits[-1] >= 128
-    command = (str(examples / "transformers_generate.py"), "path/to/model", store.as_uri())
-    for run in range(2):
-        out = _python(*command, cwd=place)
+    assert max(hits) >= 128
+    command = (examples / "transformers_generate.py", "path/to/model", store.as_uri())
+    for run in (run_here, _python):
+        out = run(*command, cwd=place)
         hits = [int(number) for number in re.findall(r"(\d+) read from the store", out)]
         # The engine above computed the document with the first question.
         assert min(hits) >= 128, run
     record = next((store / "records").glob("*/*.safetensors"))
-    out = _python(str(examples / "open_a_record.py"), str(record), cwd=place)
+    out = run_here(examples / "open_a_record.py", str(record), cwd=place)
     assert "kv.0: F32 [3, 4, 128, 16]" in out
     assert "layer 0: rms of K" in out
 

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from kvferry.store.memory import MemoryStore, _Value
+from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import (
     ScanTests,
     StoreTests,
     store_machine,
 )
+from tests.store.memory_hooks import MemoryHooks
 
 
-class TestMemoryStore(ScanTests, StoreTests):
+class TestMemoryStore(MemoryHooks, ScanTests, StoreTests):
     def make_store(self, tmp_path, **options):
         return MemoryStore(tmp_path.name, **options)
-
-    def poke(self, store, key, value):
-        store.delete(key)  # keeps the counts: there is nothing behind a dict
-        if value is not None:
-            store._values[key] = _Value(value, 0.0)
-            store._used_bytes += len(value)
-
-    def peek(self, store, key):
-        value = store._values.get(key)
-        return None if value is None else value.content
 
 
 class TestWrappedStore(TestMemoryStore):

@@ -13,6 +13,7 @@ from kvferry.errors import StoreError
 from kvferry.store.base import Entry, PutResult
 from kvferry.store.memory import MemoryStore, _Value, copy_ranges
 from kvferry.testing.stores import ScanTests, StoreTests, make_key, store_machine
+from tests.store.memory_hooks import MemoryHooks
 
 
 class Overwriting(MemoryStore):
@@ -178,7 +179,7 @@ class ScanningDiscarded(MemoryStore):
         return iter([*super().scan(), Entry(make_key(0), 5, 0.0)])
 
 
-class Suite(ScanTests, StoreTests):
+class Suite(MemoryHooks, ScanTests, StoreTests):
     patience_seconds = 0.2
 
     def __init__(self, store_type):
@@ -186,16 +187,6 @@ class Suite(ScanTests, StoreTests):
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
         return self.store_type(tmp_path.name, max_bytes, observer)
-
-    def poke(self, store, key, value):
-        MemoryStore.delete(store, key)
-        if value is not None:
-            store._values[key] = _Value(value, 0.0)
-            store._used_bytes += len(value)
-
-    def peek(self, store, key):
-        value = store._values.get(key)
-        return None if value is None else bytes(value.content)
 
 
 def run_test(suite, name, tmp_path, *arguments):

@@ -21,6 +21,7 @@ from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.adapters.transformers.recompute import CachedChunk, Recomputer
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
+from kvferry.testing.stores.hooks import wait_until
 from tests.adapters.transformers.generating import (
     CHUNK,
     RecordWriter,
@@ -321,8 +322,7 @@ def test_what_was_computed_again_in_time_is_stored(load_model, store_url):
 
         def compute_until_the_deadline(rows, into):
             writer.host.compute(rows, into)
-            while time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: time.monotonic() >= deadline, "the deadline")
             return True
 
         late = Recomputer(writer.host, writer.rows, Counters(), compute_until_the_deadline)

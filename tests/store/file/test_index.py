@@ -402,7 +402,7 @@ def settle(store: FileStore, root: Path, *, on_disk: bool = True) -> None:
         return True
 
     try:
-        wait_until(is_right, "the store is right again")
+        wait_until(is_right, "the store is right again", interval=0.05)
     except AssertionError as late:
         raise late from errors[-1]
 
@@ -493,7 +493,7 @@ def wait_for_a_full_listing(root: Path) -> None:
             return listed == {path.name[:64] for path in root.glob("records/*/*")}
         return False
 
-    wait_until(lists_all, "all records are listed")
+    wait_until(lists_all, "all records are listed", interval=0.05)
 
 
 @each_damage

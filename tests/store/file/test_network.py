@@ -66,7 +66,7 @@ def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path, monke
         assert one.wait_indexed(30)
         assert other.wait_indexed(30)
         slowest = 0.0
-        for number in range(5):
+        for number in range(2):  # there and back
             writer, reader = (one, other) if number % 2 else (other, one)
             assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
             started = time.monotonic()

@@ -60,13 +60,17 @@ def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, patience: float = PATIENCE_SECONDS
+    condition: Callable[[], bool],
+    what: str,
+    patience: float = PATIENCE_SECONDS,
+    *,
+    interval: float = 0.005,
 ) -> None:
-    """Poll until `condition` holds; fails after `patience` seconds."""
+    """Ask every `interval` seconds until `condition` holds; fails after `patience` seconds."""
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
-        time.sleep(0.005)
+        time.sleep(interval)
 
 
 def run_together(*actions: Callable[[], object]) -> None:
