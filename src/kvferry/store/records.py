@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
@@ -116,6 +116,14 @@ class Batch(Generic[R]):
             self._changed.notify_all()
 
 
+class _Named(NamedTuple):
+    """A record as it was asked for: the client's namespace may change meanwhile."""
+
+    schema: RecordSchema
+    key: ChunkKey
+    first_token: int
+
+
 class RecordClient:
     """Reads and writes of many records of one schema, on `io_threads` threads for each direction.
 
@@ -168,6 +176,10 @@ class RecordClient:
         self._store.probe(keys)
         return [self._store.contains(key) for key in keys]
 
+    def switch_namespace(self, schema: RecordSchema) -> None:
+        """Read and write records of another namespace from now on; sizes stay as they are."""
+        self._schema = schema
+
     # ---- reading
 
     def get(
@@ -182,7 +194,8 @@ class RecordClient:
         """
         batch: Batch[MissReason] = Batch(len(keys))
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
-            read = partial(self._read, batch, place, (key, first_token), land, deadline)
+            named = _Named(self._schema, key, first_token)
+            read = partial(self._read, batch, place, named, land, deadline)
             self._submit(self._readers, batch, place, read, MissReason.IO_ERROR)
         return batch
 
@@ -190,7 +203,7 @@ class RecordClient:
         self,
         batch: Batch[MissReason],
         place: int,
-        at: tuple[ChunkKey, int],
+        named: _Named,
         land: Land,
         deadline: float,
     ) -> None:
@@ -199,12 +212,12 @@ class RecordClient:
             return
         image = self._new_image()
         read = RecordRead(
-            key=at[0],
-            first_token=at[1],
-            head=image[: self._schema.head_bytes],
+            key=named.key,
+            first_token=named.first_token,
+            head=image[: named.schema.head_bytes],
             rows=[(rows, image[start:stop]) for rows, start, stop in self._parts()],
         )
-        reason = read_record(self._store, self._schema, read, self._observer, deadline)
+        reason = read_record(self._store, named.schema, read, self._observer, deadline)
         kept = False
 
         def copy() -> None:
@@ -287,7 +300,8 @@ class RecordClient:
         """Hash and store records that `fill` fills; `deadline` as of `get`."""
         batch: Batch[PutResult] = Batch(len(keys))
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
-            write = partial(self._copy_and_write, batch, place, (key, first_token), fill, deadline)
+            named = _Named(self._schema, key, first_token)
+            write = partial(self._copy_and_write, batch, place, named, fill, deadline)
             self._submit(self._writers, batch, place, write, PutResult.FAILED)
         return batch
 
@@ -295,7 +309,7 @@ class RecordClient:
         self,
         batch: Batch[PutResult],
         place: int,
-        at: tuple[ChunkKey, int],
+        named: _Named,
         fill: Fill,
         deadline: float,
     ) -> None:
@@ -303,14 +317,14 @@ class RecordClient:
         if not batch.has_ended(place):
             image = self._new_image()
             if batch.copy(place, partial(fill, place, image)):
-                self._write(batch, place, at, image, deadline)
+                self._write(batch, place, named, image, deadline)
             self._spare.append(image)
 
     def _write(
         self,
         batch: Batch[PutResult],
         place: int,
-        at: tuple[ChunkKey, int],
+        named: _Named,
         image: memoryview,
         deadline: float,
     ) -> None:
@@ -319,8 +333,9 @@ class RecordClient:
             leaf_digests(self._schema.components[rows.component], image[start:stop])
             for rows, start, stop in self._parts()
         )
-        schema = self._schema
-        result = put_record(self._store, schema, *at, digests, image, deadline)
+        result = put_record(
+            self._store, named.schema, named.key, named.first_token, digests, image, deadline
+        )
         self._observer.count(f"put_{result}")
         if result is PutResult.STORED:
             self._observer.count("saved_bytes", len(image))
@@ -340,7 +355,8 @@ class RecordClient:
                 break
             key, first_token, image = found
             batch: Batch[PutResult] = Batch(1)
-            write = partial(self._write, batch, 0, (key, first_token), image, NO_DEADLINE)
+            named = _Named(self._schema, key, first_token)
+            write = partial(self._write, batch, 0, named, image, NO_DEADLINE)
             self._submit(self._writers, batch, 0, write, PutResult.FAILED)
             self._writes.append(batch)
         return self._num_stored

@@ -13,6 +13,9 @@ spec.py       vLLM's configuration as an `EngineSpec`, its tensors in a layout o
 request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events
+tier.py       a tier of vLLM's own offloading: the class, its options
+tier_rows.py  what it does: look-ups, jobs, each reported once
+tier_identity.py  what gives vLLM's block hashes and rows their meaning
 """
 
 from __future__ import annotations

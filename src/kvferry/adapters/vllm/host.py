@@ -148,3 +148,24 @@ def _module(name: str) -> Any:  # noqa: ANN401 - a host's module, or None
 
 def _on_cpu() -> bool:
     return bool(import_module("vllm.platforms").current_platform.is_cpu())
+
+
+def constructing_config() -> Any:  # noqa: ANN401 - a `VllmConfig`, or None
+    """The configuration of the engine whose connector is being constructed in this thread; None if
+    there is none.
+
+    vLLM hands a tier names and sizes, but neither the running model's configuration nor where its
+    weights are. The connector that constructs the tier has them: it is among this call's callers.
+    """
+    current = getattr(_module("vllm.config"), "get_current_vllm_config_or_none", None)
+    config = None if current is None else current()
+    frame = inspect.currentframe()
+    while config is None and frame is not None:
+        is_connector = any(
+            base.__name__ == "KVConnectorBase_V1"
+            for base in type(frame.f_locals.get("self")).__mro__
+        )
+        if is_connector and frame.f_code.co_name == "__init__":
+            config = frame.f_locals.get("vllm_config")
+        frame = frame.f_back
+    return config

@@ -1,0 +1,326 @@
+"""kvferry as a tier of vLLM's own offloading (vLLM 0.29 and later).
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 10737418240, "blocks_per_chunk": 8,
+            "secondary_tiers": [{"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier",
+                "store": "file:///var/cache/kvferry?max_bytes=200GiB"}]}}'
+
+vLLM copies between the GPU and host memory; this keeps rows of that memory, verified. Importing
+this imports vLLM.
+"""
+
+# ruff: noqa: ANN401 - configurations and contexts are the host's
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.version import __version__
+
+from kvferry.adapters.vllm.host import constructing_config, load_host
+from kvferry.adapters.vllm.metrics import PREFIX
+from kvferry.adapters.vllm.tier_identity import rows_namespace
+from kvferry.adapters.vllm.tier_rows import Finished, TierRows
+from kvferry.config import build_config, check_cache_options, format_size
+from kvferry.errors import ConfigError
+from kvferry.keys import Namespace
+from kvferry.observe import Counters
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Store
+from kvferry.store.recordio import value_check
+from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+
+logger = logging.getLogger("vllm.kvferry")
+
+INDEX_SECONDS = 5.0
+"""How long start-up waits for the store to list its records; look-ups before that may miss."""
+
+CLOSE_SECONDS = 5.0
+"""How long shutdown waits for threads; vLLM's memory is left alone from its beginning on."""
+
+EVENTS = f"{PREFIX}_tier_events"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """The options of a tier, beside those of vLLM.
+
+    Attributes:
+        store: URL of the store, or those of several tiers of it, nearest first.
+        load_timeout_seconds: chunks that have not arrived after this time are recomputed.
+        start_timeout_seconds: how long an engine's start waits for the store to open.
+        io_threads: threads for loads, and as many for stores.
+        tenant: keeps its records apart from those of every other tenant.
+        weights_version: name of the weights, for engines whose weights change in place.
+        identity: "name" lets the model's name stand for weights that are not on disk.
+    """
+
+    store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
+    load_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 10.0
+    io_threads: int = 4
+    tenant: str = ""
+    weights_version: str | None = None
+    identity: Literal["content", "name"] = "content"
+
+    def __post_init__(self) -> None:
+        check_cache_options(
+            1,
+            self.io_threads,
+            "off",
+            load_timeout_seconds=self.load_timeout_seconds,
+            start_timeout_seconds=self.start_timeout_seconds,
+        )
+
+
+def guarded(answer: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Keep faults of a hook from the engine's core: count and log them, and return `answer()`."""
+
+    def wrap(hook: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(hook)
+        def call(self: KVFerryTier, *args: Any) -> R:
+            try:
+                return hook(self, *args)
+            except Exception:  # the host boundary
+                self.counters.count("hook_failed")
+                logger.exception("kvferry: %s failed", hook.__name__)
+                found: R = answer()
+                return found
+
+        return call
+
+    return wrap
+
+
+class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed for mypy
+    """A `SecondaryTierManager` on a store of kvferry. Constructed by vLLM, in the process of its
+    scheduler, whose thread calls everything.
+
+    Attributes:
+        counters: what happened since the last `get_stats`.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Raises ConfigError for an option, a store or a model that cannot be used."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        config = build_config(TierOptions, options, where=f"secondary tier {tier_type}")
+        self.counters = Counters()
+        flat = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
+        rows = flat.reshape(-1, self._block_size_bytes)
+        namespace = self._namespace(config)
+        schema = RecordSchema.for_rows(
+            namespace=namespace.digest,
+            chunk_tokens=_chunk_tokens(namespace),
+            row_bytes=self._block_size_bytes,
+        )
+        refuse_small_quota(config.store, schema.record_bytes)
+        store = _open_store(config, namespace, schema, self.counters)
+        store.wait_indexed(INDEX_SECONDS)
+        self._rows = TierRows(
+            store,
+            schema,
+            rows,
+            self.counters,
+            io_threads=config.io_threads,
+            load_seconds=config.load_timeout_seconds,
+        )
+        self._refused: list[int] = []  # jobs that could not be submitted
+        self._reports_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        logger.info(
+            "kvferry: tier in store %s; namespace %s of %s; %s per row",
+            store.url,
+            namespace.digest.hex()[:16],
+            namespace.title,
+            format_size(self._block_size_bytes),
+        )
+
+    def _namespace(self, config: TierOptions) -> Namespace:
+        vllm_config = constructing_config()
+        if vllm_config is None:
+            raise ConfigError(
+                "this vLLM shows its tiers no configuration of the engine, so the model cannot be "
+                "identified; use KVFerryConnector, or report the release"
+            )
+        return rows_namespace(
+            vllm_config,
+            self._offloading_spec.config,
+            load_host(),
+            str(__version__),
+            row_bytes=self._block_size_bytes,
+            tenant=config.tenant,
+            weights_version=config.weights_version,
+            by_name=config.identity == "name",
+        )
+
+    # ---- look-ups
+
+    @guarded(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        found = self._rows.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    @guarded(RequestOffloadingContext)
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    @guarded(lambda: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        self._rows.forget(req_context.req_id)
+
+    @guarded(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:
+        self._rows.flush()
+
+    @guarded(lambda: None)
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        self._rows.touch(keys)
+
+    # ---- jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._submit(
+            job_metadata, lambda keys, places: self._rows.store(job_metadata.job_id, keys, places)
+        )
+
+    def submit_load(self, job_metadata: Any) -> None:
+        request = job_metadata.req_context.req_id
+        self._submit(
+            job_metadata,
+            lambda keys, places: self._rows.load(job_metadata.job_id, keys, places, request),
+        )
+
+    def _submit(self, job: Any, submit: Callable[[list[bytes], Sequence[int]], None]) -> None:
+        """Every job is reported once, so that its rows are not pinned for ever."""
+        try:
+            submit(list(job.keys), [int(place) for place in job.chunk_ids])
+        except Exception:  # the host boundary
+            self.counters.count("hook_failed")
+            logger.exception("kvferry: a job of the tier failed")
+            self._refused.append(job.job_id)
+
+    @guarded(list)
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        refused, self._refused = self._refused, []
+        failed = [JobResult(job_id=job_id, success=False) for job_id in refused]
+        return failed + [_result(each) for each in self._rows.finished()]
+
+    @guarded(lambda: None)
+    def drain_jobs(self) -> None:
+        """VLLM drains when its cache is reset, as before its weights change: nothing that was
+        stored before is read from then on."""
+        self._rows.drain()
+        self._rows.begin_epoch(secrets.token_bytes(32))
+
+    @guarded(lambda: False)
+    def has_pending_work(self) -> bool:
+        return bool(self._refused) or self._rows.num_jobs > 0
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        self._rows.close(CLOSE_SECONDS)
+
+    # ---- what it tells
+
+    @guarded(list)
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        stored = self._rows.take_stored()
+        if not self._reports_events:
+            return []
+        told = ((stored, False), (self._rows.take_removed(), True))
+        return [self._event(keys, removed=removed) for keys, removed in told if keys]
+
+    def _event(self, keys: list[bytes], *, removed: bool) -> OffloadingEvent:
+        return OffloadingEvent(
+            keys=keys, medium=self.medium, removed=removed, locality=self.locality
+        )
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        text = "What kvferry counts in a tier, by name."
+        return {EVENTS: OffloadingCounterMetadata(documentation=text, labelnames=("event",))}
+
+    @guarded(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        counted = self.counters.pop_all()
+        if not counted:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, amount in counted.items():
+            if amount >= 0:
+                stats.increase_counter(EVENTS, amount, (name,))
+        return stats
+
+
+def _result(ended: Finished) -> JobResult:
+    return JobResult(
+        job_id=ended.job_id,
+        success=ended.success,
+        successful_keys=tuple(ended.right) or None,
+        transfer_time=ended.seconds,
+        transfer_bytes=ended.num_bytes,
+    )
+
+
+def _chunk_tokens(namespace: Namespace) -> int:
+    size = namespace.description["chunk_tokens"]
+    assert isinstance(size, int), "a namespace of rows has one"
+    return size
+
+
+def _open_store(
+    config: TierOptions, namespace: Namespace, schema: RecordSchema, counters: Counters
+) -> Store:
+    """The store, which may open later. Raises ConfigError where it cannot be used."""
+
+    def opened(url: str, *, may_create: bool = True) -> Store:
+        store = open_one(
+            url,
+            may_create=may_create,
+            observer=counters,
+            namespace=namespace.digest,
+            value_bytes=schema.record_bytes,
+        )
+        store.describe(namespace.digest, namespace.as_text())
+        return store
+
+    return open_tiers(
+        config.store,
+        counters,
+        opened,
+        check=value_check(schema),
+        start_seconds=config.start_timeout_seconds,
+    )

@@ -1,0 +1,174 @@
+"""The namespace of vLLM's rows: the model by content, and all that gives a block hash and the bytes
+of a row their meaning."""
+
+# ruff: noqa: ANN401 - configurations are the host's
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.adapters.vllm.host import Host, cpu_kernels
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, ModelIdentity, Namespace, opaque_namespace
+from kvferry.v1.running_model import local_model, model_identity
+
+logger = logging.getLogger("vllm.kvferry")
+
+_PICKLED = ("sha256", "xxhash")
+"""Hash algorithms that take a pickle, which differs between versions of Python."""
+
+
+def rows_namespace(
+    vllm_config: Any,
+    config: Any,
+    host: Host,
+    release: str,
+    *,
+    row_bytes: int,
+    tenant: str,
+    weights_version: str | None,
+    by_name: bool,
+) -> Namespace:
+    """The namespace of the rows that a vLLM hands to its tiers.
+
+    Args:
+        vllm_config: the whole configuration of the engine.
+        config: its `OffloadingConfig`.
+        release: of vLLM.
+        by_name: where weights are not found, the model's name stands for them.
+
+    Raises:
+        ConfigError: KV that cannot be identified.
+    """
+    found_no_weights = weights_version is None and local_model(vllm_config) is None
+    is_weak = by_name and found_no_weights
+    name = str(vllm_config.model_config.model)
+    if is_weak:
+        logger.warning(
+            "kvferry: the weights of %s are not on this machine's disk: its name stands for them, "
+            "so every model of this name shares these records",
+            name,
+        )
+    try:
+        identity = model_identity(
+            vllm_config, f"by name: {name}" if is_weak else weights_version, host.load_config
+        )
+    except ConfigError as error:
+        if not found_no_weights or is_weak:
+            raise
+        raise ConfigError(f'{error}; or set "identity": "name" to trust the name') from error
+    return _namespace(
+        identity,
+        {
+            "name": "vllm",
+            "release": ".".join(release.split(".")[:2]),
+            **_hashing(vllm_config),
+            **_chunking(config),
+            **_layout(vllm_config, config),
+            **_more(vllm_config, weights_version),
+        },
+        config,
+        row_bytes=row_bytes,
+        tenant=tenant,
+        by_name=is_weak,
+    )
+
+
+def _namespace(
+    identity: ModelIdentity,
+    host: Mapping[str, JsonValue],
+    config: Any,
+    *,
+    row_bytes: int,
+    tenant: str,
+    by_name: bool,
+) -> Namespace:
+    first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
+    return opaque_namespace(
+        identity,
+        host,
+        row_bytes=row_bytes,
+        chunk_tokens=first * config.cache.blocks_per_chunk,
+        tenant=tenant,
+        by_name=by_name,
+    )
+
+
+def _hashing(vllm_config: Any) -> dict[str, JsonValue]:
+    """What a block hash is made with."""
+    cache = vllm_config.cache_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("xxhash"):
+        seed = f"of this process: {secrets.token_hex(16)}"
+        logger.warning(
+            "kvferry: block hashes by %s have a random seed in each process, so nothing is shared "
+            "with another start; set PYTHONHASHSEED, or use sha256",
+            algorithm,
+        )
+    lookahead = [
+        getattr(place, "num_hash_lookahead_tokens", None) for place in (cache, vllm_config)
+    ]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {
+        "hash": algorithm,
+        "seed": seed,
+        "hash_lookahead_tokens": next((int(each) for each in lookahead if each is not None), 0),
+        "python": python if algorithm in _PICKLED else None,
+    }
+
+
+def _chunking(config: Any) -> dict[str, JsonValue]:
+    return {
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "groups": [
+            {"tokens_per_block": group.tokens_per_block, "layer_names": list(group.layer_names)}
+            for group in config.groups
+        ],
+    }
+
+
+def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
+    """In what order bytes stand in a row. Ranks do not matter where vLLM says so."""
+    parallel = config.parallel
+    is_replicated = bool(getattr(config, "replicated_layout", False))
+    ranks: JsonValue = None
+    if not (parallel.is_parallelism_agnostic or is_replicated):
+        names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        ranks = {name: int(getattr(parallel, name, 1)) for name in names}
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    sizes = {group.tokens_per_block for group in config.groups}
+    return {
+        "dtype": str(config.model.dtype),
+        "canonical": bool(getattr(config, "canonical_layout", False)),
+        "layout": str(getattr(config, "kv_cache_layout", None)),
+        "replicated": is_replicated,
+        "ranks": ranks,
+        "device": str(device),
+        "kernels": cpu_kernels(vllm_config, sizes) if device == "cpu" and sizes else None,
+    }
+
+
+def _more(vllm_config: Any, weights_version: str | None) -> dict[str, JsonValue]:
+    """What a hash names without its content, or leaves out."""
+    drafts = getattr(vllm_config, "speculative_config", None)
+    lora: str | None = None
+    if getattr(vllm_config, "lora_config", None) is not None and weights_version is None:
+        lora = secrets.token_hex(16)
+        logger.warning(
+            "kvferry: vLLM's block hashes name LoRA adapters without their content, so nothing is "
+            'shared with another start; set "weights_version" to a name that changes whenever an '
+            "adapter does"
+        )
+    items = getattr(vllm_config.model_config, "multimodal_config", None)
+    return {
+        "drafts": None if drafts is None else [str(drafts.method), str(drafts.model)],
+        "adapters": lora,
+        "items": None if items is None else repr(items),
+    }

@@ -1,0 +1,348 @@
+"""What a tier of vLLM does, apart from vLLM's types: rows under a host's keys, in a store of ours.
+
+The scheduler's thread calls all of this, once for each chunk or step, and does no I/O: it asks
+memory, submits batches and polls them. I/O threads copy between the host's rows and images of ours,
+and only while the job is not given up, so a job that was reported leaves its rows alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.keys import opaque_key
+from kvferry.observe import Observer
+from kvferry.record.check import MissReason
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import ASK_SECONDS, PutResult, Store
+from kvferry.store.records import Batch, RecordClient
+from kvferry.types import ChunkKey
+
+STORE_SECONDS = 30.0
+"""After this, a row that is not stored yet is given up, and vLLM may use its memory again."""
+
+DRAIN_SECONDS = 5.0
+"""How long a drain waits for rows under way before it gives them up."""
+
+MAX_KNOWN = 1 << 16
+"""Stored rows whose removal is still announced; what was stored before them is not watched."""
+
+_WATCHED_PER_STEP = 64
+
+
+class Finished(NamedTuple):
+    """A job that ended. `right` are the keys that were moved, in the order of the job."""
+
+    job_id: int
+    success: bool
+    right: Sequence[bytes]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """Rows under way."""
+
+    keys: Sequence[bytes]
+    request: str | None
+    """Of a load."""
+    batch: Batch[MissReason] | Batch[PutResult]
+    deadline: float
+    submitted: float
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a request until it ends.
+
+    Attributes:
+        keys: of records, by the host's keys.
+        asked: when the store was first asked about a key that it did not know.
+        missed: keys that were asked for in vain, or whose load failed: a host that is told of a hit
+            again would load it again, for ever.
+    """
+
+    keys: dict[bytes, ChunkKey] = field(default_factory=dict)
+    asked: dict[bytes, float] = field(default_factory=dict)
+    missed: set[bytes] = field(default_factory=set)
+
+
+class TierRows:
+    """The rows of one tier. Runs in: the host's scheduler thread, one call at a time.
+
+    Args:
+        store: closed with this.
+        schema: from `RecordSchema.for_rows`.
+        rows: the host's memory, `[num_rows, row_bytes]` of bytes.
+        load_seconds: after this, what has not arrived is reported as failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        schema: RecordSchema,
+        rows: np.ndarray,
+        observer: Observer,
+        *,
+        io_threads: int = 4,
+        load_seconds: float = 5.0,
+    ) -> None:
+        self._store = store
+        self._schema = schema
+        self._rows: np.ndarray | None = rows
+        self._observer = observer
+        self._client = RecordClient(store, schema, observer, io_threads, "kvferry-tier")
+        self._load_seconds = load_seconds
+        self._jobs: dict[int, _Job] = {}
+        self._finished: list[Finished] = []
+        self._requests: dict[str, _Request] = {}
+        self._learner = _Learner(store)
+        self._watch = _Watch(store)
+        self._stored: list[bytes] = []
+
+    # ---- look-ups
+
+    def lookup(self, key: bytes, request: str) -> bool | None:
+        """Whether a row is there; None: ask again in the next step, until `ASK_SECONDS` after the
+        first answer of this kind."""
+        known = self._requests.setdefault(request, _Request())
+        if key in known.missed or self._client.is_stalled:
+            return False
+        record = known.keys.get(key)
+        if record is None:
+            record = known.keys[key] = self._key(key)
+        if self._store.contains(record):
+            return True
+        asked = known.asked.get(key)
+        if asked is None:
+            known.asked[key] = time.monotonic()
+            found = self._learner.ask(record)
+        elif time.monotonic() >= asked + ASK_SECONDS:
+            found = False
+            self._observer.count("lookup_deadline")
+        else:
+            found = self._learner.answer(record)
+        if found is False:
+            known.missed.add(key)
+        return found
+
+    def flush(self) -> None:
+        """The step's look-ups are over: ask the store for what it does not know."""
+        self._learner.flush()
+
+    def forget(self, request: str) -> None:
+        """A request ended."""
+        self._requests.pop(request, None)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """These rows were used."""
+        self._store.touch([self._key(key) for key in keys])
+
+    def _key(self, key: bytes) -> ChunkKey:
+        return opaque_key(self._schema.namespace, key)
+
+    # ---- jobs
+
+    def store(self, job_id: int, keys: Collection[bytes], places: Sequence[int]) -> None:
+        """Store rows. Without I/O where the store takes none, or has them."""
+        wanted = [
+            (key, place)
+            for key, place in zip(keys, places, strict=True)
+            if not self._store.contains(self._key(key))
+        ]
+        head = self._schema.head_bytes
+
+        def fill(index: int, image: memoryview) -> None:
+            assert self._rows is not None, "closing gives every job up"
+            np.copyto(np.frombuffer(image, np.uint8)[head:], self._rows[wanted[index][1]])
+
+        now = time.monotonic()
+        deadline = now + STORE_SECONDS
+        batch: Batch[PutResult] = Batch(len(wanted))
+        if self._client.takes_values:
+            records = [self._key(key) for key, _ in wanted]
+            batch = self._client.put(records, [0] * len(records), fill, deadline)
+        else:
+            self._observer.count("stores_dropped", len(wanted))
+            batch.give_up(PutResult.FAILED)
+        self._add(job_id, _Job([key for key, _ in wanted], None, batch, deadline, now))
+
+    def load(
+        self, job_id: int, keys: Collection[bytes], places: Sequence[int], request: str
+    ) -> None:
+        """Fill rows. Each is verified before a byte of it is written."""
+        head = self._schema.head_bytes
+
+        def land(index: int, image: memoryview) -> bool:
+            # Not a reference of its own: a read that hangs must not keep the host's memory.
+            assert self._rows is not None, "closing gives every job up"
+            np.copyto(self._rows[places[index]], np.frombuffer(image, np.uint8)[head:])
+            return False
+
+        now = time.monotonic()
+        deadline = now + self._load_seconds
+        records = [self._key(key) for key in keys]
+        batch = self._client.get(records, [0] * len(records), land, deadline)
+        self._add(job_id, _Job(list(keys), request, batch, deadline, now))
+
+    def _add(self, job_id: int, job: _Job) -> None:
+        self._jobs[job_id] = job
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that are not reported yet."""
+        return len(self._jobs) + len(self._finished)
+
+    def finished(self) -> list[Finished]:
+        """The jobs that ended since the last call, each once. Those beyond their deadline end
+        now."""
+        now = time.monotonic()
+        for job_id, job in list(self._jobs.items()):
+            if not job.batch.poll() and now >= job.deadline:
+                self._give_up(job)
+            if job.batch.poll():
+                del self._jobs[job_id]
+                self._finished.append(self._result(job_id, job, now))
+        ended, self._finished = self._finished, []
+        return ended
+
+    def _give_up(self, job: _Job) -> None:
+        if job.request is None:
+            _end(job.batch, PutResult.FAILED)
+            self._observer.count("stores_late")
+            return
+        brought = any(job.batch.has_ended(place) for place in range(len(job.keys)))
+        _end(job.batch, MissReason.DEADLINE)
+        self._observer.count("loads_late")
+        if not brought:
+            self._client.note_stall()
+
+    def _result(self, job_id: int, job: _Job, now: float) -> Finished:
+        sound = (None,) if job.request is not None else (PutResult.STORED, PutResult.EXISTS)
+        pairs = list(zip(job.keys, job.batch.results, strict=True))
+        right = [key for key, result in pairs if result in sound]
+        if job.request is None:
+            self._stored += [key for key, result in pairs if result is PutResult.STORED]
+        elif len(right) < len(pairs):
+            self._observer.count("loads_failed", len(pairs) - len(right))
+            known = self._requests.get(job.request)
+            if known is not None:
+                known.missed.update(key for key, result in pairs if result not in sound)
+        return Finished(
+            job_id,
+            len(right) == len(pairs),
+            right,
+            now - job.submitted,
+            len(right) * (self._schema.record_bytes - self._schema.head_bytes),
+        )
+
+    # ---- events
+
+    def take_stored(self) -> list[bytes]:
+        """Keys of the rows that were stored since the last call; from now on, their removal is
+        watched."""
+        stored, self._stored = self._stored, []
+        for key in stored:
+            self._watch.add(self._key(key), key)
+        return stored
+
+    def take_removed(self) -> list[bytes]:
+        """Keys of watched rows that are gone; looks at a few of them."""
+        return self._watch.gone()
+
+    # ---- the end
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> None:
+        """Wait until no thread touches the host's rows: at most so long, and one copy. The results
+        stay for `finished`."""
+        self._settle(seconds)
+
+    def begin_epoch(self, namespace: bytes) -> None:
+        """Read and write under another namespace from now on, after a `drain`."""
+        self._schema = self._schema.with_namespace(namespace)
+        self._client.switch_namespace(self._schema)
+        self._requests.clear()
+        self._watch.clear()
+        self._stored.clear()
+
+    def _settle(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for job in self._jobs.values():
+            if not job.batch.wait(max(0.0, until - time.monotonic())):
+                self._give_up(job)
+        for job in self._jobs.values():
+            job.batch.wait(DRAIN_SECONDS)  # a copy under way; memory only
+
+    def close(self, seconds: float) -> None:
+        """Give up what is under way, wait up to `seconds` for threads, close the store."""
+        for job in self._jobs.values():
+            self._give_up(job)
+        self._settle(0.0)
+        self._rows = None
+        try:
+            self._client.close(seconds)
+        finally:
+            self._store.close()
+
+
+def _end(batch: Batch[MissReason] | Batch[PutResult], result: MissReason | PutResult) -> None:
+    give_up: Callable[[object], None] = batch.give_up  # type: ignore[assignment]  # of one kind
+    give_up(result)
+
+
+class _Learner:
+    """Asks a store about keys that it does not know, once a step where it has to ask its medium."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asks_medium = False
+        self._waiting: list[ChunkKey] = []
+
+    def ask(self, key: ChunkKey) -> bool | None:
+        """A first question: False, True, or None where the answer comes later."""
+        if self._asks_medium:
+            self._waiting.append(key)
+            return None
+        self._store.probe([key])
+        found = self._store.contains(key)
+        self._asks_medium = found is None
+        return found
+
+    def answer(self, key: ChunkKey) -> bool | None:
+        return self._store.contains(key)
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._store.probe(self._waiting)
+            self._waiting = []
+
+
+class _Watch:
+    """Stored rows, looked at in turn, so that the removal of each is noticed once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: deque[tuple[ChunkKey, bytes]] = deque(maxlen=MAX_KNOWN)
+
+    def add(self, record: ChunkKey, key: bytes) -> None:
+        self._known.append((record, key))
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def gone(self) -> list[bytes]:
+        """Those of the next few that are not in the store any more."""
+        gone = []
+        for _ in range(min(len(self._known), _WATCHED_PER_STEP)):
+            record, key = self._known.popleft()
+            if self._store.contains(record) is False:
+                gone.append(key)
+            else:
+                self._known.append((record, key))
+        return gone

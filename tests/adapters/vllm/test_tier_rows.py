@@ -1,0 +1,314 @@
+"""Rows of a host's tier: each job ends once, in time, and no wrong byte reaches a row."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.adapters.vllm.tier_rows import TierRows
+from kvferry.errors import StoreError
+from kvferry.observe import Counters
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import PutResult
+from kvferry.store.memory import MemoryStore
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
+
+ROW_BYTES = 1000
+NUM_ROWS = 8
+SCHEMA = RecordSchema.for_rows(namespace=bytes(32), chunk_tokens=16, row_bytes=ROW_BYTES)
+SECONDS = 60.0
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 36
+
+
+def content(number: int) -> np.ndarray:
+    return np.full(ROW_BYTES, number + 1, np.uint8)
+
+
+class Host:
+    """Memory of a host, and a tier behind it."""
+
+    def __init__(self, store, **options) -> None:
+        self.rows = np.zeros((NUM_ROWS, ROW_BYTES), np.uint8)
+        self.counts = Counters()
+        self.tier = TierRows(store, SCHEMA, self.rows, self.counts, io_threads=2, **options)
+        self.job = 0
+
+    def store(self, numbers) -> int:
+        places = range(len(numbers))
+        for place, number in zip(places, numbers, strict=True):
+            self.rows[place] = content(number)
+        return self._submit(self.tier.store, [key(each) for each in numbers], list(places))
+
+    def load(self, numbers, request="r") -> int:
+        self.rows[:] = 0
+        places = list(range(len(numbers)))[::-1]
+        return self._submit(self.tier.load, [key(each) for each in numbers], places, request)
+
+    def _submit(self, submit, *args) -> int:
+        self.job += 1
+        submit(self.job, *args)
+        return self.job
+
+    def ended(self):
+        """The next jobs that end."""
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            found = self.tier.finished()
+            if found:
+                return found
+            time.sleep(0.001)
+        raise AssertionError("no job ends")
+
+
+@pytest.fixture
+def host():
+    made = []
+
+    def make(store, **options):
+        made.append(Host(store, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.tier.close(SECONDS)
+
+
+@pytest.fixture
+def filled():
+    """A store with rows 0 to 3."""
+    store = MemoryStore()
+    one = Host(store)
+    one.store([0, 1, 2, 3])
+    (done,) = one.ended()
+    assert done.success
+    assert done.num_bytes == 4 * ROW_BYTES
+    return store
+
+
+def test_rows_are_found_and_brought(host, filled):
+    one = host(filled)
+    assert [one.tier.lookup(key(each), "r") for each in (0, 3, 4)] == [True, True, False]
+    job = one.load([0, 3])
+    (done,) = one.ended()
+    assert (done.job_id, done.success, done.right) == (job, True, [key(0), key(3)])
+    assert (one.rows[1] == content(0)).all()
+    assert (one.rows[0] == content(3)).all()
+    assert one.tier.finished() == []
+
+
+def test_a_failed_load_names_its_keys_and_is_a_miss_for_its_request(host, filled):
+    one = host(CorruptingStore(filled, damage=flip_bit(-1)))
+    assert one.tier.lookup(key(1), "r")
+    one.load([1, 5])
+    (done,) = one.ended()
+    assert (done.success, done.right) == (False, [])
+    assert not one.rows.any()
+    assert one.tier.lookup(key(1), "r") is False
+    one.tier.forget("r")
+    assert one.tier.lookup(key(1), "s") is False  # it was taken out
+    assert one.counts["loads_failed"] == 2
+
+
+def test_a_failed_load_is_not_promoted_again_though_the_store_seems_to_have_it(host, filled):
+    one = host(FailingStore(filled, operations=["read"]))
+    assert one.tier.lookup(key(1), "r")
+    one.load([1])
+    assert not one.ended()[0].success
+    assert one.tier.lookup(key(1), "r") is False
+    assert one.tier.lookup(key(1), "another") is True
+
+
+def test_a_hung_load_fails_in_time_and_its_rows_are_left_alone(host, filled):
+    gate = Gate()
+    one = host(StallingStore(filled, gate=gate, operations=["read"]), load_seconds=0.05)
+    assert one.tier.lookup(key(1), "r")
+    one.load([1, 2])
+    assert gate.wait_for_arrival()
+    (done,) = one.ended()
+    assert (done.success, done.right) == (False, [])
+    # The store is not asked again for a while.
+    assert one.tier.lookup(key(3), "another") is False
+    one.rows[:] = 9
+    gate.release()
+    one.tier.close(SECONDS)
+    assert (one.rows == 9).all()
+
+
+def test_a_store_that_takes_nothing_ends_a_job_at_once(host):
+    class Away(WrapperStore):
+        takes_values = False
+
+    one = host(Away(MemoryStore()))
+    one.store([1])
+    (done,) = one.tier.finished()
+    assert not done.success
+    assert one.counts["stores_dropped"] == 1
+
+
+def test_what_is_stored_already_is_not_stored_again(host, filled):
+    one = host(FailingStore(filled, operations=["put"]))
+    one.store([0, 1])
+    (done,) = one.ended()
+    assert done.success
+    assert one.tier.take_stored() == []
+
+
+def test_a_drain_ends_every_job(host, filled):
+    gate = Gate()
+    one = host(StallingStore(filled, gate=gate))
+    jobs = {one.load([1]), one.load([2])}
+    one.tier.drain(0.05)
+    assert {done.job_id for done in one.tier.finished()} == jobs
+    gate.release()
+
+
+def test_an_epoch_reads_nothing_of_the_one_before(host, filled):
+    one = host(filled)
+    assert one.tier.lookup(key(1), "r")
+    one.tier.drain()
+    one.tier.begin_epoch(bytes([1]) * 32)
+    assert one.tier.lookup(key(1), "r") is False
+    one.store([1])
+    assert one.ended()[0].success
+    one.tier.forget("r")
+    assert one.tier.lookup(key(1), "r") is True
+
+
+def test_a_store_that_asks_its_medium_is_waited_for(host):
+    answers: dict[bytes, bool | None] = {}
+
+    class Server(WrapperStore):
+        probed = 0
+
+        def contains(self, asked):
+            return answers.get(asked, False)
+
+        def probe(self, keys):
+            Server.probed += 1
+            for each in keys:
+                answers.setdefault(each, None)
+
+    one = host(Server(MemoryStore()))
+    assert [one.tier.lookup(key(each), "r") for each in range(5)] == [None] * 5
+    one.tier.flush()
+    assert Server.probed == 2  # the first alone; from then on, one for each step
+    first, second = list(answers)[:2]
+    answers[first], answers[second] = True, False
+    assert [one.tier.lookup(key(each), "r") for each in range(2)] == [True, False]
+    until = time.monotonic() + SECONDS
+    while (found := one.tier.lookup(key(4), "r")) is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert found is False
+
+
+def test_removed_rows_are_told_once(host, filled):
+    one = host(filled)
+    one.store([6, 7])
+    assert one.ended()[0].success
+    assert one.tier.take_stored() == [key(6), key(7)]
+    assert one.tier.take_removed() == []
+    filled.delete(one.tier._key(key(6)))
+    assert one.tier.take_removed() == [key(6)]
+    assert one.tier.take_removed() == []
+
+
+class Chaos(WrapperStore):
+    """Every call may fail, answer wrongly or take its time, as drawn."""
+
+    def __init__(self, inner, draw) -> None:
+        super().__init__(inner)
+        self._draw = draw
+
+    def read(self, asked, ranges, deadline=0.0):
+        what = next(self._draw)
+        if what == "fail":
+            raise StoreError("drawn")
+        size = self.inner.read(asked, ranges, deadline)
+        if what == "damage" and size is not None and ranges[-1][1]:
+            ranges[-1][1][-1] ^= 1
+        return size
+
+    def put(self, asked, buffers, deadline=0.0):
+        what = next(self._draw)
+        return PutResult.FAILED if what == "fail" else self.inner.put(asked, buffers, deadline)
+
+
+WHAT = st.sampled_from(["right", "right", "right", "fail", "damage"])
+DOES = st.sampled_from(["store", "load", "load", "poll", "drain", "epoch", "forget", "touch"])
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(DOES, st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)),
+        max_size=20,
+    ),
+    faults=st.lists(WHAT, min_size=1, max_size=20),
+)
+def test_any_schedule_reports_each_job_once_and_right(steps, faults):
+    def drawn():
+        number = 0
+        while True:
+            yield faults[number % len(faults)]
+            number += 1
+
+    class Draw:
+        def __init__(self) -> None:
+            self.source = drawn()
+
+        def __next__(self):
+            try:
+                return next(self.source)
+            except ValueError:  # another thread draws
+                return "fail"
+
+    one = Host(Chaos(MemoryStore(), Draw()))
+    open_jobs, free, epoch = {}, set(range(NUM_ROWS)), 0
+
+    def collect():
+        for done in one.tier.finished():
+            places, numbers = open_jobs.pop(done.job_id)  # KeyError: reported twice
+            by_key = dict(zip(map(key, numbers), zip(places, numbers, strict=True), strict=True))
+            for each in done.right if places else ():
+                place, number = by_key[each]
+                assert (one.rows[place] == content(number)).all()
+            free.update(places)
+
+    for does, numbers in steps:
+        if does in ("store", "load") and len(free) >= len(numbers):
+            places = [free.pop() for _ in numbers]
+            one.job += 1
+            open_jobs[one.job] = places, numbers
+            keys = [key(each) for each in numbers]
+            if does == "store":
+                for place, number in zip(places, numbers, strict=True):
+                    one.rows[place] = content(number)
+                one.tier.store(one.job, keys, places)
+            else:
+                one.rows[places] = 0
+                for each in keys:
+                    one.tier.lookup(each, "r")
+                one.tier.load(one.job, keys, places, "r")
+        elif does in ("drain", "epoch"):
+            one.tier.drain()
+            collect()
+            assert not open_jobs
+            epoch += 1
+            one.tier.begin_epoch(bytes([epoch]) * 32)
+        elif does == "forget":
+            one.tier.forget("r")
+        elif does == "touch":
+            one.tier.touch(map(key, numbers))
+        collect()
+    one.tier.close(SECONDS)
+    collect()
+    assert not open_jobs
+    assert free == set(range(NUM_ROWS))

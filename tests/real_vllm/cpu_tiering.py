@@ -1,0 +1,89 @@
+"""vLLM's tiers on a CPU: its own spec and manager, with a worker that copies blocks by NumPy.
+
+vLLM's worker copies between a GPU and host memory only. Named in a configuration by `spec_name` and
+`spec_module_path`; everything else, tiers included, is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class CopyingWorker(OffloadingWorker):
+    """Copies at once, on the calling thread. A row holds the blocks of a chunk, one after another,
+    and each block the pages of its group's layers."""
+
+    def __init__(self, caches: CanonicalKVCaches, rows: np.ndarray, blocks_per_chunk: int) -> None:
+        self._pages = [
+            [
+                (caches.tensors[ref.tensor_idx].tensor.view(torch.int8).flatten(1), ref)
+                for ref in refs
+            ]
+            for refs in caches.group_data_refs
+        ]
+        self._rows = rows
+        self._blocks_per_chunk = blocks_per_chunk
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for page, part in self._pairs(src_spec, dst_spec.chunk_ids):
+            part[:] = page.numpy()
+        return self._end(job_id)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for page, part in self._pairs(dst_spec, src_spec.chunk_ids):
+            page.numpy()[:] = part
+        return self._end(job_id)
+
+    def _pairs(self, blocks: Any, chunks: Any) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Each page of the engine's blocks, and its bytes in a row."""
+        ids, chunks = iter(blocks.block_ids.tolist()), list(chunks)
+        for group, (count, first) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+        ):
+            start = first % self._blocks_per_chunk
+            for place in range(start, start + count):
+                block = next(ids)
+                offset = (
+                    place
+                    % self._blocks_per_chunk
+                    * sum(ref.page_size_bytes for _, ref in self._pages[group])
+                )
+                for tensor, ref in self._pages[group]:
+                    size = ref.page_size_bytes
+                    row = self._rows[chunks[place // self._blocks_per_chunk]]
+                    yield tensor[block, :size], row[offset : offset + size]
+                    offset += size
+            del chunks[: -(-(start + count) // self._blocks_per_chunk) if count else 0]
+
+    def _end(self, job_id: int) -> bool:
+        self._done.append(TransferResult(job_id, success=True, transfer_size=1, transfer_time=1e-6))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> CopyingWorker:
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        start = self.config.parallel.rank * self.cpu_page_size_per_worker
+        rows = region._base.numpy().reshape(self.num_chunks, -1)[:, start:]
+        return CopyingWorker(kv_caches, rows, self.blocks_per_chunk)
