@@ -327,13 +327,26 @@ def encode_message(tokenizer: Any, message: str) -> list[int]:
     Raises:
         ConfigError: the template cannot be rendered.
     """
+    if not tokenizer.chat_template:
+        return list(tokenizer(message, verbose=False)["input_ids"])
+    return encode_chat(tokenizer, [{"role": "user", "content": message}])
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of the messages of a chat, each with `role` and `content`, and of the beginning of
+    an answer.
+
+    Raises:
+        ConfigError: the model has no chat template, or it cannot be rendered.
+    """
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        return list(tokenizer(message, verbose=False)["input_ids"])
-    chat = [{"role": "user", "content": message}]
+        raise ConfigError("the model has no chat template for messages; give a text")
     try:
-        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        rendered = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
     except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

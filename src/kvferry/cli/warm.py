@@ -1,0 +1,292 @@
+"""`kvferry warm`: have prompts computed, so that their KV is stored before users ask."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json as json_module
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import typer
+
+from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress, read_text
+from kvferry.errors import ConfigError
+from kvferry.store.url import open_one
+
+if TYPE_CHECKING:
+    from kvferry.keys import JsonValue
+
+MAX_PROMPTS = 1 << 20
+_MAX_ANSWER_BYTES = 16 << 20
+_MAX_SHOWN = 10
+_DRAIN_SECONDS = 60.0
+_OF_PROMPT = (400, 413, 422)
+"""Answers of a server that say something of one prompt."""
+
+
+class Warmed(NamedTuple):
+    """What became of a prompt."""
+
+    num_tokens: int
+    stored_before: int
+    """Tokens that were read from the store."""
+
+
+def warm(
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operations.md.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Model directory; with --openai, the served name."),
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Store that the embedded engine fills.")
+    ] = None,
+    openai: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenAI-compatible server, e.g. http://host:8000/v1."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use prompts without the chat template.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per record, of the embedded engine.")
+    ] = 128,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Limit for an answer of a server.")
+    ] = 600.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only read the prompts, and count them.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Compute prompts once, by the embedded engine or a server, so that their KV is stored.
+
+    Run it again after an interrupt: what is stored already is read, not computed. Exit code 1 if a
+    prompt could not be served.
+
+    Example: kvferry warm path/to/model --store file:///var/cache/kvferry --prompts prompts.jsonl
+    """
+    if (store is None) == (openai is None):
+        raise ConfigError("give --store URL for the embedded engine, or --openai URL for a server")
+    wanted = _read_prompts(prompts)
+    if dry_run:
+        emit({"dry_run": True, "prompts": len(wanted)}, json, f"{len(wanted)} prompts")
+        return
+    if openai is not None:
+        serving = _server(openai, model, timeout, raw=raw)
+    else:
+        serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
+    failed: list[JsonRow] = []
+    total = before = 0
+    with serving as serve, progress() as bar:
+        for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
+            try:
+                warmed = serve(prompt)
+            except ConfigError as error:
+                failed.append({"prompt": number, "why": str(error)[:200]})
+                continue
+            total += warmed.num_tokens
+            before += warmed.stored_before
+    done = len(wanted) - len(failed)
+    summary = f"{done} prompts, {total:,} tokens, {before:,} of them stored before"
+    value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
+    value |= {"num_tokens": total, "stored_before": before}
+    shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
+    emit(value, json, summary, *(shown if failed else []))
+    if failed:
+        raise typer.Exit(1)
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+Prompt = str | list[int] | list[dict[str, str]]
+"""A text, token ids, or the messages of a chat."""
+
+
+def _read_prompts(path: Path) -> list[Prompt]:
+    """One prompt per line: a JSON text, a list of token ids, or an object with `prompt` (either) or
+    `messages`. Raises ConfigError."""
+    found = []
+    for number, line in enumerate(read_text("prompts", path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json_module.loads(line)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{path}, line {number}: no JSON") from None
+        prompt = _prompt_of(value)
+        if prompt is None:
+            raise ConfigError(
+                f"{path}, line {number}: no prompt; write a text, a list of token ids, or "
+                '{"prompt": ...} or {"messages": [...]}'
+            )
+        found.append(prompt)
+        if len(found) > MAX_PROMPTS:
+            raise ConfigError(f"{path} has more than {MAX_PROMPTS} prompts; split it")
+    return found
+
+
+def _prompt_of(value: object) -> Prompt | None:
+    if isinstance(value, dict):
+        messages = value.get("messages")
+        if not isinstance(messages, list):
+            return _prompt_of(value.get("prompt")) if "prompt" in value else None
+        said = [each for each in messages if isinstance(each, dict)]
+        texts = [isinstance(each.get(name), str) for each in said for name in ("role", "content")]
+        return messages if messages and len(said) == len(messages) and all(texts) else None
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return value
+    return None
+
+
+# -- the embedded engine --------------------------------------------------------------------------
+
+Serve = Callable[[Prompt], Warmed]
+"""Has a prompt computed and stored. Raises ConfigError if it cannot be."""
+
+
+@contextlib.contextmanager
+def _engine(
+    model: str | None, url: str, dtype: str, chunk_tokens: int, *, raw: bool
+) -> Iterator[Serve]:
+    """The weights are loaded when the first prompt is not stored yet."""
+    if model is None:
+        raise ConfigError("give the model directory")
+    if find_spec("transformers") is None:
+        raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
+    # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    from kvferry.engine import LLM, SamplingParams
+    from kvferry.engine.model import load_tokenizer
+    from kvferry.keys import ChunkKeys
+
+    namespace = _namespace(Path(model), dtype, chunk_tokens)
+    tokenizer = load_tokenizer(Path(model))
+    with contextlib.ExitStack() as closing:
+        store = closing.enter_context(open_one(url, index=False, namespace=namespace))
+        opened: list[LLM] = []
+
+        def is_stored(token_ids: list[int]) -> bool:
+            keys = ChunkKeys(namespace, chunk_tokens)
+            keys.extend(token_ids)
+            return all(store.read(key, ()) is not None for key in keys.keys)
+
+        def serve(prompt: Prompt) -> Warmed:
+            token_ids = _encode(tokenizer, prompt, raw=raw)
+            if is_stored(token_ids):
+                return Warmed(len(token_ids), len(token_ids) // chunk_tokens * chunk_tokens)
+            if not opened:
+                options = {"chunk_tokens": chunk_tokens, "audit": "off"}
+                llm = LLM(model, store=url, connector_options=options, dtype=dtype)
+                opened.append(closing.enter_context(llm))
+            opened[0].generate([token_ids], SamplingParams(max_tokens=1))
+            # Each before the next, so that an interrupt costs one prompt.
+            if not (opened[0].drain(_DRAIN_SECONDS) and is_stored(token_ids)):
+                raise ConfigError("it was computed, and the store did not take it")
+            return Warmed(len(token_ids), 0)
+
+        yield serve
+
+
+def _namespace(model: Path, dtype: str, chunk_tokens: int) -> bytes:
+    """Of what the embedded engine stores."""
+    from kvferry.config import build_config
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.connector import engine_spec
+    from kvferry.engine.model_config import ModelConfig
+    from kvferry.keys import Namespace
+
+    engine = build_config(EngineConfig, {"dtype": dtype}, where="--dtype")
+    spec = engine_spec(ModelConfig(model, engine), engine, deviations={})
+    return Namespace.of(spec.identity, spec.groups, chunk_tokens).digest
+
+
+def _encode(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:  # noqa: ANN401 - a host's
+    from kvferry.engine.model import encode_chat, encode_message
+
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return [each for each in prompt if isinstance(each, int)]
+    if tokenizer is None:
+        raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt)) if raw else encode_message(tokenizer, prompt)
+    return encode_chat(tokenizer, [each for each in prompt if isinstance(each, dict)])
+
+
+# -- a server -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(url: str, model: str | None, timeout: float, *, raw: bool) -> Iterator[Serve]:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        raise ConfigError("--openai: write http://host:8000/v1, without a login")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    base = parts.path.rstrip("/")
+    where = f"{parts.scheme}://{parts.netloc}{base}"
+
+    def ask(path: str, body: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+        """Raises ConfigError where this prompt is refused, OSError where the next would be, too."""
+        connection = None
+        try:
+            connection = kind(parts.netloc, timeout=timeout)
+            text = None if body is None else json_module.dumps(body)
+            headers = {"Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", base + path, text, headers)
+            answer = connection.getresponse()
+            content = answer.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise OSError(f"{where} does not answer: {error}") from None
+        finally:
+            if connection is not None:
+                connection.close()
+        try:
+            value = json_module.loads(content)
+        except (ValueError, RecursionError):
+            value = None
+        if answer.status == 200 and isinstance(value, dict):
+            return value
+        fault = f"{where}{path} answers {answer.status} {answer.reason}"
+        raise ConfigError(fault) if answer.status in _OF_PROMPT else OSError(fault)
+
+    name = model or _served_name(ask("/models"), where)
+
+    def serve(prompt: Prompt) -> Warmed:
+        messages = prompt if not isinstance(prompt, str) and isinstance(prompt[0], dict) else None
+        if isinstance(prompt, str) and not raw:
+            messages = [{"role": "user", "content": prompt}]
+        what: JsonRow = {"model": name, "max_tokens": 1, "temperature": 0}
+        if messages is None:
+            text: JsonValue = prompt if isinstance(prompt, str) else list(prompt)
+            answer = ask("/completions", {**what, "prompt": text})
+        else:
+            answer = ask("/chat/completions", {**what, "messages": list(messages)})
+        return _usage(answer)
+
+    yield serve
+
+
+def _served_name(answer: Mapping[str, JsonValue], where: str) -> str:
+    models = answer.get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}/models names no model; give its name as MODEL")
+    return name
+
+
+def _usage(answer: Mapping[str, JsonValue]) -> Warmed:
+    usage = answer.get("usage")
+    usage = usage if isinstance(usage, Mapping) else {}
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    total = usage.get("prompt_tokens")
+    return Warmed(total if type(total) is int else 0, cached if type(cached) is int else 0)
