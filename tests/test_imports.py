@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "explain", "simulate"},
+    {"bench", "cli", "demo", "explain", "readings", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -45,6 +45,8 @@ SIDEWAYS = {
     ("cli", "bench"),
     ("cli", "demo"),
     ("cli", "explain"),
+    ("cli", "readings"),
+    ("readings", "explain"),
     ("cli", "simulate"),
 }
 
@@ -157,7 +159,7 @@ THIRD_PARTIES = {
     "tests": [],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
-    "prometheus_client": ["exporters.py"],
+    "prometheus_client": ["exporters.py", "readings.py", "adapters/vllm/metrics.py"],
     "typer": ["cli"],
     "rich": ["cli", "bench.py", "demo"],
     "matplotlib": ["demo", "simulate"],

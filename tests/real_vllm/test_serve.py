@@ -102,6 +102,12 @@ def test_a_server_reads_what_another_engine_stored_and_its_metrics_say_so(
         for line in metrics.splitlines()
         if line.startswith("vllm:kvferry_") and "_events" not in line
     }
-    assert counts["vllm:kvferry_hit_tokens_total"] == 256 + 384
+    hits = {
+        line.split('tier="')[1].split('"')[0]: float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("vllm:kvferry_hit_tokens_total{")
+    }
+    assert sum(hits.values()) == 256 + 384
+    assert set(hits) <= {"file", "memory"}
     assert counts["vllm:kvferry_hook_failed_total"] == 0
     assert "Traceback" not in log.read_text(errors="replace").split("Chat template", 1)[0]
