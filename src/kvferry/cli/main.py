@@ -22,6 +22,7 @@ from kvferry.cli.generate import generate
 from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.simulate import simulate
 from kvferry.cli.size import size
+from kvferry.cli.top import top
 from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -65,7 +66,20 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (demo, generate, ls, show, stat, verify, gc, explain, simulate, size, bench):
+    for command in (
+        demo,
+        generate,
+        ls,
+        show,
+        stat,
+        verify,
+        gc,
+        explain,
+        top,
+        simulate,
+        size,
+        bench,
+    ):
         app.command()(command)
     return app
 
