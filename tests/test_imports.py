@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "doctor", "explain", "simulate"},
+    {"bench", "cli", "demo", "doctor", "explain", "readings", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -46,6 +46,8 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "doctor"),
     ("cli", "explain"),
+    ("cli", "readings"),
+    ("readings", "explain"),
     ("cli", "simulate"),
     # It compares namespaces as `explain` does.
     ("doctor", "explain"),
@@ -167,7 +169,7 @@ THIRD_PARTIES = {
     "tests": [],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
-    "prometheus_client": ["exporters.py"],
+    "prometheus_client": ["exporters.py", "readings.py", "adapters/vllm/metrics.py"],
     "typer": ["cli"],
     "rich": ["cli", "bench.py", "demo"],
     "matplotlib": ["demo", "simulate"],

@@ -6,21 +6,38 @@
     REGISTRY.register(KVFerryCollector(counters))
     start_http_server(9400)
 
-A count `name` becomes `kvferry_<name>_total`, a duration becomes `kvferry_<name>_seconds_sum` and
-`kvferry_<name>_seconds_count`.
+A count `name` becomes `kvferry_<name>_total`, a duration the histogram `kvferry_<name>_seconds`, a
+value as it is now the gauge `kvferry_<name>`. What `kvferry.observe` lists is there from the start.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from kvferry.observe import Counters
+from kvferry.observe import (
+    FAMILIES,
+    FROM_ZERO,
+    GAUGES,
+    TIME_BOUNDS,
+    TIMES,
+    Counters,
+    Family,
+    labelled,
+)
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+
+_BOUNDS = [*map(str, TIME_BOUNDS), "+Inf"]
 
 
 class KVFerryCollector(Collector):
@@ -38,29 +55,39 @@ class KVFerryCollector(Collector):
         self._label_values = tuple(labels.values())
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._counters.snapshot()
-        durations = {
-            name.removesuffix("_seconds")
-            for name in snapshot
-            if name.endswith("_seconds") and f"{name.removesuffix('_seconds')}_count" in snapshot
-        }
-        in_durations = {f"{name}{part}" for name in durations for part in ("_count", "_seconds")}
-        for name in sorted(snapshot.keys() - in_durations):
-            family = CounterMetricFamily(
-                _metric_name(name), f"Sum of {name} since the start.", labels=self._label_names
+        sums = dict.fromkeys(FROM_ZERO, 0.0) | self._counters.sums()
+        yield from self._families(CounterMetricFamily, FAMILIES, sums)
+        yield from self._families(GaugeMetricFamily, GAUGES, self._counters.gauges())
+        times = self._counters.times()
+        for name in sorted(TIMES.keys() | times.keys()):
+            counts, seconds = times.get(name, ([0] * len(_BOUNDS), 0.0))
+            histogram = HistogramMetricFamily(
+                f"{_metric_name(name)}_seconds",
+                TIMES.get(name, f"Time spent in {name}."),
+                labels=self._label_names,
             )
-            family.add_metric(self._label_values, snapshot[name])
-            yield family
-        for name in sorted(durations):
-            summary = SummaryMetricFamily(
-                f"{_metric_name(name)}_seconds", f"Time spent in {name}.", labels=self._label_names
-            )
-            summary.add_metric(
-                self._label_values,
-                count_value=int(snapshot[f"{name}_count"]),
-                sum_value=snapshot[f"{name}_seconds"],
-            )
-            yield summary
+            buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+            histogram.add_metric(self._label_values, buckets, seconds)
+            yield histogram
+
+    def _families(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        known: Mapping[str, Family],
+        found: Mapping[str, float],
+    ) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for name in sorted(known.keys() | {labelled(each)[0] for each in found}):
+            text, labels = known.get(name, Family(f"Sum of {name} since the start."))
+            names = (*self._label_names, *labels)
+            families[name] = kind(_metric_name(name), text, labels=names)
+        for each, value in sorted(found.items()):
+            name, values = labelled(each)
+            num_labels = len(known[name].labels) if name in known else 0
+            # One without its labels, as of a host that has no tiers, has empty ones.
+            values = (values + num_labels * [""])[:num_labels]
+            families[name].add_metric((*self._label_values, *values), value)
+        yield from families.values()
 
 
 def _metric_name(name: str) -> str:

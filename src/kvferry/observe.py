@@ -2,12 +2,91 @@
 
 The core calls the observer and never reads it; exporters and `stat` live outside. Methods must be
 cheap and must not raise; they are called from scheduler, worker and I/O threads alike.
+
+A name may carry the values of labels behind slashes, as `hit_tokens/file`; `FAMILIES` names the
+labels.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+TIME_BOUNDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1.0, 2.5, 5.0))
+"""Upper bounds of a histogram's buckets, in seconds; one more bucket takes what is longer."""
+
+
+class Family(NamedTuple):
+    """What the counts or values of one name are."""
+
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+FAMILIES: Mapping[str, Family] = {
+    "hits": Family("Requests admitted with KV from the cache."),
+    "requests_missed": Family("Requests admitted without KV from the cache."),
+    "lookup_tokens": Family("Tokens of all admitted prompts."),
+    "local_hit_tokens": Family("Tokens of those prompts that the engine had itself."),
+    "hit_tokens": Family("Tokens brought instead of computed; memory: the host pool.", ("tier",)),
+    "miss_tokens": Family("Tokens to compute.", ("reason",)),
+    "loaded_tokens": Family("Tokens copied from the cache into KV blocks, per rank."),
+    "saved_bytes": Family("Bytes stored, per rank."),
+    "save_failed": Family("Chunks that could not be stored."),
+    "save_no_slot": Family("Saves put off because the host pool had no slot."),
+    "load_failed_chunks": Family("Chunks that could not be brought after they were promised."),
+    "audits": Family("Hits compared with what the engine computes, and found right."),
+    "audit_bad_records": Family("Records that audits found wrong and took out of the store."),
+    "audit_mismatch": Family("Hits that differ from it, by wrong records or by another model."),
+    "remote_prefills": Family("Requests admitted whose prompt another engine was said to compute."),
+    "remote_prefills_computed": Family("Those of which this engine computed more than the end."),
+    "records_corrupt": Family("Records found wrong; never served."),
+    "store_quarantined": Family("Records taken out of the store because they were wrong."),
+    "store_evicted_bytes": Family("Bytes evicted to keep the quota."),
+    "hook_failed": Family("Faults of kvferry that were kept from the engine."),
+    "tier_reads": Family("Reads of a tier: hit, miss, failed, skipped.", ("tier", "result")),
+    "tier_read_bytes": Family("Bytes read from a tier.", ("tier",)),
+    "tier_writes": Family("Writes to a tier by their result.", ("tier", "result")),
+    "tier_copies": Family("Copies to a tier from another by their result.", ("tier", "result")),
+}
+"""Counters that exporters show under names of their own."""
+
+FROM_ZERO = ("hit_tokens/memory", *(name for name, of in FAMILIES.items() if not of.labels))
+"""Counters that exporters show before anything happens, so that the first event makes a rate."""
+
+TIMES: Mapping[str, str] = {
+    "lookup": "One look-up, on the scheduler's thread.",
+    "promise": "From the first look-up of a request until its hit was promised.",
+    "fetch": "Reading and verifying one chunk.",
+    "load_copy": "Copying the chunks of a step from the host pool into KV blocks.",
+    "save": "Hashing and writing one chunk.",
+}
+"""Durations that exporters show under names of their own."""
+
+GAUGES: Mapping[str, Family] = {
+    "pool_slots": Family("Slots of the host pool: total, held, in_use.", ("state",)),
+    "store_records": Family("Records of a tier.", ("tier",)),
+    "store_used_bytes": Family("Bytes counted against the quota of a tier.", ("tier",)),
+    "store_max_bytes": Family("Quota of a tier.", ("tier",)),
+    "tier_since_seconds": Family(
+        "When a tier came into its state, in seconds since the epoch, and why; 0: no longer.",
+        ("tier", "role", "state", "because"),
+    ),
+}
+"""Values as they are now."""
+
+Gauges = dict[str, float]
+"""Value by name."""
+
+
+def labelled(name: str) -> tuple[str, list[str]]:
+    """A name without its labels, and their values. The value of the last label may hold slashes."""
+    family, *values = name.split("/", 1)
+    known = FAMILIES.get(family) or GAUGES.get(family)
+    return family, values[0].split("/", len(known.labels) - 1) if known and values else values
 
 
 class Observer:
@@ -19,6 +98,29 @@ class Observer:
     def observe(self, name: str, seconds: float) -> None:
         """Record one duration in seconds under `name`."""
 
+    def watch(self, read: Callable[[], Gauges]) -> None:
+        """Have `read` called whenever somebody wants to know values as they are now, on any thread.
+        It uses memory only."""
+
+
+class Times:
+    """Durations of one name: a fixed array of counts, and their sum.
+
+    Attributes:
+        counts: durations up to each of `TIME_BOUNDS`, and longer ones.
+        seconds: their sum.
+    """
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TIME_BOUNDS) + 1)
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(TIME_BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
 
 class Counters(Observer):
     """Keeps sums in memory. Thread-safe; takes memory per name."""
@@ -26,6 +128,8 @@ class Counters(Observer):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: defaultdict[str, float] = defaultdict(int)
+        self._times: defaultdict[str, Times] = defaultdict(Times)
+        self._watched: list[Callable[[], Gauges]] = []
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -33,21 +137,53 @@ class Counters(Observer):
 
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
-            self._sums[f"{name}_count"] += 1
-            self._sums[f"{name}_seconds"] += seconds
+            self._times[name].add(seconds)
+
+    def watch(self, read: Callable[[], Gauges]) -> None:
+        self._watched.append(read)
 
     def __getitem__(self, name: str) -> int:
-        return int(self._sums.get(name, 0))
+        """The sum of a counter over all values of its labels, or with those in `name`."""
+        with self._lock:
+            if name in self._sums:
+                return int(self._sums[name])
+            return int(sum(n for each, n in self._sums.items() if each.startswith(f"{name}/")))
 
     def snapshot(self) -> dict[str, float]:
         """All sums so far: counters by name, durations as `<name>_count` and `<name>_seconds`."""
         with self._lock:
+            found = dict(self._sums)
+            for name, times in self._times.items():
+                found[f"{name}_count"] = sum(times.counts)
+                found[f"{name}_seconds"] = times.seconds
+        return found
+
+    def sums(self) -> dict[str, float]:
+        """The counters so far."""
+        with self._lock:
             return dict(self._sums)
 
+    def times(self) -> dict[str, tuple[Sequence[int], float]]:
+        """The durations so far: see `Times`."""
+        with self._lock:
+            return {name: (tuple(of.counts), of.seconds) for name, of in self._times.items()}
+
+    def gauges(self) -> Gauges:
+        """Values as they are now."""
+        found: Gauges = {}
+        for read in self._watched:
+            found.update(read())
+        return found
+
     def pop_all(self) -> dict[str, float]:
-        """Return what `snapshot` does, and start again from zero."""
-        if not self._sums:
+        """The sums since the last call: counters by name, durations as `<name>_seconds` and, for
+        each bucket that has some, `<name>_bucket/<number>`. All add up."""
+        if not (self._sums or self._times):
             return {}
         with self._lock:
-            sums, self._sums = self._sums, defaultdict(int)
-        return dict(sums)
+            found, self._sums = dict(self._sums), defaultdict(int)
+            times, self._times = self._times, defaultdict(Times)
+        for name, of in times.items():
+            found[f"{name}_seconds"] = of.seconds
+            found |= {f"{name}_bucket/{number}": n for number, n in enumerate(of.counts) if n}
+        return found

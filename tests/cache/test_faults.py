@@ -336,10 +336,10 @@ def test_a_slow_store_is_cut_short_and_then_left_alone(make_host):
     )
     host.run("teaches the speed of prefill", list(range(5000, 5400)), budget=200)
     host.run("stalls", prompt)
-    assert host.observer["miss_tokens_deadline"] == 396
+    assert host.observer["miss_tokens/deadline"] == 396
     started = time.monotonic()
     host.run("does not wait again", prompt)
-    assert host.observer["miss_tokens_slower"] == 396
+    assert host.observer["miss_tokens/slower"] == 396
     assert time.monotonic() - started < 30
     gate.release()
 
@@ -485,7 +485,7 @@ def test_a_hit_waits_for_slots_that_others_are_about_to_leave(make_host):
         assert host.admit(request) == 40
         host.prefill(request)
         host.finish(request)
-    assert host.observer["miss_tokens_no_memory"] == 0
+    assert host.observer["miss_tokens/no_memory"] == 0
 
 
 def test_hits_admitted_in_a_row_are_whole_though_only_one_fits_into_the_pool(make_host):
@@ -560,6 +560,6 @@ def test_a_host_that_carries_no_reports_loads_and_saves_nothing(make_host):
     assert host.run("writer", list(range(300, 341))).num_external_tokens == 0
     host.settle()
     assert host.observer["put_stored"] == 0
-    assert host.observer["miss_tokens_not_loading"] == 2 * 40
+    assert host.observer["miss_tokens/not_loading"] == 2 * 40
     assert store.stat().num_records == 5
     assert host.pool.num_taken == 0

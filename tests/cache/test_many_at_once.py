@@ -91,7 +91,7 @@ def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
         host.prefill(request)
         host.finish(request)
     assert opened(host) == [once] * world_size
-    assert host.observer["hit_tokens_file"] == NUM_REQUESTS * HIT
+    assert host.observer["hit_tokens/file"] == NUM_REQUESTS * HIT
     assert_settles(host)
 
 
@@ -113,7 +113,7 @@ def test_a_hit_in_memory_is_promised_by_the_first_look_up(
         host.prefill(request)
         host.finish(request)
     assert all(store.num_opened == NUM_CHUNKS for store in host.stores)
-    assert host.observer["hit_tokens_memory"] == NUM_REQUESTS * HIT
+    assert host.observer["hit_tokens/memory"] == NUM_REQUESTS * HIT
 
 
 @RANKS
@@ -130,7 +130,7 @@ def test_what_was_just_saved_hits_without_a_read(make_host, tmp_path: Path, worl
     host.prefill(first)
     host.finish(first)
     assert all(store.num_opened == 0 for store in host.stores)
-    assert host.observer["hit_tokens_file"] == 0
+    assert host.observer["hit_tokens/file"] == 0
     wait_for(lambda: (host.settle(0.5), host.observer["put_stored"] >= NUM_CHUNKS)[1])
     assert host.run("again", prompt(1)).num_external_tokens == HIT
     assert all(store.num_opened == 0 for store in host.stores)

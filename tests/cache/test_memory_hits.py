@@ -61,7 +61,7 @@ def test_a_hit_in_memory_is_promised_by_the_first_look_up_and_loaded_by_one_step
     assert host.num_steps == 1
     host.finish(request)
     assert host.store.num_opened == NUM_CHUNKS
-    assert host.observer["hit_tokens_memory"] == 40
+    assert host.observer["hit_tokens/memory"] == 40
     assert host.observer["loaded_tokens"] == 2 * 40
     assert host.pool.num_taken == 0
 
@@ -71,7 +71,7 @@ def test_hits_in_a_row_read_nothing(host):
         assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
     assert host.num_steps == 5
     assert host.store.num_opened == NUM_CHUNKS
-    assert host.observer["hit_tokens_memory"] == 5 * 40
+    assert host.observer["hit_tokens/memory"] == 5 * 40
 
 
 def test_what_was_saved_hits_without_a_read_even_before_it_is_stored(make_host):
@@ -100,8 +100,8 @@ def test_of_a_hit_that_is_partly_held_only_the_rest_is_read(host):
     host.prefill(request)
     host.finish(request)
     assert [host.store.opened[key] for key in keys] == [1, 2, 1, 2, 1]
-    assert host.observer["hit_tokens_memory"] == 24
-    assert host.observer["hit_tokens_file"] == 40 + 16
+    assert host.observer["hit_tokens/memory"] == 24
+    assert host.observer["hit_tokens/file"] == 40 + 16
 
 
 def test_what_was_not_read_from_the_store_says_nothing_of_its_speed(host):
@@ -120,7 +120,7 @@ def test_a_slow_store_does_not_keep_memory_from_being_used(host):
     assert host.run("warm", PROMPT).num_external_tokens == 40
     host.pool.drop(keys_of(host)[2])
     assert host.run("warm but for one", PROMPT).num_external_tokens == 16
-    assert host.observer["miss_tokens_slower"] == 24
+    assert host.observer["miss_tokens/slower"] == 24
 
 
 def test_two_hits_on_one_chunk_at_once_are_both_promised_at_once(host):

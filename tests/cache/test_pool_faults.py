@@ -245,7 +245,7 @@ def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_siz
     for each in (first, second):
         host.prefill(each)
         host.finish(each)
-    assert host.observer["miss_tokens_no_memory"] == 4 * 32
+    assert host.observer["miss_tokens/no_memory"] == 4 * 32
     assert_settles(host)
 
 
@@ -511,7 +511,7 @@ class Broken(WrapperStore):
 def test_a_store_that_raises_what_it_must_not_is_a_miss(make_host, directory: Path):
     host = make_host(store=Broken(open_store(directory)))
     assert host.run("reader", PROMPT).num_external_tokens == 0
-    assert host.observer["miss_tokens_unreadable"] == 40
+    assert host.observer["miss_tokens/unreadable"] == 40
     host.run("writer", OTHER)
     assert_settles(host)
     assert host.observer["save_failed"] >= NUM_CHUNKS

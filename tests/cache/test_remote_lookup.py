@@ -47,7 +47,7 @@ def test_the_first_request_of_another_process_hits(make_reader, server):
 def test_a_prompt_that_the_server_has_not_is_computed(make_reader, server):
     host = make_reader(DictClient(server))
     assert host.run("reader", [7] * 41).num_external_tokens == 0
-    assert host.observer["miss_tokens_absent"] == 40
+    assert host.observer["miss_tokens/absent"] == 40
 
 
 def test_the_part_that_the_server_has_is_a_hit(make_reader, server):

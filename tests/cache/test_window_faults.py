@@ -64,7 +64,7 @@ def test_little_memory_makes_a_shorter_hit_never_a_wrong_one(slots: int):
     with opened(MIXED, store, memory_bytes=slots * record_bytes(MIXED, 8)) as host:
         assert host.pool.num_slots == slots
         assert host.run("reader", prompt).num_external_tokens == min(80, 8 * slots)
-        assert host.observer["miss_tokens_no_memory"] == max(0, 80 - 8 * slots)
+        assert host.observer["miss_tokens/no_memory"] == max(0, 80 - 8 * slots)
 
 
 def test_a_deadline_within_windows_is_a_miss():
@@ -74,7 +74,7 @@ def test_a_deadline_within_windows_is_a_miss():
     gate = Stalled(store, keys[9])
     with opened(MIXED, gate, load_timeout_seconds=0.3, io_threads=2) as host:
         assert host.run("reader", prompt).num_external_tokens in (0, 72)
-        assert host.observer["miss_tokens_deadline"] in (8, 80)
+        assert host.observer["miss_tokens/deadline"] in (8, 80)
         gate.release()
 
 

@@ -427,7 +427,7 @@ def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[in
     assert host.run("held", prompt).num_external_tokens == 40
     host.scheduler.pool.clear()
     assert host.run("reader", prompt).num_external_tokens == 40
-    assert host.observer["hit_tokens_file"] == 40
+    assert host.observer["hit_tokens/file"] == 40
     host.close()
     for cache in caches:
         cache.store.close()

@@ -313,10 +313,10 @@ def test_memory_of_others_that_is_full_makes_room(model_dir, tmp_path, caplog):
             traffic.ask(seed)
             traffic.ask(seed - 3)  # longer ago than host memory goes back
             traffic.llm.drain(5.0)
-            if num_hits is not None and traffic.counts["tier0_hit"] > num_hits:
+            if num_hits is not None and traffic.counts["tier_reads/mooncake/hit"] > num_hits:
                 break
             if num_hits is None and traffic.counts["put_stored"] * LARGE_BYTES > 2 * segment_bytes:
-                num_hits = traffic.counts["tier0_hit"]
+                num_hits = traffic.counts["tier_reads/mooncake/hit"]
             assert time.monotonic() < until, "nothing was evicted, or nothing is found"
     (full,) = assert_said_if_busy(caplog.messages, "it has no room for a value")
     assert full <= 1, caplog.messages

@@ -171,4 +171,4 @@ def test_a_prefix_that_many_wait_for_is_read_once_and_what_was_just_saved_not_at
     assert_same(own_fresh, again)
     assert [answer.cached for answer in again] == [640, 256]
     assert again.counted("fetch_count") == 0
-    assert again.counted("hit_tokens_memory") == 640 + 256
+    assert again.counted('hit_tokens_total{"tier": "memory"}') == 640 + 256

@@ -28,7 +28,7 @@ def test_metrics_say_what_was_stored_hit_and_missed(
         engine.generate(prompts)
         counts = engine.metrics()
     assert counts["vllm:kvferry_hits_total"] == 1
-    assert counts["vllm:kvferry_hit_tokens_total"] == 256
+    assert counts['vllm:kvferry_hit_tokens_total{"tier": "file"}'] == 256
     assert counts["vllm:kvferry_loaded_tokens_total"] == 256
     assert counts["vllm:kvferry_requests_missed_total"] == 1
     assert counts["vllm:external_prefix_cache_hits_total"] == 256

@@ -78,7 +78,7 @@ def test_what_was_read_once_is_of_memory_the_next_time(
     assert [answer.cached for answer in warm] == [answer.cached for answer in again] == hits
     assert warm.counted("fetch_count") == num_chunks(prompts)
     assert again.counted("fetch_count") == 0
-    assert again.counted("hit_tokens_memory") == sum(hits)
+    assert again.counted('hit_tokens_total{"tier": "memory"}') == sum(hits)
 
 
 # A hit that comes late is cut short, as on a busy machine.

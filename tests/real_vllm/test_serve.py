@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.dashboards.queries import missing
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Oracle, Process, kvferry, wait_for_records
 from tests.real_vllm.host import RELEASE
@@ -102,6 +103,14 @@ def test_a_server_reads_what_another_engine_stored_and_its_metrics_say_so(
         for line in metrics.splitlines()
         if line.startswith("vllm:kvferry_") and "_events" not in line
     }
-    assert counts["vllm:kvferry_hit_tokens_total"] == 256 + 384
+    hits = {
+        line.split('tier="')[1].split('"')[0]: float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("vllm:kvferry_hit_tokens_total{")
+    }
+    assert sum(hits.values()) == 256 + 384
+    assert missing(metrics) == []
+    assert 'tier="file"' in metrics.split("vllm:kvferry_tier_since_seconds{", 1)[1].split("}")[0]
+    assert set(hits) <= {"file", "memory"}
     assert counts["vllm:kvferry_hook_failed_total"] == 0
     assert "Traceback" not in log.read_text(errors="replace").split("Chat template", 1)[0]

@@ -107,7 +107,7 @@ def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
         assert other.asked.is_set()
         assert_same(own[:1], late)
         assert late.external == 128
-        assert late.counted("miss_tokens_deadline")
+        assert late.counted('miss_tokens_total{"reason": "deadline"}')
         meanwhile = engine.generate(prompts[1:], together=True, deadline=60)
         assert_same(own[1:], meanwhile)
         one.release()

@@ -22,7 +22,7 @@ from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
-from kvferry.observe import Observer
+from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store, SupportsShardedWrite
 from kvferry.store.recordio import value_check
@@ -76,6 +76,8 @@ class PrefixCache:
         self.context = RoleContext(
             spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
         )
+        role = "scheduler" if has_scheduler else "worker"
+        observer.watch(lambda: _tier_gauges(self.store, role))
 
     def _count_slots(self) -> int:
         """Slots of the host pool: whole records, so that every rank has the same number."""
@@ -182,6 +184,7 @@ class PrefixCache:
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
         pool = HostPool(self.num_slots, world_size, self.context.tables.all_groups)
+        self.observer.watch(lambda: _pool_gauges(pool))
         shared_writes = None
         if world_size > 1:
             if not isinstance(self.store, SupportsShardedWrite):
@@ -215,3 +218,20 @@ class PrefixCache:
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
+
+
+def _pool_gauges(pool: HostPool) -> Gauges:
+    numbers = {"total": pool.num_slots, "held": pool.num_assigned, "in_use": pool.num_taken}
+    return {f"pool_slots/{state}": number for state, number in numbers.items()}
+
+
+def _tier_gauges(store: Store, role: str) -> Gauges:
+    found: Gauges = {}
+    for tier in store.tiers():
+        found[f"tier_since_seconds/{tier.name}/{role}/{tier.state}/{tier.because}"] = tier.since
+        if role == "scheduler":  # the others do not know what all of it holds
+            found[f"store_records/{tier.name}"] = tier.stat.num_records
+            found[f"store_used_bytes/{tier.name}"] = tier.stat.used_bytes
+            if tier.stat.max_bytes is not None:
+                found[f"store_max_bytes/{tier.name}"] = tier.stat.max_bytes
+    return found

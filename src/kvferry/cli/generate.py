@@ -98,7 +98,7 @@ class _Streamed(NamedTuple):
 
 
 def _show(answer: _Streamed, num_prompt: int, counters: Counters, json: str | None) -> None:
-    num_hit, num_audited = counters["hit_tokens"], counters["miss_tokens_audit"]
+    num_hit, num_audited = counters["hit_tokens"], counters["miss_tokens/audit"]
     audited = f", {num_audited} computed for an audit" if num_audited else ""
     emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
     print(

@@ -26,6 +26,7 @@ from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.simulate import simulate
 from kvferry.cli.size import size
 from kvferry.cli.warm import warm
+from kvferry.cli.top import top
 from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -70,7 +71,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, simulate, size,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, simulate, size,
         warm, bench,
     ):  # fmt: skip
         app.command()(command)

@@ -284,6 +284,12 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     emit({**facts, **lists}, json, *tables)
 
 
+def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[JsonRow]]:
+    """Counts, namespaces (the largest first), and removals by reason (the latest first)."""
+    facts, spaces, removals = _count(store)
+    return facts, spaces, _by_reason(removals)
+
+
 def _count(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
     """Counts, namespaces (the largest first) and removals (the latest first)."""
     counts = namespaces(store)

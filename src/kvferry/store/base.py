@@ -2,9 +2,10 @@
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
-`probe`, `expect`, `awaits`, `note_stored` and `tier_of` use memory only. All others may block on
-I/O, and run on I/O threads, never on a scheduler's. A call with a deadline (`time.monotonic()`
-seconds) ends at it or shortly after; without one, a medium that can hang sets its own.
+`probe`, `expect`, `awaits`, `note_stored`, `tier_of` and `tiers` use memory only. All others may
+block on I/O, and run on I/O threads, never on a scheduler's. A call with a deadline
+(`time.monotonic()` seconds) ends at it or shortly after; without one, a medium that can hang sets
+its own.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ class StoreStat(NamedTuple):
     max_bytes: int | None
     index_complete: bool
     """False while the index still fills in the background."""
+
+
+class TierStatus(NamedTuple):
+    """One of several stores, as it is now."""
+
+    name: str
+    """In metrics: its scheme; of a second tier of one scheme, with its number."""
+    state: str
+    since: float
+    """Seconds since the epoch."""
+    because: str
+    """Why it is not used as it should be; empty if it is."""
+    stat: StoreStat
 
 
 class Entry(NamedTuple):
@@ -180,6 +194,11 @@ class Store(ABC):
     @abstractmethod
     def stat(self) -> StoreStat:
         """Counts."""
+
+    def tiers(self) -> list[TierStatus]:
+        """The stores that this one consists of, nearest first; memory only. None of a single
+        store."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.errors import ConfigError
 
@@ -171,13 +172,10 @@ def test_counts_of_the_scheduler_are_reported_in_the_step_without_reports_of_wor
 def test_asked_for_metrics_once_per_child_of_a_multi_connector_there_is_one_set(release, plugin):
     registry = CollectorRegistry()
 
-    def counter(**kwargs):
-        return Counter(**kwargs, registry=registry)
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
 
     def build():
-        return plugin.KVFerryConnector.build_prom_metrics(
-            None, {Counter: counter}, ["engine"], {0: ["0"]}
-        )
+        return plugin.KVFerryConnector.build_prom_metrics(None, types, ["engine"], {0: ["0"]})
 
     first = build()
     if first is None:

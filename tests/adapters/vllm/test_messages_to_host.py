@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.adapters.vllm.connector import connector_options
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import own_report
-from kvferry.adapters.vllm.metrics import METRICS, make_prom_class, make_stats_class
+from kvferry.adapters.vllm.metrics import NOW, make_prom_class, make_stats_class
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
-from kvferry.observe import Counters
+from kvferry.observe import FAMILIES, TIME_BOUNDS, Counters
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 from kvferry.v1.types import CarriedMeta
 
@@ -64,7 +65,12 @@ def test_counters_start_from_zero_when_taken():
     counters.count("hits", 2)
     counters.observe("save", 0.5)
     counters.observe("save", 0.25)
-    assert counters.pop_all() == {"hits": 2, "save_seconds": 0.75, "save_count": 2}
+    buckets = {TIME_BOUNDS.index(0.25): 1, TIME_BOUNDS.index(0.5): 1}
+    assert counters.pop_all() == {
+        "hits": 2,
+        "save_seconds": 0.75,
+        **{f"save_bucket/{number}": count for number, count in buckets.items()},
+    }
     assert counters.pop_all() == {}
 
 
@@ -105,31 +111,83 @@ def test_of_what_workers_count_a_connector_hears_its_own():
 
 class HostPromMetrics:
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
-        self._counter_cls = metric_types[Counter]
+        pass
 
 
-def test_counters_reach_prometheus_under_their_own_or_a_common_name():
-    registry = CollectorRegistry()
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
 
-    def counter(**kwargs):
-        return Counter(**kwargs, registry=registry)
 
-    metrics = make_prom_class(HostPromMetrics)(
-        None, {Counter: counter}, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
-    )
-    metrics.observe({"hit_tokens": 128, "miss_bad_leaf": 2}, 1)
-    metrics.observe({"hit_tokens": 2, "store_corrected_bytes": -5}, 1)
+@pytest.fixture
+def prom(registry):
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    labels = {0: ["m", "0"], 1: ["m", "1"]}
+    return make_prom_class(HostPromMetrics)(None, types, ["model_name", "engine"], labels)
 
-    def value(name, **labels):
-        return registry.get_sample_value(
-            f"vllm:kvferry_{name}_total", {"model_name": "m", "engine": "1", **labels}
-        )
 
-    assert value("hit_tokens") == 130
-    assert value("events", event="miss_bad_leaf") == 2
-    assert {name: value(name) for name in METRICS if name != "hit_tokens"} == dict.fromkeys(
-        METRICS.keys() - {"hit_tokens"}, 0
-    )
+def value_in(registry, name, **labels):
+    everywhere = {"model_name": "m", "engine": "1"}
+    return registry.get_sample_value(f"vllm:kvferry_{name}", {**everywhere, **labels})
+
+
+def test_counters_reach_prometheus_under_their_own_or_a_common_name(registry, prom):
+    prom.observe({"hit_tokens/file": 128, "miss_bad_leaf": 2}, 1)
+    prom.observe({"hit_tokens/file": 2, "hits": 1, "store_corrected_bytes": -5}, 1)
+    prom.observe({"tier_reads/s3/failed": 3, "miss_tokens": 4}, 1)
+    assert value_in(registry, "hit_tokens_total", tier="file") == 130
+    assert value_in(registry, "tier_reads_total", tier="s3", result="failed") == 3
+    assert value_in(registry, "miss_tokens_total", reason="") == 4
+    assert value_in(registry, "events_total", event="miss_bad_leaf") == 2
+    plain = {name for name, of in FAMILIES.items() if not of.labels}
+    assert {name: value_in(registry, f"{name}_total") for name in plain} == {
+        **dict.fromkeys(plain, 0),
+        "hits": 1,
+    }
+
+
+def test_durations_keep_their_buckets_and_their_sum_on_the_way(registry, prom):
+    counters = Counters()
+    measured = [0.00002, 0.003, 0.004, 0.1, 0.7, 70.0]
+    for seconds in measured:
+        counters.observe("fetch", seconds)
+    first = FerryStats(data=counters.pop_all())
+    counters.observe("fetch", 0.003)
+    measured.append(0.003)
+    both = first.aggregate(FerryStats(data=counters.pop_all()))
+    assert both.reduce() == {"fetch_seconds": pytest.approx(sum(measured))}
+    prom.observe(both.data, 1)
+    assert value_in(registry, "fetch_seconds_count") == len(measured)
+    assert value_in(registry, "fetch_seconds_sum") == pytest.approx(sum(measured))
+    for bound in TIME_BOUNDS:
+        expected = sum(seconds <= bound for seconds in measured)
+        assert value_in(registry, "fetch_seconds_bucket", le=str(bound)) == expected
+    assert value_in(registry, "save_seconds_count") == 0
+
+
+def test_a_tier_shows_its_last_state_alone_whatever_the_reasons(registry, prom):
+    place = "tier_since_seconds/s3/worker"
+    labels = {"tier": "s3", "role": "worker"}
+
+    def shown():
+        found = {}
+        for family in registry.collect():
+            for sample in family.samples:
+                if sample.name == "vllm:kvferry_tier_since_seconds" and sample.value:
+                    assert {name: sample.labels[name] for name in labels} == labels
+                    found[sample.labels["state"], sample.labels["because"]] = sample.value
+        return found
+
+    data = FerryStats(data={"hits": 1, NOW: {f"{place}/up/": 5.0}})
+    newer = FerryStats(data={"hits": 1, NOW: {"pool_slots/held": 3}})
+    prom.observe(data.aggregate(newer).data, 1)
+    assert value_in(registry, "pool_slots", state="held") == 3
+    assert shown() == {("up", ""): 5.0}
+    prom.observe({NOW: {f"{place}/away/it said: a/b": 7.0}}, 1)
+    assert shown() == {("away", "it said: a/b"): 7.0}
+    for number in range(100):
+        prom.observe({NOW: {f"{place}/away/reason {number}": 8.0 + number}}, 1)
+    assert shown() == {("away", "other"): 107.0}
 
 
 class BlockRemoved(msgspec.Struct):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.adapters.vllm.metrics import NOW
 
 from .released import Release
 from .versioned_config import at_rank, make_kv_cache_config
@@ -405,7 +406,8 @@ class VersionedHost:
             # In one process `MultiConnector` reads it as what it would be in another.
             assert stats["data"] is stats.data
             json.dumps(stats.data)  # it goes on to another process as a plain value
-            for name, amount in stats.data.items():
+            counted = {name: n for name, n in stats.data.items() if name != NOW}
+            for name, amount in counted.items():
                 self.counters[name] = self.counters.get(name, 0) + amount
 
     def _grow(self, request: Running, num_tokens: int) -> None:

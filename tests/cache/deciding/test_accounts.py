@@ -53,12 +53,12 @@ def store(make_host) -> MemoryStore:
 
 def misses(observer: Recorder) -> dict[str, int]:
     """Tokens by reason."""
-    return dict(observer.amounts("miss_tokens_"))
+    return dict(observer.amounts("miss_tokens/"))
 
 
 def assert_adds_up(observer: Recorder) -> None:
-    """`lookup_tokens = local_hit_tokens + hit_tokens_<tier> + miss_tokens_<reason>`."""
-    hits, missed = observer.amounts("hit_tokens_"), observer.amounts("miss_tokens_")
+    """`lookup_tokens = local_hit_tokens + hit_tokens/<tier> + miss_tokens/<reason>`."""
+    hits, missed = observer.amounts("hit_tokens/"), observer.amounts("miss_tokens/")
     parts = observer["local_hit_tokens"] + hits.total() + missed.total()
     assert observer["lookup_tokens"] == parts
     assert observer["hit_tokens"] == hits.total()
@@ -197,12 +197,12 @@ def test_a_host_that_did_not_ask(make_host, observer, store):
 def test_hits_are_counted_by_tier(make_host, observer, directory: Path):
     host = make_host(store=open_store(directory), observer=observer)
     host.run("of the store", PROMPT)
-    assert observer.amounts("hit_tokens_") == {"file": 40}
+    assert observer.amounts("hit_tokens/") == {"file": 40}
     host.run("of memory", PROMPT)
-    assert observer.amounts("hit_tokens_") == {"file": 40, "memory": 40}
+    assert observer.amounts("hit_tokens/") == {"file": 40, "memory": 40}
     host.pool.drop(keys_of(host)[1])
     host.run("of both", PROMPT, num_local_tokens=4)
-    assert observer.amounts("hit_tokens_") == {"file": 48, "memory": 68}
+    assert observer.amounts("hit_tokens/") == {"file": 48, "memory": 68}
     assert observer["local_hit_tokens"] == 4
     assert observer["hits"] == 3
     assert_adds_up(observer)
@@ -309,5 +309,5 @@ def test_all_tokens_add_up_over_random_runs(
     run.finish()
     assert_adds_up(observer)
     assert observer["lookup_tokens"] > 0
-    assert observer.amounts("miss_tokens_")["absent"] > 0
+    assert observer.amounts("miss_tokens/")["absent"] > 0
     assert observer["hits"] > 0

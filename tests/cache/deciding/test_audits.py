@@ -108,7 +108,7 @@ def test_the_first_hit_lacks_its_last_chunk_and_later_ones_are_whole(reader, bud
     assert request.num_external_tokens == SHORT
     assert counts(host) == (1, 0, 0)
     assert not host.invalid_block_ids
-    assert host.observer["miss_tokens_audit"] == CHUNK
+    assert host.observer["miss_tokens/audit"] == CHUNK
     host.forget_memory()
     for number in range(3):
         assert settled_run(host, f"later {number}").num_external_tokens == WHOLE

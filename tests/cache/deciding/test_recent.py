@@ -34,7 +34,7 @@ def test_the_first_hit_after_a_restart_is_promised_by_the_first_look_up(
     assert reader.scheduler.lookup(request, 0).num_tokens == 40
     reader.admit(request)
     reader.prefill(request)
-    assert reader.observer["hit_tokens_memory"] == 40
+    assert reader.observer["hit_tokens/memory"] == 40
     assert not reader.pool.is_filling
 
 

@@ -124,7 +124,9 @@ def num_waiting(store, number):
 
 
 def copies(counts):
-    return {name: count for name, count in counts.snapshot().items() if "_behind_" in name}
+    return {
+        name: count for name, count in counts.snapshot().items() if name.startswith("tier_copies/")
+    }
 
 
 def held(store, number=0):
@@ -148,8 +150,8 @@ def test_what_only_a_far_tier_has_is_read_and_brought_nearer(make_tiers):
     assert read_value(store, make_key()) == make_value()
     wait_until(lambda: held(near), "it is near")
     assert read_value(store, make_key()) == make_value()
-    assert counts["tier1_hit_bytes"] <= len(make_value())
-    assert counts["tier0_hit"] >= 1
+    assert counts["tier_read_bytes/memory1"] <= len(make_value())
+    assert counts["tier_reads/memory/hit"] >= 1
 
 
 def test_counts_of_the_tiers_add_up(make_tiers):
@@ -162,8 +164,8 @@ def test_counts_of_the_tiers_add_up(make_tiers):
     store = make_tiers(near, far, observer=counts)
     for number in range(8):
         store.read(make_key(number), ())
-    assert (counts["tier0_hit"], counts["tier0_miss"]) == (3, 5)
-    assert (counts["tier1_hit"], counts["tier1_miss"]) == (2, 3)
+    assert (counts["tier_reads/memory/hit"], counts["tier_reads/memory/miss"]) == (3, 5)
+    assert (counts["tier_reads/memory1/hit"], counts["tier_reads/memory1/miss"]) == (2, 3)
 
 
 def test_a_wrong_record_goes_from_the_tier_that_served_it(make_tiers):
@@ -187,8 +189,11 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     client.down = True
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
-    num_failed = counts["tier0_failed"]
-    assert num_failed <= MAX_FAILURES  # copies fail, too
+    num_failed = counts["tier_reads/near/failed"]
+    assert 1 <= num_failed <= MAX_FAILURES  # copies fail, too
+    near, other = store.tiers()
+    assert (near.name, near.state, near.because) == ("near", "away", "the server is down")
+    assert (other.name, other.state, other.because) == ("memory", "up", "")
     assert [record.message for record in caplog.records] == [
         "store near://x: left alone until it answers: the server is down"
     ]
@@ -196,10 +201,13 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
         clock.advance(seconds)
         rest(store)
         client.down = False
+    again = store.tiers()[0]
+    assert (again.state, again.because) == ("up", "")
+    assert again.since > near.since
     assert "used again after 5.0 s" in caplog.records[-1].message
     assert len(caplog.records) == 2
     assert store.read(make_key(), ()) == 5
-    assert counts["tier0_failed"] == num_failed
+    assert counts["tier_reads/near/failed"] == num_failed
 
 
 def test_a_tier_left_alone_has_nothing_and_gets_nothing(make_tiers):
@@ -367,7 +375,7 @@ def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
     clock, counts = FakeClock(), Counters()
     store = make_tiers(MemoryStore(), far, observer=counts, clock=clock)
     store.put(make_key(0), [b"value"])
-    wait_until(lambda: counts["tier1_behind_failed"] == 1, "one failed")
+    wait_until(lambda: counts["tier_copies/memory1/failed"] == 1, "one failed")
     for number in range(1, 20):
         store.put(make_key(number), [b"value"])
     rest(store)
@@ -376,7 +384,7 @@ def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
     clock.advance(60.0)
     settle(store)
     assert all(held(far.inner, number) for number in range(1, 20))
-    assert counts["tier1_behind_stored"] == 19
+    assert counts["tier_copies/memory1/stored"] == 19
 
 
 def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
@@ -544,7 +552,7 @@ def test_the_oldest_write_is_dropped_for_a_new_one(make_tiers):
     for number in range(1, 7):
         store.put(make_key(number), [b"value"])
     assert time.monotonic() - started < 30
-    assert counts["tier1_behind_dropped"] == 3
+    assert counts["tier_copies/memory1/dropped"] == 3
     gate.release()
     wait_until(lambda: held(far, 6), "the last is written")
     assert [held(far, number) for number in range(7)] == [True, *[False] * 3, *[True] * 3]
@@ -637,7 +645,7 @@ def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_ti
     clock.advance(6.0)
     settle(store)
     assert all(held(far, number) for number in range(20))
-    assert counts["tier1_behind_stored"] == 20
+    assert counts["tier_copies/memory1/stored"] == 20
     assert len(caplog.records) == 2
 
 
@@ -654,7 +662,7 @@ def test_a_value_that_many_read_is_brought_nearer_once(make_tiers):
     assert gate.wait_for_arrival()
     gate.release()
     settle(store)
-    assert copies(counts) == {"tier0_behind_stored": 2}
+    assert copies(counts) == {"tier_copies/memory/stored": 2}
 
 
 def test_nothing_is_brought_to_a_tier_that_takes_nothing(make_tiers):
@@ -663,9 +671,9 @@ def test_nothing_is_brought_to_a_tier_that_takes_nothing(make_tiers):
     store = make_tiers(near, far, observer=counts, clock=FakeClock())
     for _ in range(10):
         assert held(store)
-    wait_until(lambda: counts["tier0_put_no_space"], "it is tried")
+    wait_until(lambda: counts["tier_writes/memory/no_space"], "it is tried")
     rest(store)
-    assert counts["tier0_put_no_space"] == 1
+    assert counts["tier_writes/memory/no_space"] == 1
     assert copies(counts) == {}
 
 
@@ -731,9 +739,9 @@ def test_reads_that_pass_a_tier_by_are_counted(make_tiers):
     store = make_tiers(failing, far, observer=counts, clock=FakeClock())
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
-    assert counts["tier0_failed"] <= MAX_FAILURES
-    assert counts["tier0_failed"] + counts["tier0_skipped"] == 10
-    assert counts["tier1_hit"] == 10
+    assert counts["tier_reads/memory/failed"] <= MAX_FAILURES
+    assert counts["tier_reads/memory/failed"] + counts["tier_reads/memory/skipped"] == 10
+    assert counts["tier_reads/memory1/hit"] == 10
 
 
 def test_a_right_value_that_replaces_one_under_way_reaches_every_tier(make_tiers):

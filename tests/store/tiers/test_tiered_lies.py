@@ -82,7 +82,7 @@ def test_a_lie_of_a_far_tier_is_not_copied_and_evicts_nothing(tmp_path, num_byte
             landed = bytearray(len(image))
             assert store.read(LIAR, [(0, memoryview(landed))]) == len(image)
             assert landed == image
-            wait_until(lambda: counts["tier0_behind_failed"], "the copy was tried")
+            wait_until(lambda: counts["tier_copies/file/failed"], "the copy was tried")
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
+from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
 from kvferry.cache.build import PrefixCache
@@ -40,6 +42,9 @@ DEFAULT_MAX_BYTES = "10GiB"
 
 START_SECONDS = 5.0
 """How long start-up waits for the store to list its records; look-ups before that may miss."""
+
+GAUGE_SECONDS = 1.0
+"""How often values as they are now are reported."""
 
 
 class FerryConnector(OneRole):
@@ -70,6 +75,7 @@ class FerryConnector(OneRole):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._observer = Counters()
+        self._gauges_at = 0.0
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
         self._places: dict[str, int] | None = None  # addresses of the registered tensors, by layer
@@ -170,7 +176,10 @@ class FerryConnector(OneRole):
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # kvferry's roles count through the observer only.
-        counted = self._observer.pop_all()
+        counted: dict[str, Any] = dict(self._observer.pop_all())
+        if counted and time.monotonic() >= self._gauges_at:
+            self._gauges_at = time.monotonic() + GAUGE_SECONDS
+            counted[NOW] = self._observer.gauges()
         if self._step is None or self.host.worker_meta is not None:
             return self.stats_class(data=counted) if counted else None
         # Hosts without a message field carry worker messages on the stats. They ask the scheduler

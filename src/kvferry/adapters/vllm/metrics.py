@@ -1,43 +1,33 @@
 """Counters of both halves on their way to vLLM's log line and to Prometheus.
 
 Each half adds up its counts between two questions of vLLM. vLLM adds up ranks and halves, logs the
-sum of an interval and hands it to Prometheus in the API server.
+sum of an interval and hands it to Prometheus in the API server. Values as they are now travel
+beside the counts, once a second at most.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter as Sums
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvferry.observe import FAMILIES, FROM_ZERO, GAUGES, TIME_BOUNDS, TIMES, labelled
 from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
 """`LLM.get_metrics` shows only names that begin with vllm:"""
 
-METRICS = {
-    "hits": "Requests admitted with KV from the store.",
-    "hit_tokens": "Tokens of those requests that were not computed.",
-    "requests_missed": "Requests admitted without KV from the store.",
-    "loaded_tokens": "Tokens copied from the store into KV blocks, per rank.",
-    "saved_bytes": "Bytes stored, per rank.",
-    "save_failed": "Chunks that could not be stored.",
-    "save_no_slot": "Saves put off because the host pool had no slot.",
-    "load_failed_chunks": "Chunks that could not be brought after they were promised.",
-    "audits": "Hits compared with what the engine computes, and found right.",
-    "audit_bad_records": "Records that audits found wrong, and that were taken out of the store.",
-    "audit_mismatch": "Hits that differ from it, by wrong records or by another model.",
-    "lookup_tokens": "Tokens of all admitted prompts.",
-    "miss_tokens_slower": "Tokens computed because loading them would have taken longer.",
-    "miss_tokens_no_memory": "Tokens computed because the host pool had no slot.",
-    "miss_tokens_deadline": "Tokens computed because the store was too slow.",
-    "remote_prefills": "Requests admitted whose prompt another engine was said to compute.",
-    "remote_prefills_computed": "Those of which this engine computed more than the end itself.",
-    "records_corrupt": "Records found wrong; never served.",
-    "store_quarantined": "Records taken out of the store because they were wrong.",
-    "store_evicted_bytes": "Bytes evicted to keep the quota.",
-    "hook_failed": "Faults of kvferry that were kept from the engine.",
-}
-"""Counters that are metrics of their own; all others are labels of `vllm:kvferry_events`."""
+NOW = "now"
+"""Where in the data the gauges are."""
+
+_BUCKET = "_bucket/"
+
+MULTIPROCESS = "mostrecent"
+"""How Prometheus puts gauges of several API servers together."""
+
+MAX_REASONS = 32
+"""Of a tier's states, in labels; Prometheus keeps each that it has seen."""
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:
@@ -62,17 +52,23 @@ def make_stats_class(base: type[Any]) -> type[Any]:
             self.carried_meta = None
 
         def aggregate(self, other: Any) -> Any:  # noqa: ANN401 - the host's
-            sums = Counter(self.data)
-            sums.update(other.data)
-            self.data = dict(sums)
-            theirs = getattr(other, "carried_meta", None)
-            if theirs is not None:
-                mine = self.carried_meta
-                self.carried_meta = theirs if mine is None else mine.aggregate(theirs)
+            mine, theirs = dict(self.data), dict(other.data)
+            gauges = {**mine.pop(NOW, {}), **theirs.pop(NOW, {})}
+            sums = Sums(mine)
+            sums.update(theirs)
+            self.data = {**sums, NOW: gauges} if gauges else dict(sums)
+            said = getattr(other, "carried_meta", None)
+            if said is not None:
+                own = self.carried_meta
+                self.carried_meta = said if own is None else own.aggregate(said)
             return self
 
         def reduce(self) -> dict[str, float]:
-            return {name: round(amount, 6) for name, amount in sorted(self.data.items())}
+            return {
+                name: round(amount, 6)
+                for name, amount in sorted(self.data.items())
+                if name != NOW and _BUCKET not in name
+            }
 
         def is_empty(self) -> bool:
             return not self.data and self.carried_meta is None
@@ -83,6 +79,87 @@ def make_stats_class(base: type[Any]) -> type[Any]:
             return copy
 
     return FerryStats
+
+
+class PromFamilies:
+    """Our metrics in the host's Prometheus.
+
+    Args:
+        metric_types: the host's class for each of prometheus_client's.
+        labelnames: of every metric.
+    """
+
+    def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
+        self._counters = {
+            name: metric_types[Counter](
+                name=f"{PREFIX}_{name}", documentation=of.text, labelnames=[*labelnames, *of.labels]
+            )
+            for name, of in FAMILIES.items()
+        }
+        self._gauges = {
+            name: metric_types[Gauge](
+                name=f"{PREFIX}_{name}",
+                documentation=of.text,
+                labelnames=[*labelnames, *of.labels],
+                multiprocess_mode=MULTIPROCESS,
+            )
+            for name, of in GAUGES.items()
+        }
+        self._times = {
+            name: metric_types[Histogram](
+                name=f"{PREFIX}_{name}_seconds",
+                documentation=text,
+                labelnames=labelnames,
+                buckets=list(TIME_BOUNDS),
+            )
+            for name, text in TIMES.items()
+        }
+        self._events = metric_types[Counter](
+            name=f"{PREFIX}_events",
+            documentation="Everything else that kvferry counts, by name.",
+            labelnames=[*labelnames, "event"],
+        )
+        self._tiers: dict[tuple[object, ...], tuple[object, ...]] = {}  # labels shown last
+        self._reasons: set[str] = set()
+
+    def start(self, labels: list[object]) -> None:
+        """Show an engine before anything happens in it."""
+        self.observe(dict.fromkeys(FROM_ZERO, 0), labels)
+        for metric in self._times.values():
+            metric.labels(*labels)
+
+    def observe(self, data: dict[str, Any], labels: list[object]) -> None:
+        """Add what was counted, and show values as they are now."""
+        data = dict(data)
+        for name, value in data.pop(NOW, {}).items():
+            self._set(name, value, labels)
+        for name, metric in self._times.items():
+            for seconds in _durations(name, data):
+                metric.labels(*labels).observe(seconds)
+        for name, amount in data.items():
+            family, values = labelled(name)
+            if amount < 0 or _BUCKET in name:
+                continue
+            if family in self._counters:
+                num_labels = len(FAMILIES[family].labels)
+                values = (values + num_labels * [""])[:num_labels]
+                self._counters[family].labels(*labels, *values).inc(amount)
+            else:
+                self._events.labels(*labels, name).inc(amount)
+
+    def _set(self, name: str, value: float, labels: list[object]) -> None:
+        family, values = labelled(name)
+        metric = self._gauges[family]
+        if family == "tier_since_seconds":
+            *place, state, because = values
+            self._reasons |= {because} if len(self._reasons) < MAX_REASONS else set()
+            values = [*place, state, because if because in self._reasons else "other"]
+            key = (*labels, *place)
+            before = self._tiers.get(key)
+            self._tiers[key] = (*labels, *values)
+            if before not in (None, self._tiers[key]):
+                metric.labels(*before).set(0)
+        metric.labels(*labels, *values).set(value)
 
 
 def make_prom_class(base: type[Any]) -> type[Any]:
@@ -98,29 +175,26 @@ def make_prom_class(base: type[Any]) -> type[Any]:
         ) -> None:
             super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             self._labelvalues = per_engine_labelvalues
-            self._own = {
-                name: self._counter_cls(
-                    name=f"{PREFIX}_{name}", documentation=text, labelnames=labelnames
-                )
-                for name, text in METRICS.items()
-            }
-            self._events = self._counter_cls(
-                name=f"{PREFIX}_events",
-                documentation="Everything else that kvferry counts, by name.",
-                labelnames=[*labelnames, "event"],
-            )
+            self._families = PromFamilies(metric_types, labelnames)
             for labels in per_engine_labelvalues.values():
-                for metric in self._own.values():
-                    metric.labels(*labels)  # so that a metric is there before anything happens
+                self._families.start(labels)
 
         def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-            labels = self._labelvalues[engine_idx]
-            for name, amount in transfer_stats_data.items():
-                if amount < 0:
-                    continue
-                if name in self._own:
-                    self._own[name].labels(*labels).inc(amount)
-                else:
-                    self._events.labels(*labels, name).inc(amount)
+            self._families.observe(transfer_stats_data, self._labelvalues[engine_idx])
 
     return FerryPromMetrics
+
+
+def _durations(name: str, data: dict[str, Any]) -> list[float]:
+    """Take the durations of one name out of `data`: as many in each bucket as were measured, with
+    the same sum. Where they lay within their buckets is not known; all lie equally far up."""
+    total = data.pop(f"{name}_seconds", 0.0)
+    edges = (0.0, *TIME_BOUNDS, max(2 * TIME_BOUNDS[-1], total))
+    spans: list[tuple[float, float, int]] = []
+    for number in range(len(TIME_BOUNDS) + 1):
+        count = data.pop(f"{name}{_BUCKET}{number}", 0)
+        spans += [(edges[number], edges[number + 1], count)] if count else []
+    least = sum(low * count for low, _, count in spans)
+    most = sum(high * count for _, high, count in spans)
+    part = min(1.0, max(1e-9, (total - least) / (most - least))) if spans else 0.0
+    return [low + part * (high - low) for low, high, count in spans for _ in range(count)]

@@ -35,8 +35,8 @@ subscriber that misses a chunk asks another engine, one that expects a lost chun
 class Accounts:
     """Calls the observer and the journal; keeps nothing. Runs in: scheduler thread.
 
-    `lookup_tokens = local_hit_tokens + hit_tokens_<tier> + miss_tokens_<reason>`, summed over all
-    tiers and reasons; `hit_tokens` is the sum over the tiers.
+    `lookup_tokens = local_hit_tokens + hit_tokens/<tier> + miss_tokens/<reason>`, summed over all
+    tiers and reasons.
 
     Args:
         journal: receives each request once, when it is admitted first or has ended; None: no
@@ -127,20 +127,19 @@ class Accounts:
         self._observer.count("local_hit_tokens", local)
         if hits:
             self._observer.count("hits")
-            self._observer.count("hit_tokens", hits.total())
         else:
             self._observer.count("requests_missed")
         for tier, tokens in hits.items():
-            self._observer.count(f"hit_tokens_{tier}", tokens)
+            self._observer.count(f"hit_tokens/{tier}", tokens)
         for reason, tokens in misses.items():
-            self._observer.count(f"miss_tokens_{reason}", tokens)
+            self._observer.count(f"miss_tokens/{reason}", tokens)
 
     def not_cacheable(self, request: RequestView) -> None:
         """A request was admitted that must not be cached."""
         num_tokens = len(request.all_token_ids)
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
-            self._observer.count(f"miss_tokens_{LookupMiss.NOT_CACHEABLE}", num_tokens)
+            self._observer.count(f"miss_tokens/{LookupMiss.NOT_CACHEABLE}", num_tokens)
         if request.handover is not None:
             answer = JournalAnswer(0, {}, {LookupMiss.NOT_CACHEABLE: num_tokens}, "")
             self._count_handover(request, request.handover, answer, Search())

@@ -118,6 +118,11 @@ class HostPool:
         return len(self._slots) - len(self._idle)
 
     @property
+    def num_assigned(self) -> int:
+        """Slots that have a chunk, or get one."""
+        return len(self._slots)
+
+    @property
     def has_free(self) -> bool:
         """Whether some slot holds nothing."""
         return len(self._slots) < self.num_slots

@@ -83,7 +83,7 @@ class Lookup:
     ) -> None:
         self._chunk = context.config.chunk_tokens
         self._store = context.store
-        self._tier_of = context.store.tier_of
+        self._observer = context.observer
         self._tables = context.tables
         self._clock = context.clock
         self._pool = pool
@@ -93,7 +93,7 @@ class Lookup:
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
-        search = state.search = state.search or Search()
+        search = state.search = state.search or Search(began_at=self._clock())
         search.num_local = num_local
         is_promised = search.promised is not None and search.promised[0] == num_local
         if is_promised and not self._audits.suspects:
@@ -117,6 +117,8 @@ class Lookup:
             return ASK_AGAIN
         if search.promised is None:
             self.release(state)
+        else:
+            self._observer.observe("promise", self._clock() - search.began_at)
         self._learn(search, late)
         return self._answer(state, search)
 
@@ -256,7 +258,10 @@ class Lookup:
             return known
         keys, first = state.keys.keys, search.num_local // self._chunk
         parts = [
-            (None if holds(keys[number], everything) else self._tier_of(keys[number]), self._chunk)
+            (
+                None if holds(keys[number], everything) else self._store.tier_of(keys[number]),
+                self._chunk,
+            )
             for number in range(first, known)
         ]
         worth = self.policy.worth_loading(parts)
@@ -357,7 +362,7 @@ class Lookup:
                 self._pool.pin(slot)
                 search.pinned.append(slot)
             if not slot.is_save:
-                search.fetched[key] = self._tier_of(key)
+                search.fetched[key] = self._store.tier_of(key)
             search.awaited.append(slot)
         # A fetch will end, or another request will release its slots.
         return bool(search.awaited) or self._pool.num_taken > len(search.pinned)

@@ -83,6 +83,7 @@ class Search:
             end only, so the last one is still filling.
         fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
             that has them.
+        began_at: when its first look-up came.
         fetching_since: when its fetches began; None if there were none, and while another engine
             is still to bring more.
         deadline: when its fetches must have ended.
@@ -98,6 +99,7 @@ class Search:
     pinned: list[Slot] = field(default_factory=list)
     awaited: list[Slot] = field(default_factory=list)
     fetched: dict[ChunkKey, str] = field(default_factory=dict)
+    began_at: float = 0.0
     fetching_since: float | None = None
     deadline: float = 0.0
     worth: tuple[int, float, float] | None = None

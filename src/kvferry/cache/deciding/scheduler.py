@@ -13,6 +13,7 @@ saved.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,10 @@ class SharedStorageScheduler(SchedulerRole):
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
             state.search = Search(num_local=num_local_tokens, miss=miss)
             return LookupResult(0, False, miss)
-        return self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
+        started = time.perf_counter()
+        answer = self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
+        self.context.observer.observe("lookup", time.perf_counter() - started)
+        return answer
 
     # -- allocation -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
 
@@ -96,6 +97,18 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
+class Standing(NamedTuple):
+    """A state, since when, and why."""
+
+    state: State
+    since: float
+    """Of the clock."""
+    because: str = ""
+    """One line without a credential; empty where nothing is wrong."""
+
+
+_MAX_BECAUSE = 120
+
 _UP = frozenset({State.UP, State.REFUSING})
 
 
@@ -111,7 +124,7 @@ class Health:
         clock: monotonic seconds.
 
     Attributes:
-        state: as it is now.
+        standing: its state as it is now.
         until: when an unopened or away store is tried next; when a refusing one is written to.
         generation: how often the store went away. Results of calls that began in an earlier
             generation are ignored.
@@ -123,7 +136,7 @@ class Health:
         self._what = what
         self._clock = clock
         self._patience = patience
-        self.state = State.OPENING
+        self.standing = Standing(State.OPENING, clock())
         self.until = -math.inf
         self.generation = 0
         self.may_create = True
@@ -131,6 +144,15 @@ class Health:
         self._breaker = _Counts(pause=patience.first_pause_seconds, since=clock())
         self._wants_check = False
         self._refused_at: float | None = None
+
+    @property
+    def state(self) -> State:
+        return self.standing.state
+
+    def _stand(self, state: State, because: object = "") -> None:
+        is_same = state is self.state
+        since = self.standing.since if is_same else self._clock()
+        self.standing = Standing(state, since, str(because)[:_MAX_BECAUSE])
 
     @property
     def is_up(self) -> bool:
@@ -169,7 +191,7 @@ class Health:
     def opened(self) -> str:
         if self.state is not State.OPENING:
             return ""
-        self.state = State.UP
+        self._stand(State.UP)
         seconds = self._clock() - self._breaker.since
         return f"{self._what}: opened after {seconds:.1f} s" if self._is_announced else ""
 
@@ -178,6 +200,7 @@ class Health:
         if self.state is not State.OPENING or self._is_announced:
             return ""
         self._is_announced = True
+        self._stand(State.OPENING, "does not answer")
         return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
     def open_failed(self, error: BaseException) -> str:
@@ -186,6 +209,7 @@ class Health:
         if self.state is not State.OPENING:
             return ""
         was_announced, self.until = self._is_announced, math.inf
+        self._stand(State.OPENING, error)
         is_found_below = isinstance(error, ConfigError) and not self.may_create
         if not isinstance(error, StoreError) and not is_found_below:
             return f"{self._what} cannot be opened: {error}" if was_announced else ""
@@ -206,7 +230,7 @@ class Health:
         counts.num_failures = 0
         if self.state is not State.AWAY:
             return ""
-        self.state = State.UP
+        self._stand(State.UP)
         now = self._clock()
         seconds, counts.since, counts.is_back = now - counts.since, now, True
         return "" if counts.num_again else f"{self._what}: used again after {seconds:.1f} s"
@@ -224,7 +248,8 @@ class Health:
         counts.num_again = counts.num_again + 1 if is_again else 0
         counts.pause = counts.pause if is_again else patience.first_pause_seconds
         counts.num_failures, counts.since = 0, now
-        self.state, self.until = State.AWAY, now + counts.pause
+        self._stand(State.AWAY, why)
+        self.until = now + counts.pause
         self.generation += 1
         self._wants_check = False
         if not is_again:
@@ -265,7 +290,7 @@ class Health:
             return ""
         now = self._clock()
         if self.state is State.REFUSING and now >= self.until:
-            self.state = State.UP
+            self._stand(State.UP)
         refused_at, again = self._refused_at, self._patience.accepts_again_seconds
         if refused_at is None or now < refused_at + again:
             return ""
@@ -273,17 +298,19 @@ class Health:
         return f"{self._what}: takes values again"
 
     def _pause_writes(self, seconds: float) -> None:
-        self.state = State.REFUSING
+        self._stand(State.REFUSING, self.standing.because or "a write failed")
         self.until = self._clock() + self._patience.first_pause_seconds + 4 * seconds
 
     def _refused(self, why: str) -> str:
+        if self.state is State.REFUSING:
+            self._stand(State.REFUSING, why)
         is_new = self._refused_at is None
         self._refused_at = self._clock()
         return f"{self._what}: answers, but {why}" if is_new else ""
 
     def close(self) -> None:
         """For good: no event has an effect any more."""
-        self.state = State.CLOSED
+        self._stand(State.CLOSED)
 
     def __repr__(self) -> str:
         return f"<Health {self._what}: {self.state}>"

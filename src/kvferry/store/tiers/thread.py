@@ -95,7 +95,7 @@ class TierThread:
                 return
             if len(self._waiting) >= self._target.calls.patience.max_waiting:
                 self._waiting.popitem(last=False)
-                self._target.count("behind_dropped")
+                self._target.count("copies", "dropped")
             self._waiting[key] = source
         self.start()
         self._wake.set()
@@ -144,7 +144,7 @@ class TierThread:
                 with self._lock:
                     self._copying = None
                 if result is not None:
-                    self._target.count(f"behind_{result}")
+                    self._target.count("copies", result)
             if result is None:
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, PutResult, ReadRange, Store, StoreStat
+from kvferry.store.base import Buffer, PutResult, ReadRange, Store, StoreStat, TierStatus
 from kvferry.store.tiers.health import Health, Limit, Patience, State
 from kvferry.types import ChunkKey
 
@@ -177,21 +178,28 @@ class Tier:
 
     # -- calls ----------------------------------------------------------------------------------
 
-    def count(self, result: str, value: int = 1) -> None:
-        """Count under the name of this tier."""
-        self._observer.count(f"tier{self.number}_{result}", value)
+    def count(self, what: str, result: str) -> None:
+        """Count a result of "reads", "writes" or "copies" under the name of this tier."""
+        self._observer.count(f"tier_{what}/{self.name}/{result}")
+
+    @property
+    def status(self) -> TierStatus:
+        """Memory only."""
+        state, since, because = self._health.standing
+        since = time.time() - (self.calls.clock() - since)
+        return TierStatus(self.name, state, since, because, self.stat())
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """See `Store.read`; counted."""
         try:
             size = self.ask(key, ranges, deadline)
         except StoreError:
-            self.count("failed")
+            self.count("reads", "failed")
             raise
-        self.count("miss" if size is None else "hit")
+        self.count("reads", "miss" if size is None else "hit")
         if size is not None:
             num_bytes = sum(max(0, min(len(buffer), size - start)) for start, buffer in ranges)
-            self.count("hit_bytes", num_bytes)
+            self._observer.count(f"tier_read_bytes/{self.name}", num_bytes)
         return size
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
@@ -228,7 +236,7 @@ class Tier:
         if result is PutResult.FAILED:
             self._event(lambda health: health.write_failed(0.0, generation))
         if isinstance(result, PutResult):
-            self.count(f"put_{result}")
+            self.count("writes", result)
         return result
 
     def write(
@@ -254,7 +262,7 @@ class Tier:
             self._event(lambda health: health.no_room(seconds))
         elif result is PutResult.STORED:
             self._event(Health.stored)
-        self.count(f"put_{result}")
+        self.count("writes", result)
         return result
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float) -> PutResult:
@@ -265,7 +273,7 @@ class Tier:
         return self.write(partial(store.put, key, buffers), deadline)
 
     def _skipped(self) -> PutResult:
-        self.count("put_skipped")
+        self.count("writes", "skipped")
         return PutResult.FAILED
 
     def discard(self, key: ChunkKey, reason: str) -> None:

@@ -25,6 +25,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
     SupportsShardedWrite,
+    TierStatus,
     ValueCheck,
 )
 from kvferry.store.tiers.health import Patience
@@ -118,7 +119,7 @@ class TieredStore(Store):
             tier.find_overdue()
             if tier.up is None:
                 self._threads[tier.number].keep_trying()
-                tier.count("skipped")
+                tier.count("reads", "skipped")
                 continue
             try:
                 size = tier.read(key, ranges, deadline)
@@ -317,6 +318,9 @@ class TieredStore(Store):
             max_bytes=stats[0].max_bytes if len(stats) == 1 else None,
             index_complete=all(stat.index_complete for stat in stats),
         )
+
+    def tiers(self) -> list[TierStatus]:
+        return [tier.status for tier in self._tiers]
 
     def close(self) -> None:
         """Copies go on for a limited time first."""

@@ -1,0 +1,267 @@
+"""`kvferry top`: what a cache does now, in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+
+from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
+from kvferry.cli.records import count_records
+from kvferry.cli.stores import query_store
+from kvferry.config import format_size
+from kvferry.errors import KVError
+from kvferry.store.kind import shown_url
+
+if TYPE_CHECKING:
+    from kvferry.keys import JsonValue
+    from kvferry.readings import Reading
+
+_ANSWER_SECONDS = 3.0
+_BAR = 16
+_MAX_ROWS = 12
+_MAX_TEXT = 60
+
+View = Callable[[], tuple[JsonRow, list[RenderableType]]]
+"""Reads once: the result for programs, and for people."""
+
+
+def top(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="An engine's http://host:port/metrics, or a store."),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A journal (option `record`) instead.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and end, as without a terminal.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two readings.")
+    ] = 2.0,
+    json: JsonOption = None,
+) -> None:
+    """Show what a cache does: hits by tier, reasons of misses, tiers and their states, latencies.
+
+    From an engine's metrics, the last requests of a journal, or a store. Ctrl-C ends it.
+
+    Example: kvferry top http://localhost:8000/metrics
+    """
+    if (source is None) == (journal is None):
+        raise typer.BadParameter("give the URL of an engine's metrics or of a store, or --journal")
+    view = _view(source or "", journal)
+    if once or json is not None or not sys.stdout.isatty():
+        value, shown = view()
+        emit(value, json, *shown)
+        return
+    try:
+        _run_live(view, interval)
+    except KeyboardInterrupt:  # the way to end it
+        return
+
+
+def _view(source: str, journal: Path | None) -> View:
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.readings import read_endpoint, read_requests
+
+    if journal is not None:
+        path = journal
+        return lambda: _show(read_requests(path), None, f"last requests of {path}")
+    if not source.startswith(("http://", "https://")):
+        return lambda: _show_store(source)
+    before: list[Reading] = []
+
+    def look() -> tuple[JsonRow, list[RenderableType]]:
+        now = read_endpoint(source, _ANSWER_SECONDS)
+        shown = _show(now, before[-1] if before else None, shown_url(source))
+        before[:] = [now]
+        return shown
+
+    return look
+
+
+def _run_live(view: View, interval: float) -> None:
+    """Until Ctrl-C. A source that does not answer at first is an error, later a line."""
+    console = Console(highlight=False)
+    _, shown = view()
+    answered_at = time.time()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*map(_as_text, shown)), refresh=True)
+            started = time.monotonic()
+            time.sleep(interval)
+            try:
+                _, shown = view()
+                answered_at = time.time()
+            except (KVError, OSError) as error:
+                age = format_age(answered_at)
+                shown = [f"no answer for {age}: {error}", *_without_fault(shown)]
+            # A large store is not listed all the time.
+            busy = time.monotonic() - started - interval
+            time.sleep(max(0.0, 5 * busy - interval))
+
+
+def _without_fault(shown: Sequence[RenderableType]) -> list[RenderableType]:
+    return [each for each in shown if not (isinstance(each, str) and each.startswith("no answer"))]
+
+
+def _as_text(renderable: RenderableType) -> RenderableType:
+    return plain(renderable) if isinstance(renderable, str) else renderable
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def _show(now: Reading, before: Reading | None, where: str) -> tuple[JsonRow, list[RenderableType]]:
+    recent = now if before is None else now.since(before)
+    if not recent.num_tokens:
+        recent = now  # no request came between the two
+    total = recent.num_tokens
+    hit = sum(recent.hits.values())
+    what = "since the start" if recent.span is None else f"in {recent.span:.0f} s"
+    summary = f"{where}: {hit:,.0f} of {total:,.0f} tokens hit {what}"
+    if recent.span is not None and total:
+        summary += f", {total / recent.span:,.0f} tokens/s"
+    hits, misses = _shares(recent.hits, total), _shares(recent.misses, total)
+    tiers, times = _tiers(now), _times(recent)
+    value: JsonRow = {
+        "at": now.at,
+        "seconds": recent.span,
+        "tokens": total,
+        "hits": dict(recent.hits),
+        "misses": dict(recent.misses),
+        "counts": dict(recent.counts),
+        "tiers": list(tiers),
+        "latencies": list(times),
+    }
+    columns = {"tokens": "tokens", "share": "share", "": "bar"}
+    shown: list[RenderableType] = [summary, "", make_table({"hit": "what"} | columns, hits)]
+    shown += [make_table({"missed": "what"} | columns, misses)] if misses else []
+    shown += _counted(recent)
+    if tiers:
+        names = {"tier": "tier", "by": "role", "state": "state", "for": "age", "because": "because"}
+        shown += ["", make_table(names, tiers)]
+    quotas = _quotas(now)
+    if quotas:
+        names = {"store": "tier", "records": "records", "used": "used_bytes", "quota": "max_bytes"}
+        shown += ["", make_table(names, quotas)]
+    if times:
+        names = {"latency": "what", "count": "count", "half within": "p50", "99% within": "p99"}
+        shown += ["", make_table(names, times)]
+    return value, shown
+
+
+def _shares(tokens: Mapping[str, float], total: float) -> list[JsonRow]:
+    largest = sorted(tokens.items(), key=lambda item: -item[1])[:_MAX_ROWS]
+    return [
+        {
+            "what": (name or "not told")[:_MAX_TEXT],
+            "tokens": f"{count:,.0f}",
+            "share": f"{count / total:.1%}",
+            "bar": "█" * round(_BAR * count / total),
+        }
+        for name, count in largest
+        if count > 0 and total > 0
+    ]
+
+
+def _counted(recent: Reading) -> list[RenderableType]:
+    counts, span = recent.counts, recent.span
+    parts = []
+    if slots := counts.get("pool_slots/total"):
+        held, used = counts.get("pool_slots/held", 0), counts.get("pool_slots/in_use", 0)
+        parts.append(f"pool: {held:.0f} of {slots:.0f} slots held, {used:.0f} in use")
+    for name, text in (("tier_read_bytes", "read"), ("saved_bytes", "saved")):
+        if num_bytes := counts.get(name):
+            rate = "" if span is None else f" ({format_size(int(num_bytes / span))}/s)"
+            parts.append(f"{text} {format_size(int(num_bytes))}{rate}")
+    for name, text in (
+        ("records_corrupt", "records found wrong"),
+        ("save_failed", "saves failed"),
+        ("load_failed_chunks", "loads failed"),
+        ("hook_failed", "faults of kvferry"),
+    ):
+        if count := counts.get(name):
+            parts.append(f"{count:.0f} {text}")
+    return ["", *parts] if parts else []
+
+
+def _tiers(now: Reading) -> list[JsonRow]:
+    return [
+        {
+            "tier": each.name[:_MAX_TEXT],
+            "role": each.role,
+            "state": each.state[:_MAX_TEXT],
+            "since": each.since,
+            "age": format_age(each.since),
+            "because": each.because[: 2 * _MAX_TEXT] or None,
+        }
+        for each in now.tiers[: 4 * _MAX_ROWS]
+    ]
+
+
+def _quotas(now: Reading) -> list[JsonRow]:
+    names = [name.partition("/")[2] for name in now.counts if name.startswith("store_used_bytes/")]
+
+    def value(what: str, name: str) -> JsonValue:
+        found = now.counts.get(f"{what}/{name}")
+        return None if found is None else int(found)
+
+    return [
+        {
+            "tier": name[:_MAX_TEXT],
+            "records": value("store_records", name),
+            "used_bytes": value("store_used_bytes", name),
+            "max_bytes": value("store_max_bytes", name),
+        }
+        for name in names[:_MAX_ROWS]
+    ]
+
+
+def _times(recent: Reading) -> list[JsonRow]:
+    from kvferry.readings import quantile
+
+    rows: list[JsonRow] = []
+    for name, buckets in list(recent.times.items())[:_MAX_ROWS]:
+        half, most = quantile(buckets, 0.5), quantile(buckets, 0.99)
+        if half is not None and most is not None:
+            count = int(buckets[float("inf")])
+            rows.append(
+                {"what": name[:_MAX_TEXT], "count": count, "p50": _ms(half), "p99": _ms(most)}
+            )
+    return rows
+
+
+def _ms(seconds: float) -> str:
+    return "longer" if seconds == float("inf") else f"{seconds * 1e3:g} ms"
+
+
+# -- a store --------------------------------------------------------------------------------------
+
+
+def _show_store(url: str) -> tuple[JsonRow, list[RenderableType]]:
+    facts, spaces, removed = query_store(url, count_records)
+    used, quota = facts.get("used_bytes"), facts.get("max_bytes")
+    summary = f"{shown_url(url)}: {facts['num_records']} records, {_size(used)}"
+    if quota is not None:
+        summary += f" of {_size(quota)}"
+    columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
+    shown: list[RenderableType] = [summary]
+    if spaces:
+        rows = [{**row, "model": str(row["model"] or "")[:_MAX_TEXT]} for row in spaces[:_MAX_ROWS]]
+        shown += ["", make_table(columns | {"model": "model"}, rows)]
+    if removed:
+        names = {"removed": "reason", "records": "num_records", "size": "num_bytes"}
+        shown += ["", make_table(names | {"last": "last_at"}, removed)]
+    return {**facts, "namespaces": list(spaces), "removed": list(removed)}, shown
+
+
+def _size(num_bytes: JsonValue) -> str:
+    return format_size(num_bytes) if isinstance(num_bytes, int) else "unknown"

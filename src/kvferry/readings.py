@@ -1,0 +1,210 @@
+"""What a running cache does, as its metrics or its journal show it: for `kvferry top`."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvferry.errors import ConfigError
+from kvferry.explain import read_journal
+
+MAX_METRICS_BYTES = 32 << 20
+
+JOURNAL_REQUESTS = 1000
+"""How many of the last requests of a journal are summed up."""
+
+ENGINE = "engine"
+"""Stands where a tier would, for tokens that the engine had itself."""
+
+Buckets = dict[float, float]
+"""Durations that are not longer, by bound in seconds."""
+
+
+class TierReading(NamedTuple):
+    """A tier, as one role sees it."""
+
+    name: str
+    role: str
+    state: str
+    since: float
+    """Seconds since the epoch."""
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """All sums are since the start of the engine, or over the requests of a journal.
+
+    Attributes:
+        at: seconds since the epoch.
+        hits: tokens by tier.
+        misses: tokens by reason.
+        counts: other counters, over all labels, and values as they are now by `name/tier`.
+        tiers: of all roles.
+        times: durations by name.
+        span: seconds over which the requests of a journal came; None: from the start on.
+    """
+
+    at: float
+    hits: Mapping[str, float] = field(default_factory=dict)
+    misses: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    tiers: Sequence[TierReading] = ()
+    times: Mapping[str, Buckets] = field(default_factory=dict)
+    span: float | None = None
+
+    @property
+    def num_tokens(self) -> float:
+        """Of all prompts."""
+        return sum(self.hits.values()) + sum(self.misses.values())
+
+    def since(self, before: Reading) -> Reading:
+        """What happened after an earlier reading; values as they are now stay. After a restart of
+        the engine, all of it."""
+        if self.num_tokens < before.num_tokens:
+            return self
+        times = {
+            name: {
+                bound: count - before.times.get(name, {}).get(bound, 0.0)
+                for bound, count in buckets.items()
+            }
+            for name, buckets in self.times.items()
+        }
+        return Reading(
+            at=self.at,
+            hits=_less(self.hits, before.hits),
+            misses=_less(self.misses, before.misses),
+            counts={
+                name: value if "/" in name else value - before.counts.get(name, 0.0)
+                for name, value in self.counts.items()
+            },
+            tiers=self.tiers,
+            times=times,
+            span=max(1e-3, self.at - before.at),
+        )
+
+
+def _less(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
+def quantile(buckets: Buckets, part: float) -> float | None:
+    """The bound below which at least `part` of the durations lie; None if there are none."""
+    total = buckets.get(float("inf"), 0.0)
+    if total <= 0:
+        return None
+    return next(bound for bound, count in sorted(buckets.items()) if count >= part * total)
+
+
+# -- from the metrics of an engine ----------------------------------------------------------------
+
+
+def read_endpoint(url: str, timeout: float) -> Reading:
+    """What the metrics at an address say, of vLLM or of the embedded engine's exporter.
+
+    Raises:
+        ConfigError: no answer within `timeout` seconds, or none with metrics of kvferry.
+    """
+    text = _fetch(url, timeout)
+    try:
+        samples = [
+            sample._replace(name=sample.name.removeprefix("vllm:").removeprefix("kvferry_"))
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith(("kvferry_", "vllm:kvferry_"))
+        ]
+    except (ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"{url} does not answer with metrics: {error}") from error
+    if not samples:
+        raise ConfigError(f"{url} has no metrics of kvferry; is the connector configured?")
+    return _read_samples(samples)
+
+
+def _fetch(url: str, timeout: float) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url}: metrics are read from http:// or https:// addresses")
+    until, parts, size = time.monotonic() + timeout, [], 0
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            while part := answer.read1(1 << 16):
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > until or size > MAX_METRICS_BYTES:
+                    raise ConfigError(f"{url} does not end its answer")
+    except TimeoutError as error:
+        raise ConfigError(f"{url} did not answer within {timeout:g} s") from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(f"cannot read {url}: {reason or type(error).__name__}") from error
+    return b"".join(parts).decode(errors="replace")
+
+
+def _read_samples(samples: Iterable[Sample]) -> Reading:
+    hits: defaultdict[str, float] = defaultdict(float)
+    misses: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, float] = defaultdict(float)
+    times: defaultdict[str, Buckets] = defaultdict(lambda: defaultdict(float))
+    tiers = []
+    for name, labels, value, *_ in samples:
+        tier = labels.get("tier", "")
+        if name == "hit_tokens_total":
+            hits[tier] += value
+        elif name == "local_hit_tokens_total":
+            hits[ENGINE] += value
+        elif name == "miss_tokens_total":
+            misses[labels.get("reason", "")] += value
+        elif name.endswith("_seconds_bucket"):
+            times[name.removesuffix("_seconds_bucket")][float(labels["le"])] += value
+        elif name == "tier_since_seconds":
+            if value:  # else it is no longer in that state
+                place = tier, labels.get("role", ""), labels.get("state", "")
+                tiers.append(TierReading(*place, value, labels.get("because", "")))
+        elif name == "pool_slots":
+            counts[f"{name}/{labels.get('state', '')}"] += value
+        elif name.startswith("store_") and tier:
+            counts[f"{name}/{tier}"] += value
+        elif name.endswith("_total"):
+            counts[name.removesuffix("_total")] += value
+    return Reading(
+        at=time.time(),
+        hits={name: value for name, value in hits.items() if value},
+        misses={name: value for name, value in misses.items() if value},
+        counts=counts,
+        tiers=tiers,
+        times=times,
+    )
+
+
+# -- from a journal -------------------------------------------------------------------------------
+
+
+def read_requests(path: Path) -> Reading:
+    """The last requests of a journal.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    lines = read_journal(path, None, JOURNAL_REQUESTS)
+    hits: Counter[str] = Counter()
+    misses: Counter[str] = Counter()
+    for line in lines:
+        hits.update({ENGINE: line.local} if line.local else {})
+        hits.update(line.hits)
+        misses.update(line.misses)
+    times = [line.time for line in lines]
+    return Reading(
+        at=max(times, default=time.time()),
+        hits=dict(hits),
+        misses=dict(misses),
+        counts={"hits": sum(bool(line.hits) for line in lines), "requests": len(lines)},
+        span=max(1e-3, max(times) - min(times)) if len(times) > 1 else None,
+    )
