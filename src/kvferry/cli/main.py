@@ -25,8 +25,8 @@ from kvferry.cli.generate import generate
 from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.simulate import simulate
 from kvferry.cli.size import size
-from kvferry.cli.warm import warm
 from kvferry.cli.top import top
+from kvferry.cli.warm import warm
 from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -71,8 +71,8 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, simulate, size,
-        warm, bench,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, simulate,
+        size, warm, bench,
     ):  # fmt: skip
         app.command()(command)
     return app

@@ -83,10 +83,25 @@ def warm(
         serving = _server(openai, model, timeout, raw=raw)
     else:
         serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
+    warmed, failed = _serve_all(wanted, serving)
+    done = len(wanted) - len(failed)
+    summary = f"{done} prompts, {warmed.num_tokens:,} tokens, {warmed.stored_before:,} of them stored before"
+    value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
+    value |= warmed._asdict()
+    shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
+    emit(value, json, summary, *(shown if failed else []))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _serve_all(
+    prompts: list[Prompt], serving: contextlib.AbstractContextManager[Serve]
+) -> tuple[Warmed, list[JsonRow]]:
+    """Serve each prompt: the tokens of all, and the prompts that could not be served."""
     failed: list[JsonRow] = []
     total = before = 0
     with serving as serve, progress() as bar:
-        for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
+        for number, prompt in enumerate(bar.track(prompts, description="warming"), 1):
             try:
                 warmed = serve(prompt)
             except ConfigError as error:
@@ -94,14 +109,7 @@ def warm(
                 continue
             total += warmed.num_tokens
             before += warmed.stored_before
-    done = len(wanted) - len(failed)
-    summary = f"{done} prompts, {total:,} tokens, {before:,} of them stored before"
-    value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
-    value |= {"num_tokens": total, "stored_before": before}
-    shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
-    emit(value, json, summary, *(shown if failed else []))
-    if failed:
-        raise typer.Exit(1)
+    return Warmed(total, before), failed
 
 
 # -- prompts --------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from kvferry.testing.stores.hooks import wait_until
 from kvferry.adapters.vllm.metrics import NOW
+from kvferry.testing.stores.hooks import wait_until
 
 from .released import Release
 from .versioned_config import at_rank, make_kv_cache_config
