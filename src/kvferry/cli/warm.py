@@ -85,7 +85,8 @@ def warm(
         serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
     warmed, failed = _serve_all(wanted, serving)
     done = len(wanted) - len(failed)
-    summary = f"{done} prompts, {warmed.num_tokens:,} tokens, {warmed.stored_before:,} of them stored before"
+    tokens = f"{warmed.num_tokens:,} tokens, {warmed.stored_before:,} of them stored before"
+    summary = f"{done} prompts, {tokens}"
     value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
     value |= warmed._asdict()
     shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
