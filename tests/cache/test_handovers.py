@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 
@@ -319,6 +320,29 @@ def test_a_mismatch_is_a_miss_with_its_reason_and_without_a_wait(make_engine, ch
     assert decode(host, answer) == 0
     assert host.observer[f"miss_tokens_{reason}"] == 40
     assert any(words in record.getMessage() for record in caplog.records)
+
+
+def test_the_journal_has_the_reason_and_the_log_one_line(make_engine, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    answer = prefill(make_engine(SlowClient()))
+    answer["kvferry"]["v"] = 2
+    host = make_engine(SlowClient(), record=str(tmp_path / "journal"))
+    caplog.clear()
+    request = host.add("decode", PROMPT, handover=read_handover(answer))
+    host.admit(request)
+    host.preempt(request)
+    host.admit(request)  # admitted again: it was logged
+    host.prefill(request)
+    host.finish(request)
+    host.scheduler.close()
+    line = json.loads((tmp_path / "journal").read_text())
+    assert line["misses"] == {"other_producer": 40, "partial": 1}
+    assert line["why"] == "its stamp has version 2, not 1"
+    said = [each.getMessage() for each in caplog.records if "another engine" in each.getMessage()]
+    assert said == [
+        "request decode, prefilled by another engine: of 41 tokens 40 computed (other_producer), "
+        "1 computed (partial); its stamp has version 2, not 1"
+    ]
 
 
 def test_the_blocks_of_another_kind_of_engine_are_not_waited_for(make_engine, server):
