@@ -83,8 +83,7 @@ def warm(
         serving = _server(openai, model, timeout, raw=raw)
     else:
         serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
-    failed: list[JsonRow] = []
-    total = before = 0
+    failed, total, before = list[JsonRow](), 0, 0
     with serving as serve, progress() as bar:
         for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
             try:
@@ -94,14 +93,18 @@ def warm(
                 continue
             total += warmed.num_tokens
             before += warmed.stored_before
-    done = len(wanted) - len(failed)
-    summary = f"{done} prompts, {total:,} tokens, {before:,} of them stored before"
-    value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
-    value |= {"num_tokens": total, "stored_before": before}
-    shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
-    emit(value, json, summary, *(shown if failed else []))
+    _show(len(wanted) - len(failed), Warmed(total, before), failed, json)
     if failed:
         raise typer.Exit(1)
+
+
+def _show(num_done: int, sums: Warmed, failed: list[JsonRow], json: str | None) -> None:
+    total, before = sums
+    summary = f"{num_done} prompts, {total:,} tokens, {before:,} of them stored before"
+    value: JsonRow = {"dry_run": False, "prompts": num_done, "failed": list(failed)}
+    value |= {"num_tokens": total, "stored_before": before}
+    table = make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])
+    emit(value, json, summary, *([table] if failed else []))
 
 
 # -- prompts --------------------------------------------------------------------------------------

@@ -7,16 +7,20 @@ and chunks that are gone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.cache.messages import Save
+from kvferry.config import printable
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
 from kvferry.journal import Journal, JournalAnswer
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey, RequestView, StepView
+
+logger = logging.getLogger(__name__)
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
@@ -74,6 +78,16 @@ class Accounts:
         if search.miss is LookupMiss.SLOWER and search.worth is not None:
             _, load, compute = search.worth
             why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: of %d tokens the engine has %d; hits %s, misses %s%s",
+                printable(request.request_id),
+                num_tokens,
+                local,
+                dict(hits),
+                {str(reason): tokens for reason, tokens in misses.items()},
+                f"; {why}" if why else "",
+            )
         self._note(request, state, JournalAnswer(local, hits, misses, why))
 
     def _count(self, num_tokens: int, local: int, hits: Counter[str], misses: Counter[str]) -> None:
