@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from kvferry.journal import JournalLine
 from kvferry.keys import ChunkKeys, JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
-from kvferry.store.base import Removal, Store
+from kvferry.store.base import NO_DEADLINE, ReadRange, Removal, Store
+from kvferry.store.wrappers import WrapperStore
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 SENTENCES: Mapping[str, str] = {
@@ -104,6 +105,7 @@ class Run(NamedTuple):
     num_tokens: int
     why: Why
     detail: str = ""
+    """Of a hit, its tier."""
     at: float | None = None
     """When the first of them was removed, seconds since the epoch."""
     by: str = ""
@@ -252,6 +254,58 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
     return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
 
 
+class TierStores(WrapperStore):
+    """Several stores, nearest first, of which a value is read from the first that has it. One that
+    fails is not asked again."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        super().__init__(stores[0])
+        self._stores = stores
+        self._tier: dict[ChunkKey, int] = {}
+        self._away: set[int] = set()
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        error = None
+        for number, store in enumerate(self._stores):
+            if number in self._away:
+                continue
+            try:
+                size = store.read(key, ranges, deadline)
+            except StoreError as fault:
+                error = fault
+                self._away.add(number)
+                continue
+            if size is not None:
+                self._tier[key] = number
+                return size
+        if error is not None or self._away:
+            raise error or StoreError("a tier does not answer")
+        return None
+
+    def tier_of(self, key: ChunkKey) -> str:
+        number = self._tier.get(key, 0)
+        return f"tier {number + 1}, {self._stores[number].url}"
+
+    def of(self, namespace: bytes) -> Store:
+        view = TierStores([store.of(namespace) for store in self._stores])
+        view._tier, view._away = self._tier, self._away
+        return view
+
+    def described(self) -> list[bytes]:
+        return list(dict.fromkeys(each for store in self._stores for each in store.described()))
+
+    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+        return next(filter(None, (store.describe(namespace) for store in self._stores)), None)
+
+    def removals(self, limit: int) -> list[Removal] | None:
+        """Those of all that remember, newest first."""
+        known = [each for each in (store.removals(limit) for store in self._stores) if each]
+        found = sorted(chain.from_iterable(known), key=lambda each: -each.at)
+        return found[:limit] if known else self._stores[0].removals(1)
+
+
 class PromptSearch:
     """Asks a store about one prompt.
 
@@ -345,7 +399,7 @@ class PromptSearch:
     def _ask(self, namespace: Namespace, key: ChunkKey, run: Run) -> Run:
         fault = self._fault(namespace.digest, key)
         if fault is None:
-            return run
+            return run._replace(detail=self._store.of(namespace.digest).tier_of(key))
         if fault is not MissReason.ABSENT:
             return run._replace(why=Why.UNREADABLE, detail=fault)
         removal = self._removed.get(key)

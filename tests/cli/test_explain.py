@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, Why, differences
+from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, TierStores, Why, differences
 from kvferry.explain import space_of as space_in
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
@@ -252,6 +252,42 @@ def test_servers(url_of, asked, kind):
     assert value["elsewhere"]["hit_tokens"] == 7
 
 
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_tiers_are_asked_nearest_first(url_of, url, run, tokens_file, kind):
+    far = url_of(kind)
+    put_prompt(url, tokens=TOKENS[:7])
+    keys = put_prompt(far)
+    command = ["explain", url, far, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    value = json.loads(run(*command, "--json", "-").out)
+    assert runs_of(value) == [(0, 7, "hit"), (7, 21, "hit"), (28, 2, "partial")]
+    details = [each["detail"] for each in value["namespaces"][0]["chunks"]]
+    assert details[:2] == [f"tier 1, {url}", f"tier 2, {far.partition('?')[0]}"]
+    assert "tier 2" in run(*command).out
+    with open_one(far, namespace=SPACE.digest) as store:
+        assert store.delete(keys[2])
+    value = json.loads(run(*command, "--json", "-").out)
+    assert [why for _, _, why in runs_of(value)[2:4]] == ["not there", "behind a miss"]
+
+
+def test_a_tier_that_fails_is_asked_once_and_the_others_answer(url):
+    put_prompt(url)
+    asked = []
+
+    class Away(WrapperStore):
+        def of(self, namespace):
+            return self
+
+        def read(self, key, ranges, deadline=NO_DEADLINE):
+            asked.append(key)
+            raise StoreError("away")
+
+    with open_one(url) as store:
+        search = PromptSearch(TierStores([Away(store), store]), TOKENS)
+        (found,) = search.answer([space_in(SPACE, {})], list).found
+    assert [run.why for run in found.runs] == [Why.HIT, Why.PARTIAL]
+    assert len(asked) == 1
+
+
 def test_files_are_explained_without_a_listing(url, asked, monkeypatch):
     put_prompt(url, tokens=range(7))
     put_prompt(url, space_of("b"))
@@ -454,7 +490,7 @@ def test_a_store_that_fails_is_asked_no_further(url):
     with Failing(open_one(url)) as store:
         answer = PromptSearch(store, TOKENS).answer([space_in(SPACE, {})], [])
     assert [(run.why, run.detail) for run in answer.found[0].runs] == [
-        (Why.HIT, ""),
+        (Why.HIT, "file"),
         (Why.UNREADABLE, "io_error"),
         (Why.NOT_ASKED, ""),
         (Why.PARTIAL, ""),

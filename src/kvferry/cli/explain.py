@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,8 +39,11 @@ _MAX_RUNS = 200
 
 
 def explain(
-    url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Store; none with --journal.")
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL]...", help="Store, or its tiers, nearest first; none with --journal."
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Model: asks all its namespaces.")
@@ -74,11 +78,11 @@ def explain(
     Example: kvferry explain file:///var/cache/kvferry --model path/to/model --prompt-file F
     """
     if journal is not None:
-        if url is not None:
+        if urls:
             raise ConfigError("give a store URL or --journal, not both")
         _explain_journal(journal, request, limit, json)
         return
-    url = _checked(url, model, namespace)
+    tiers = _checked(urls or [], model, namespace)
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.types import ExtraKeys
@@ -86,30 +90,37 @@ def explain(
     extra = ExtraKeys(cache_salt=salt, lora=lora)
     if namespace is not None:
         digits = namespace.lower()
-        answer = stores.query_store(
-            url, lambda store: _ask_namespace(store, digits, token_ids, extra)
-        )
+        answer = _ask_tiers(tiers, lambda store: _ask_namespace(store, digits, token_ids, extra))
     else:
         identity = model_identity(Path(str(model)))
-        answer = stores.query_store(
-            url, lambda store: _ask_model(store, identity, token_ids, extra)
-        )
+        answer = _ask_tiers(tiers, lambda store: _ask_model(store, identity, token_ids, extra))
     _show(answer, extra, json)
 
 
-def _checked(url: str | None, model: Path | None, namespace: str | None) -> str:
-    """The URL of a store that is asked. Raises ConfigError if that, or whose prompt it is, is not
-    given."""
-    if url is None:
+def _checked(urls: list[str], model: Path | None, namespace: str | None) -> list[str]:
+    """The URLs of the tiers that are asked. Raises ConfigError if these, or whose prompt it is, are
+    not given."""
+    if not urls:
         raise ConfigError("give the URL of a store, or --journal FILE")
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
     if namespace is not None:
         check_digits(namespace)
-    return url
+    return urls
 
 
 # -- the store ------------------------------------------------------------------------------------
+
+
+def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
+    """The answer about one store, or about several as tiers."""
+    from kvferry.explain import TierStores
+
+    if len(urls) == 1:
+        return stores.query_store(urls[0], question)
+    with ExitStack() as closing:
+        opened = [closing.enter_context(stores.open_existing(url)) for url in urls]
+        return question(TierStores(opened))
 
 
 def _ask_model(

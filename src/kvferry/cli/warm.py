@@ -83,26 +83,9 @@ def warm(
         serving = _server(openai, model, timeout, raw=raw)
     else:
         serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
-    warmed, failed = _serve_all(wanted, serving)
-    done = len(wanted) - len(failed)
-    tokens = f"{warmed.num_tokens:,} tokens, {warmed.stored_before:,} of them stored before"
-    summary = f"{done} prompts, {tokens}"
-    value: JsonRow = {"dry_run": False, "prompts": done, "failed": list(failed)}
-    value |= warmed._asdict()
-    shown = [make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])]
-    emit(value, json, summary, *(shown if failed else []))
-    if failed:
-        raise typer.Exit(1)
-
-
-def _serve_all(
-    prompts: list[Prompt], serving: contextlib.AbstractContextManager[Serve]
-) -> tuple[Warmed, list[JsonRow]]:
-    """Serve each prompt: the tokens of all, and the prompts that could not be served."""
-    failed: list[JsonRow] = []
-    total = before = 0
+    failed, total, before = list[JsonRow](), 0, 0
     with serving as serve, progress() as bar:
-        for number, prompt in enumerate(bar.track(prompts, description="warming"), 1):
+        for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
             try:
                 warmed = serve(prompt)
             except ConfigError as error:
@@ -110,7 +93,18 @@ def _serve_all(
                 continue
             total += warmed.num_tokens
             before += warmed.stored_before
-    return Warmed(total, before), failed
+    _show(len(wanted) - len(failed), Warmed(total, before), failed, json)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(num_done: int, sums: Warmed, failed: list[JsonRow], json: str | None) -> None:
+    total, before = sums
+    summary = f"{num_done} prompts, {total:,} tokens, {before:,} of them stored before"
+    value: JsonRow = {"dry_run": False, "prompts": num_done, "failed": list(failed)}
+    value |= {"num_tokens": total, "stored_before": before}
+    table = make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])
+    emit(value, json, summary, *([table] if failed else []))
 
 
 # -- prompts --------------------------------------------------------------------------------------

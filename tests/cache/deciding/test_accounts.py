@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_absent(make_host, observer):
     assert misses(observer) == {"absent": 40, "partial": 1}
     assert observer["requests_missed"] == 1
     assert observer["hits"] == 0
+
+
+def test_the_answer_is_logged_at_debug(make_host, observer, caplog):
+    host = make_host(observer=observer)
+    for level, name in ((logging.INFO, "quiet"), (logging.DEBUG, "loud\x1b[31m")):
+        with caplog.at_level(level, logger="kvferry"):
+            host.run(name, PROMPT)
+    (record,) = [each for each in caplog.records if each.message.startswith("request ")]
+    assert record.levelname == "DEBUG"
+    assert record.message.startswith("request loud\\x1b[31m: of 41 tokens the engine has 0; hits ")
 
 
 def test_absent_beyond_a_hit(make_host, observer, store):

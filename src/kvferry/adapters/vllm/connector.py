@@ -74,6 +74,7 @@ class FerryConnector(OneRole):
             ConfigError: options, a model or a parallel configuration that cannot be served.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as(logging.getLogger("vllm"), logging.getLogger("kvferry"))
         self._observer = Counters()
         self._gauges_at = 0.0
         self._lora_identities = LoraIdentities()
@@ -249,6 +250,18 @@ def _default_store() -> str:
             '"store": "file:///absolute/directory?max_bytes=100GiB"'
         ) from error
     return f"file://{root / 'kvferry' / 'kv'}?max_bytes={DEFAULT_MAX_BYTES}"
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def log_as(host: logging.Logger, ours: logging.Logger) -> None:
+    """Have `ours` write where the host's logger does, from its level on: at debug, the answer to
+    each request. Nothing changes where somebody has set ours up."""
+    if not ours.handlers and ours.level == logging.NOTSET and host.handlers:
+        ours.handlers = list(host.handlers)
+        ours.setLevel(host.getEffectiveLevel())
+        ours.propagate = host.propagate
 
 
 # --- the log of the start -------------------------------------------------------------------------

@@ -7,17 +7,21 @@ and chunks that are gone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.cache.messages import Save
+from kvferry.config import printable
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
 from kvferry.journal import Journal, JournalAnswer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey, Handover, RequestView, StepView
+
+logger = logging.getLogger(__name__)
 
 MEMORY = "memory"
 """The tier of chunks that the host pool held when a request asked for them."""
@@ -85,6 +89,16 @@ class Accounts:
         plan = state.handover
         if plan is not None and search.miss is plan.miss:
             why = plan.why
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: of %d tokens the engine has %d; hits %s, misses %s%s",
+                printable(request.request_id),
+                num_tokens,
+                local,
+                dict(hits),
+                {str(reason): tokens for reason, tokens in misses.items()},
+                f"; {why}" if why else "",
+            )
         answer = JournalAnswer(local, hits, misses, why)
         if plan is not None and request.handover is not None and not plan.is_counted:
             plan.is_counted = True
@@ -115,7 +129,7 @@ class Accounts:
                 what += f" at {source.host}:{source.port or '?'}"
         self._log.info(
             "request %s, %s: of %d tokens %s%s",
-            request.request_id,
+            printable(request.request_id),
             what,
             len(request.all_token_ids),
             ", ".join(parts),
