@@ -30,7 +30,7 @@ MOVED_MODULES: Final = MappingProxyType(
         "kvferry.store.late": "kvferry.store.tiers",
         "kvferry.store.mooncake": "kvferry.store.servers.mooncake",
         "kvferry.store.objects": "kvferry.store.servers.objects",
-        "kvferry.store.part_files": "kvferry.store.servers.part_files",
+        "kvferry.store.part_files": "kvferry.cache.memory",
         "kvferry.store.remote": "kvferry.store.servers.remote",
         "kvferry.store.server_keys": "kvferry.store.servers.server_keys",
         "kvferry.store.tier": "kvferry.store.tiers",

@@ -69,9 +69,10 @@ def test_ranks_write_what_they_read_no_byte_lost_or_doubled(case, chunk: int):
     times = np.zeros(schema.record_bytes, dtype=int)
     for rows in ranks_of(groups, world_size, schema):
         slot = slot_of(rows, schema, record)
-        for offset, part in rows.file_ranges(memoryview(slot)):
-            written[offset : offset + len(part)] = part
-            times[offset : offset + len(part)] += 1
+        for ranges, start, stop in rows.spans():
+            offset = schema.offset_of(ranges)
+            written[offset : offset + stop - start] = slot[start:stop]
+            times[offset : offset + stop - start] += 1
     assert not times[: schema.head_bytes].any()
     payload = np.zeros(schema.record_bytes, dtype=bool)
     for index, component in enumerate(schema.components):
@@ -130,7 +131,7 @@ def test_digests_of_all_ranks_are_the_leaf_table_of_the_record(case, chunk: int)
     for rows in ranks_of(groups, world_size, schema):
         digests = rows.digests(memoryview(slot_of(rows, schema, record)), {})
         at = 0
-        for written in rows.written:
+        for written, _, _ in rows.spans():
             where = schema.leaf_slice(written)
             size = where.stop - where.start
             table[where] = digests[at : at + size]

@@ -48,6 +48,7 @@ def make_shared_storage_host(
     recomputes: bool = False,
     stores: Sequence[Store] = (),
     fills: bool = False,
+    multi_process: bool = False,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
 ) -> tuple[SimulatedHost, Any]:
@@ -61,6 +62,7 @@ def make_shared_storage_host(
             shard=tensor_parallel_shard(groups, rank, world_size),
             host_carries_reports=carries_worker_meta,
             host_recomputes=recomputes,
+            multi_process=multi_process,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

@@ -23,6 +23,9 @@ def check_pool(pool: HostPool) -> None:
     places = [*pool._free, *assigned]
     assert sorted(places) == list(range(len(places))), "slots in two places"
     assert len(places) <= pool.num_slots
+    offered = {key: place for key, place in pool.loans._slots.items() if place is not None}
+    assert offered == {key: by_key[key].index for key in offered}
+    assert all(by_key[key].is_writing for key in pool.loans._slots.keys() - offered.keys())
     for index, slot in assigned.items():
         assert slot.pins >= 0
         assert slot.index == index
@@ -35,4 +38,4 @@ def check_pool(pool: HostPool) -> None:
     found = [slot for slot in by_key.values() if assigned.get(slot.index) is not slot]
     assert not found, "keys of slots that have another chunk"
     assert pool.is_filling == any(slot.num_filling > 0 for slot in slots)
-    assert pool.is_writing == any(slot.num_writing > 0 for slot in slots)
+    assert pool.is_writing == any(slot.is_writing for slot in slots)

@@ -111,11 +111,11 @@ def test_05_prompt_embeddings_are_cached_by_digest_or_not_at_all(make_host):
     assert host.run("first again", placeholder, extra_keys=first).num_external_tokens == 16
 
 
-def test_06_a_record_is_visible_only_when_every_rank_has_written(make_host, tmp_path):
+def test_06_a_record_is_visible_only_when_it_is_whole(make_host, tmp_path):
     url = f"file://{tmp_path}/store"
     groups = make_groups(num_kv_heads=2)
     sound, failing = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
-    stores = (sound, FailingStore(failing, operations={"write_at"}))
+    stores = (FailingStore(sound, operations={"put"}), failing)
     writer = make_host(store=url, groups=groups, world_size=2, rank_stores=stores)
     request = writer.add("half", PROMPT)
     writer.admit(request)

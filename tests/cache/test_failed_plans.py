@@ -64,7 +64,7 @@ def test_a_request_with_wrong_tables_takes_no_slots_and_stops_no_saves_of_others
     assert not build_plan(host, bad).saves
 
 
-@pytest.mark.parametrize("part", ["plan", "writes"])
+@pytest.mark.parametrize("part", ["plan", "poll_writes"])
 def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch, part):
     host = make_host(store=stored)
     role = host.scheduler
@@ -100,9 +100,14 @@ def test_a_part_that_was_put_off_is_saved_again_though_a_plan_came_between(
     assert [save.chunk.key for save in again] == [first.chunk.key]
 
 
+def all_written_or_waiting(host) -> bool:
+    """Whether every record has a job that writes it."""
+    return all(each.job for each in host.scheduler.saves.shared_writes._records.values())
+
+
 def test_what_was_written_before_a_reset_keeps_its_namespace(make_host, tmp_path):
     gate = Gate()
-    store = StallingStore(FileStore(tmp_path / "store"), gate=gate, operations={"commit"})
+    store = StallingStore(FileStore(tmp_path / "store"), gate=gate, operations={"put"})
     stores = (store, store)
     host = make_host(
         store=store, rank_stores=stores, groups=make_groups(num_kv_heads=4), world_size=2
@@ -110,11 +115,12 @@ def test_what_was_written_before_a_reset_keeps_its_namespace(make_host, tmp_path
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.prefill(request)
-    wait_for(lambda: host.step([]) and not host.pool.is_writing)
+    # Those that no thread has begun are sealed by now, and wait.
+    wait_for(lambda: host.step([]) and all_written_or_waiting(host))
     assert gate.wait_for_arrival()
     assert host.scheduler.reset()
     gate.release()
-    wait_for(lambda: host.observer["put_stored"] == NUM_CHUNKS)
+    wait_for(lambda: host.step([]) and host.observer["put_stored"] == NUM_CHUNKS)
     reader = make_host(store=open_store(tmp_path / "store"), groups=make_groups(num_kv_heads=4))
     assert reader.run("reader", PROMPT).num_external_tokens == 40
     assert not reader.observer["records_corrupt"]

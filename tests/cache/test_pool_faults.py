@@ -331,7 +331,7 @@ def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: 
 def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: int):
     gate = Gate()
     stores = [
-        StallingStore(open_store(tmp_path), gate=gate, operations={"put", "write_at"})
+        StallingStore(open_store(tmp_path), gate=gate, operations={"put"})
         for _ in range(world_size)
     ]
     host = make_host(store=stores[0].url, rank_stores=stores, world_size=world_size)
@@ -462,37 +462,6 @@ def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
     host.finish(request)
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40
-
-
-def test_writes_of_a_step_that_fails_at_its_beginning_are_failed_saves(
-    make_host, tmp_path: Path, monkeypatch
-):
-    host = make_host(store=f"file://{tmp_path}", world_size=2)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
-    host.step([request], tokens=len(PROMPT))
-
-    def broken(_io: SlotIO, _slot: int, _session: str | None) -> None:
-        raise ValueError("a fault of ours")
-
-    plans: list[Any] = []
-
-    def writes_are_planned() -> bool:
-        plans.append(host.scheduler.build_plan(HostStep()))
-        return bool(plans[-1].writes)
-
-    wait_for(writes_are_planned)
-    plan = plans[-1]
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotIO, "write", broken)
-        for rank in host.ranks:
-            with pytest.raises(ValueError, match="of ours"):
-                rank.worker.begin_step(plan)
-            rank.worker.end_step()
-    host.finish(request)
-    assert_settles(host)
-    wait_for(lambda: host.observer["save_failed"] == len(plan.writes))
-    assert host.run("of memory", PROMPT).num_external_tokens == 40
 
 
 # -- faults below -------------------------------------------------------------------------------

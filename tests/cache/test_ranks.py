@@ -188,7 +188,7 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
 
 
 def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
-    """Its chunks are taken out in the only step it has, before their records have names."""
+    """Its chunks are taken out in the only step it has."""
     host = make_host(store=url, groups=groups(), world_size=2)
     host.run("writer", PROMPT)
     deadline = time.monotonic() + 10
@@ -197,33 +197,6 @@ def test_a_short_request_is_stored_by_all_ranks_together(make_host, url: str):
     assert host.observer["put_stored"] == 5
     assert host.observer["saved_bytes"] > 0
     assert_settles(host)
-
-
-def test_a_record_is_stored_however_soon_its_file_is_there(make_host, url: str):
-    """Even before the plan that asks the ranks for its chunk is made."""
-    host = make_host(store=url, groups=groups(), world_size=2)
-    shared = host.scheduler.saves.shared_writes
-    shared._thread = Prompt(shared._thread)
-    host.run("writer", PROMPT)
-    deadline = time.monotonic() + 10
-    while host.observer["put_stored"] < 5 and time.monotonic() < deadline:
-        host.settle(timeout=0.5)
-    assert host.observer["put_stored"] == 5
-
-
-class Prompt:
-    """A pool whose jobs are done when `submit` returns."""
-
-    def __init__(self, pool) -> None:
-        self._pool = pool
-
-    def submit(self, run):
-        job = self._pool.submit(run)
-        assert job.wait(10)
-        return job
-
-    def close(self, timeout: float) -> bool:
-        return self._pool.close(timeout)
 
 
 def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
@@ -245,7 +218,7 @@ def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
 class Refusing(WrapperStore):
     """Has no room for any record."""
 
-    def begin(self, key: bytes, num_bytes: int) -> PutResult:
+    def put(self, key: bytes, buffers: object, deadline: float = 0.0) -> PutResult:
         return PutResult.NO_SPACE
 
 

@@ -48,6 +48,7 @@ def test_the_replay_is_what_the_host_pool_does(capacity: int):
                 used.append(slot)
                 if slot.filling:
                     pool.report_filled(slot.index)
+                    pool.report_sealed(slot.index)
                     pool.report_written(slot.index)
         pool.unpin_all(used)
         pool.touch(keys)

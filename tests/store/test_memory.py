@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
@@ -17,9 +17,8 @@ def test_every_store_is_its_own_also_under_one_name():
         assert second.read(make_key(), ()) is None
 
 
-def test_it_is_of_one_process_and_written_whole():
+def test_it_is_of_one_process():
     with MemoryStore() as store:
-        assert not isinstance(store, SupportsShardedWrite)
         assert store.multi_process is False
 
 

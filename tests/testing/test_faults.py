@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import (
@@ -19,7 +18,7 @@ from kvferry.testing.faults import (
     flip_bit,
     zero,
 )
-from kvferry.testing.stores import make_key, make_value, read_value
+from kvferry.testing.stores import make_key, read_value
 
 
 def filled(*, values=(b"value",)):
@@ -111,38 +110,3 @@ def test_a_clock_moves_only_by_call_and_never_back():
     assert clock() == 7.5
     with pytest.raises(ValueError, match="back"):
         clock.advance(-1)
-
-
-def test_a_failing_commit_gives_the_space_back(tmp_path):
-    with FileStore(tmp_path / "store", max_bytes=10_000) as inner:
-        store = FailingStore(inner, operations={"commit"}, num_failures=1)
-        for expected in (PutResult.FAILED, PutResult.STORED):
-            session = store.begin(make_key(), 9_001)
-            assert store.write_at(session, 0, [make_value(9_001)])
-            assert store.commit(session, make_value(9_001)[:64]) is expected
-        assert read_value(inner, make_key()) == make_value(9_001)
-
-
-def test_other_steps_of_a_sharded_write_fail_too(tmp_path):
-    with FileStore(tmp_path / "store") as inner:
-        store = FailingStore(inner, operations={"begin", "write_at"}, num_failures=2)
-        assert store.begin(make_key(), 100) is PutResult.FAILED
-        session = inner.begin(make_key(), 100)
-        assert store.write_at(session, 0, [b"x"]) is False
-        assert store.write_at(session, 0, [b"x"]) is True
-        store.abort(session)
-
-
-def test_a_stalled_range_is_written_when_released(tmp_path):
-    gate = Gate()
-    value = make_value(100)
-    with FileStore(tmp_path / "store") as inner:
-        store = StallingStore(inner, gate=gate, operations={"write_at"})
-        session = store.begin(make_key(), 100)
-        writer = threading.Thread(target=store.write_at, args=(session, 0, [value]))
-        writer.start()
-        assert gate.wait_for_arrival()
-        gate.release()
-        writer.join(10)
-        assert store.commit(session, value[:10]) is PutResult.STORED
-        assert read_value(inner, make_key()) == value

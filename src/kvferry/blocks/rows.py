@@ -106,20 +106,18 @@ class RankRows:
         """False where another rank replicates these heads and writes them."""
         return self._shard.groups[group].writes
 
-    @property
-    def written(self) -> tuple[RowRange, ...]:
-        """The ranges that this rank writes: all but those that another rank replicates and
-        writes."""
-        return tuple(rows for rows in self._ranges if self.writes_group(rows.component))
-
-    def file_ranges(self, slot: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Offset in the record file and bytes of each of the `written` ranges."""
-        written = [group for group in self.all_groups if self.writes_group(group)]
-        for rows, part in self.rows_of(slot, written):
-            yield self.schema.offset_of(rows), part
+    def spans(self) -> Iterator[tuple[RowRange, int, int]]:
+        """The ranges that this rank writes, and where the bytes of each start and stop in a slot:
+        all but those that another rank replicates and writes."""
+        start = self.schema.head_bytes
+        for rows in self._ranges:
+            stop = start + self.schema.num_bytes_of(rows)
+            if self.writes_group(rows.component) and start < stop:
+                yield rows, start, stop
+            start = stop
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
-        """Leaf digests of the `written` ranges of the chunk in a slot, in their order. Rows are
+        """Leaf digests of the ranges of `spans` of the chunk in a slot, in their order. Rows are
         hashed here unless a device has hashed them: `known`."""
         parts = []
         spans = zip(self.schema.components, self._group_spans, strict=True)

@@ -14,6 +14,8 @@ from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
 from kvferry.cache.config import RoleContext, SharedStorageConfig
 from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.cache.deciding.loans import Loans
+from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -24,7 +26,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import ALIGN, RecordSchema
-from kvferry.store.base import Store, SupportsShardedWrite
+from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
@@ -178,21 +180,17 @@ class PrefixCache:
             log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
-            ConfigError: a store that several ranks cannot write together, or a journal that
-                cannot be written.
+            ConfigError: a journal that cannot be written.
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
-        pool = HostPool(self.num_slots, world_size, self.context.tables.all_groups)
+        ranks = RankSlots(self.spec.groups, self.schema, self.num_slots, world_size)
+        all_groups = self.context.tables.all_groups
+        pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(lambda: _pool_gauges(pool))
         shared_writes = None
         if world_size > 1:
-            if not isinstance(self.store, SupportsShardedWrite):
-                raise ConfigError(
-                    f"store {self.store.url} cannot be written by {world_size} ranks together; use "
-                    "a file:// store"
-                )
-            shared_writes = SharedWrites(pool, self.store, self.schema, world_size, self.observer)
+            shared_writes = SharedWrites(self.context, pool, ranks, self.schema)
         recent = None
         if (
             prefetch_recent
@@ -214,7 +212,8 @@ class PrefixCache:
         """The worker role; call once.
 
         Raises:
-            ConfigError: more memory than this machine lets a process reserve.
+            ConfigError: more memory than this machine lets a process reserve, or has, where other
+                processes read it.
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())

@@ -6,7 +6,7 @@ import msgspec
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.contract.messages import Plan, WorkerMeta
-from kvferry.record.schema import RowRange
+from kvferry.types import RankShard
 
 
 class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -39,8 +39,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one whole chunk from blocks into its slot and, if this rank holds all of a record, write
-    it to the store. `blocks` has one slice per table.
+    """Copy one whole chunk from blocks into its slot and hash it; a rank that holds all of a record
+    writes it to the store, too. `blocks` has one slice per table.
 
     A save that compares is an audit: nothing is written.
     """
@@ -53,13 +53,6 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     """The load of the hit that the comparison checks. Its blocks are reported as failed, in the
     same step, unless the comparison passes. None: nothing was loaded, or the host cannot compute it
     again."""
-
-
-class Write(msgspec.Struct, frozen=True, array_like=True):
-    """Write this rank's rows of a saved chunk to the record that all ranks write together."""
-
-    slot: int
-    session: str
 
 
 class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
@@ -75,7 +68,6 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     saves: tuple[Save, ...] = ()
     unchecked: tuple[Load, ...] = ()
     """Loads of earlier steps whose blocks are reported as failed."""
-    writes: tuple[Write, ...] = ()
     failures_known: tuple[int, ...] = ()
     """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
     if none. A rank that had more failures refuses the saves of the plan: they may have been
@@ -122,17 +114,32 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
         return self.missed is None and self.excess <= 1
 
 
+class Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """A rank hashed its rows of a saved chunk. If it holds all of the record, it has written the
+    head, too."""
+
+    slot: int
+    leaf_digests: bytes | None = b""
+    """Where several ranks hold a record: the digests of the rows that this one contributes, in the
+    record's order; None if it could not make them."""
+
+
 class Saved(msgspec.Struct, frozen=True, array_like=True):
-    """The write of a slot ended on one rank."""
+    """A rank that holds all of a record wrote it to the store, or could not."""
 
     slot: int
     result: str
-    """A `kvferry.store.base.PutResult`; of a part of a record, STORED or FAILED."""
-    ranges: tuple[RowRange, ...] = ()
-    """Where several ranks write one record: the rows this one wrote ..."""
-    leaf_digests: bytes = b""
-    """... and their part of the leaf table, in the same order."""
-    seconds: float = 0.0
+    """A `kvferry.store.base.PutResult`."""
+
+
+class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
+    """Where the slots of one rank are, and which part of each record they hold. See
+    `kvferry.cache.memory.open_slots`."""
+
+    name: str
+    process: int
+    fd: int
+    shard: RankShard
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +150,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The host pool of the slots. A host with two connectors may bring one of them the reports of
     the other."""
     filled: tuple[Filled, ...] = ()
+    sealed: tuple[Sealed, ...] = ()
     saved: tuple[Saved, ...] = ()
+    region: SlotRegion | None = None
+    """The rank's slots; in every report, since the scheduler role may be younger than the rank."""
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0

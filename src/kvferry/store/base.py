@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Self
 
 from kvferry.errors import StoreError
 from kvferry.types import ChunkKey
@@ -138,7 +138,7 @@ class Store(ABC):
 
     @property
     def refusal(self) -> str:
-        """Why the last `put` or `commit` was FAILED, in one line without a credential; empty if
+        """Why the last `put` was FAILED, in one line without a credential; empty if
         that is not known. For a log line."""
         return ""
 
@@ -320,39 +320,3 @@ class Store(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@runtime_checkable
-class SupportsShardedWrite(Protocol):
-    """A store in which several processes write disjoint ranges of one value.
-
-    `begin` and `commit` or `abort` belong to one process; `write_at` to any that knows the session
-    name. Until `commit` nothing is visible. Ranges that were not written hold anything: the
-    record's checksums show it. Session names come from other processes and are not trusted: one
-    that this store did not give out (ended, or made up: `../x`) reaches no value and no file.
-    """
-
-    def begin(
-        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
-    ) -> str | PutResult:
-        """Create the hidden value; returns its session name, or why not."""
-
-    def write_at(
-        self,
-        session: str,
-        offset: int,
-        buffers: Sequence[Buffer],
-        deadline: float = NO_DEADLINE,
-    ) -> bool:
-        """Write a range of a session begun by any process. False if it does not exist (yet, or any
-        more), if the range leaves `[0, num_bytes)`, or if the medium failed."""
-
-    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        """Write `head` at offset 0, make room, and give the value its key, atomically.
-
-        EXISTS if another value was first, FAILED for a session that is over or never began here.
-        The session is over afterwards, whatever the answer.
-        """
-
-    def abort(self, session: str) -> None:
-        """Remove the hidden value. Never raises; nothing happens for a session that is over."""

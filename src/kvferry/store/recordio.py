@@ -96,7 +96,14 @@ def put_record(
     image: memoryview,
     deadline: float = NO_DEADLINE,
 ) -> PutResult:
-    """Store a whole record in one atomic step. Never raises. `image` is the record with its payload
-    in place; its head is written here."""
-    image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
+    """Store a whole record in one atomic step. Never raises. `image` as for `seal_record`."""
+    seal_record(schema, key, first_token, leaf_table, image)
     return store.put(key, [image], deadline)
+
+
+def seal_record(
+    schema: RecordSchema, key: ChunkKey, first_token: int, leaf_table: bytes, image: memoryview
+) -> None:
+    """Write the head of a record. `image` is the record with its payload in place, or any part of
+    it that begins with the head."""
+    image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)

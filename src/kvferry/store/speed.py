@@ -7,8 +7,11 @@ import time
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
-from kvferry.store.base import PutResult, Store, SupportsShardedWrite
-from kvferry.store.url import MODULES, kind_of_scheme
+from kvferry.store.base import Store
+from kvferry.store.file.directory import Directory
+from kvferry.store.file.fileio import write_all
+from kvferry.store.kind import StoreUrl
+from kvferry.store.url import MODULES, kind_of_scheme, parse_store_url
 from kvferry.types import ChunkKey
 
 SAMPLE_BYTES = 4 << 20
@@ -33,22 +36,28 @@ def measure(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreSpeed:
     if scheme in MODULES and kind_of_scheme(scheme).hosts:
         return StoreSpeed(None, None)
     has_room = stat.max_bytes is None or stat.used_bytes + 2 * num_bytes <= stat.max_bytes
-    write = _measure_write(store, num_bytes) if has_room else None
+    write = None
+    if has_room and store.takes_values:
+        write = _measure_write(parse_store_url(stat.url.partition(", ")[0]), num_bytes)
     return StoreSpeed(write, _measure_read(store, num_bytes))
 
 
-def _measure_write(store: object, num_bytes: int) -> float | None:
-    if not isinstance(store, SupportsShardedWrite):
+def _measure_write(url: StoreUrl, num_bytes: int) -> float | None:
+    if url.scheme != "file":
         return None
     data = memoryview(bytearray(os.urandom(1 << 16)) * (num_bytes >> 16))
-    session = store.begin(ChunkKey(os.urandom(32)), len(data))
-    if isinstance(session, PutResult):
+    directory = Directory(url.path)
+    try:
+        name, fd = directory.begin(ChunkKey(os.urandom(32)))
+        try:
+            started = time.perf_counter()
+            write_all(fd, [data], 0)
+            return len(data) / (time.perf_counter() - started)
+        finally:
+            os.close(fd)
+            directory.drop("writing", name)
+    except OSError:
         return None
-    started = time.perf_counter()
-    written = store.write_at(session, 0, [data])
-    seconds = time.perf_counter() - started
-    store.abort(session)
-    return len(data) / seconds if written else None
 
 
 def _measure_read(store: Store, num_bytes: int) -> float | None:

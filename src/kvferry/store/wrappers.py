@@ -15,15 +15,12 @@ from kvferry.store.base import (
     Removal,
     Store,
     StoreStat,
-    SupportsShardedWrite,
 )
 from kvferry.types import ChunkKey
 
 
 class WrapperStore(Store):
     """Hands every call to `inner`. Subclasses override what they change.
-
-    Values can be written in parts through the wrapper if they can through `inner`.
 
     Closing the wrapper closes the inner store.
     """
@@ -33,15 +30,6 @@ class WrapperStore(Store):
         self.url = inner.url
         self.multi_process = inner.multi_process
         self.quarantines = inner.quarantines
-        if isinstance(inner, SupportsShardedWrite):
-            self.write_parts_by(inner)
-
-    def write_parts_by(self, writer: SupportsShardedWrite) -> None:
-        """Have `writer` do what this class does not do itself of the writes in parts. Set on the
-        object: a class with these methods would appear to support them for every inner store."""
-        for name in ("begin", "write_at", "commit", "abort"):
-            if not hasattr(type(self), name):
-                setattr(self, name, getattr(writer, name))
 
     @property
     def takes_values(self) -> bool:

@@ -4,7 +4,7 @@
     store = FailingStore(MemoryStore(), operations={"put"})     # the medium fails
     store = CorruptingStore(MemoryStore(), damage=flip_bit(7))  # the bytes are not what was stored
 
-They nest, and can what the inner store can (`WrapperStore`).
+They nest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from kvferry.store.base import (
     PutResult,
     ReadRange,
     Store,
-    SupportsShardedWrite,
 )
 from kvferry.store.memory import copy_ranges
 from kvferry.store.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 
-Operation = Literal["read", "put", "delete", "discard", "begin", "write_at", "commit"]
+Operation = Literal["read", "put", "delete", "discard"]
 Damage = Callable[[bytes], bytes]
 
 
@@ -78,39 +77,6 @@ class Gate:
         self._open.set()
 
 
-class _FaultyShardedWrite:
-    """The sharded write of a `FaultyStore`: asks it before each step."""
-
-    def __init__(self, inner: SupportsShardedWrite, enter: Callable[[str], bool]) -> None:
-        self.inner = inner
-        self.enter = enter
-
-    def begin(
-        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
-    ) -> str | PutResult:
-        if self.enter("begin"):
-            return self.inner.begin(key, num_bytes, deadline)
-        return PutResult.FAILED
-
-    def write_at(
-        self,
-        session: str,
-        offset: int,
-        buffers: Sequence[Buffer],
-        deadline: float = NO_DEADLINE,
-    ) -> bool:
-        return self.enter("write_at") and self.inner.write_at(session, offset, buffers, deadline)
-
-    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        if self.enter("commit"):
-            return self.inner.commit(session, head, deadline)
-        self.inner.abort(session)  # by the contract, commit ends the session whatever it answers
-        return PutResult.FAILED
-
-    def abort(self, session: str) -> None:
-        self.inner.abort(session)
-
-
 class FaultyStore(WrapperStore):
     """Asks `enter` before each of `operations`; what enters goes on to the inner store.
 
@@ -121,8 +87,6 @@ class FaultyStore(WrapperStore):
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
         super().__init__(inner)
         self._operations: frozenset[str] = frozenset(operations)
-        if isinstance(inner, SupportsShardedWrite):
-            self.write_parts_by(_FaultyShardedWrite(inner, self.enter))
 
     def enter(self, operation: str) -> bool:
         """Whether `operation` may go on; may take its time."""

@@ -186,7 +186,9 @@ def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_writ
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 1
     assert pool.is_writing
-    assert pool.report_written(slot.index) is slot
+    for _ in range(2):
+        assert pool.report_sealed(slot.index) is slot
+    assert pool.report_sealed(slot.index) is None
     assert pool.fetch(B, 0, GROUPS) is None
     assert pool.report_written(slot.index) is slot
     assert not pool.is_writing
@@ -203,6 +205,8 @@ def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
     pool.report_filled(slot.index)
     assert pool.find(A) is None
     assert not pool.is_writing
+    assert pool.num_taken == 1, "the other rank still reads it"
+    pool.report_sealed(slot.index)
     assert pool.num_taken == 0
     check_pool(pool)
 
@@ -212,7 +216,8 @@ def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     slot = pool.save(A, 0)
     for _ in range(2):
         pool.report_filled(slot.index)
-    pool.cancel_writes(slot)
+        pool.report_sealed(slot.index)
+    pool.end_write(slot)
     assert pool.holds(A, GROUPS)
     assert pool.num_taken == 0
     check_pool(pool)
@@ -224,6 +229,7 @@ def test_half_of_the_slots_are_written_at_once():
     assert pool.save(C, 0) is None
     for slot in (first, second):
         pool.report_filled(slot.index)
+        pool.report_sealed(slot.index)
     assert pool.save(C, 0) is None, "copied is not written"
     pool.report_written(first.index)
     assert pool.save(C, 0) is not None
@@ -235,6 +241,7 @@ def test_a_save_takes_the_place_of_what_was_held_in_part():
     hold(pool, A, frozenset([0]))
     slot = pool.save(A, 0)
     pool.report_filled(slot.index)
+    pool.report_sealed(slot.index)
     pool.report_written(slot.index)
     assert pool.holds(A, GROUPS)
     check_pool(pool)
@@ -293,6 +300,7 @@ def test_clear_lets_everything_go_and_what_is_under_way_ends_as_it_is():
     assert not pool.pop_orders()[0]
     pool.report_filled(reading.index)
     pool.report_filled(saving.index)
+    pool.report_sealed(saving.index)
     pool.report_written(saving.index)
     assert pool.num_taken == 0
     assert not pool.holds(B, GROUPS)
@@ -343,13 +351,14 @@ class Chunk:
     filling: frozenset[int] = frozenset()
     ordered: bool = False
     filling_ranks: set[int] = field(default_factory=set)
-    writing_ranks: set[int] = field(default_factory=set)
+    sealing_ranks: set[int] = field(default_factory=set)
+    is_writing: bool = False
     failed: bool = False
     is_known: bool = True
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.filling_ranks or self.writing_ranks)
+        return bool(self.filling_ranks or self.sealing_ranks or self.is_writing)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -431,7 +440,7 @@ class PoolMachine(RuleBasedStateMachine):
         if index is not None and self.chunks[index].held >= GROUPS:
             return  # nobody saves what is held
         slot = self.pool.save(key, 0)
-        num_writing = sum(bool(chunk.writing_ranks) for chunk in self.chunks.values())
+        num_writing = sum(chunk.is_writing for chunk in self.chunks.values())
         if num_writing >= max(1, self.num_slots // 2):
             assert slot is None
             return
@@ -445,7 +454,8 @@ class PoolMachine(RuleBasedStateMachine):
         if chunk is not None:
             chunk.filling = GROUPS
             chunk.filling_ranks = set(range(self.num_ranks))
-            chunk.writing_ranks = set(range(self.num_ranks))
+            chunk.sealing_ranks = set(range(self.num_ranks))
+            chunk.is_writing = True
 
     @precondition(lambda self: any(chunk.held for chunk in self.chunks.values()))
     @rule(data=st.data())
@@ -516,6 +526,8 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.pool.report_filled(index, missed=missed)
         chunk.filling_ranks.discard(rank)
         chunk.failed |= missed
+        if missed:
+            chunk.sealing_ranks.discard(rank)
         assert bool(slot.filling) == bool(chunk.filling_ranks)
         if chunk.filling_ranks:
             return
@@ -525,25 +537,37 @@ class PoolMachine(RuleBasedStateMachine):
             chunk.is_known = False
         chunk.filling = frozenset()
         if chunk.failed:
-            chunk.writing_ranks.clear()
+            chunk.is_writing = False
         self.settle(index)
 
-    def writing(self) -> list[tuple[int, int]]:
+    def sealing(self) -> list[tuple[int, int]]:
+        """Slots and ranks that have copied and not hashed."""
         return sorted(
             (index, rank)
             for index, chunk in self.chunks.items()
-            if not chunk.filling_ranks
-            for rank in chunk.writing_ranks
+            for rank in chunk.sealing_ranks - chunk.filling_ranks
         )
+
+    @precondition(lambda self: self.sealing())
+    @rule(data=st.data())
+    def report_sealed(self, data: st.DataObject) -> None:
+        index, rank = data.draw(st.sampled_from(self.sealing()))
+        slot, chunk = self.pool.report_sealed(index), self.chunks[index]
+        chunk.sealing_ranks.discard(rank)
+        if not chunk.sealing_ranks and chunk.is_writing:
+            self.pool.seal(slot)
+        self.settle(index)
+
+    def writing(self) -> list[int]:
+        return sorted(i for i, c in self.chunks.items() if c.is_writing and not c.sealing_ranks)
 
     @precondition(lambda self: self.writing())
     @rule(data=st.data())
     def report_written(self, data: st.DataObject) -> None:
-        index, rank = data.draw(st.sampled_from(self.writing()))
+        index = data.draw(st.sampled_from(self.writing()))
         assert self.pool.report_written(index) is not None
-        self.chunks[index].writing_ranks.discard(rank)
-        if not self.chunks[index].writing_ranks:
-            self.settle(index)
+        self.chunks[index].is_writing = False
+        self.settle(index)
 
     @precondition(lambda self: self.num_reports > 5)  # else little else would happen
     @rule()
@@ -579,12 +603,13 @@ class PoolMachine(RuleBasedStateMachine):
             assert (slot.key, slot.pins, slot.held) == (chunk.key, chunk.pins, chunk.held)
             assert slot.filling == chunk.filling
             assert slot.num_filling == len(chunk.filling_ranks)
-            assert slot.num_writing == len(chunk.writing_ranks)
+            assert slot.num_sealing == len(chunk.sealing_ranks)
+            assert slot.is_writing == chunk.is_writing
             assert (self.pool.find(slot.key) is slot) == chunk.is_known
         taken = sum(bool(c.pins or c.is_busy) for c in self.chunks.values())
         assert self.pool.num_taken == taken
         assert self.pool.is_filling == any(c.filling_ranks for c in self.chunks.values())
-        assert self.pool.is_writing == any(c.writing_ranks for c in self.chunks.values())
+        assert self.pool.is_writing == any(c.is_writing for c in self.chunks.values())
 
 
 PoolMachine.TestCase.settings = settings(

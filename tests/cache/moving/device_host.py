@@ -100,6 +100,7 @@ class DeviceHost:
             }
         )
         self.held, self.missed, self.saved, self.invalid = [], [], [], set()
+        self.sealed = []
 
     def begin(self, **plan: object) -> None:
         """Up to the forward."""
@@ -119,6 +120,7 @@ class DeviceHost:
             (report,) = output.meta.reports
             self.held += [one for one in report.filled if one.missed is None]
             self.missed += [one for one in report.filled if one.missed is not None]
+            self.sealed += report.sealed
             self.saved += report.saved
 
     def settle(self, *, saved: int = 0, held: int = 0) -> None:

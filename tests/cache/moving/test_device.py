@@ -290,7 +290,7 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
     submit, refused = IOPool.submit, [True, False, True]
 
     def sometimes(pool, run):
-        if refused and refused.pop(0):
+        if pool._name == "kvferry-seal" and refused and refused.pop(0):
             return job_without_a_thread()
         return submit(pool, run)
 
@@ -299,12 +299,13 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
     host.fill()
     host.end()
     device.drain()
-    host.settle(saved=3, held=3)
-    failed, stored = PutResult.FAILED, PutResult.STORED
-    assert {saved.slot: saved.result for saved in host.saved} == dict(
-        zip(SAVE_SLOTS, (failed, stored, failed), strict=True)
+    host.settle(saved=1, held=3)
+    assert [(saved.slot, saved.result) for saved in host.saved] == [
+        (SAVE_SLOTS[1], PutResult.STORED)
+    ]
+    assert {one.slot: one.leaf_digests for one in host.sealed} == dict(
+        zip(SAVE_SLOTS, (None, b"", None), strict=True)
     )
-    assert host.observer["save_failed"] == 2
     expected = host.rows(SAVED)
     host.fill(start=10**6)
     host.begin(loads=(host.load(slots=SAVE_SLOTS),))
@@ -342,7 +343,7 @@ def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch)
         monkeypatch.setattr(kind, name, call)
 
     noting(PagedTables, "gather", "copy")
-    noting(SlotIO, "write", "write")
+    noting(SlotIO, "save", "write")
     host.begin(saves=saves())
     host.fill()
     host.end()

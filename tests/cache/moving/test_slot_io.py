@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.moving import slot_io
-from kvferry.cache.moving.slot_io import READY_BYTES, SlotMemory
+from kvferry.cache import memory as memory_module
+from kvferry.cache.memory import READY_BYTES, SlotMemory
 from kvferry.errors import ConfigError
 from kvferry.record.schema import ALIGN
 
@@ -61,7 +61,7 @@ def test_little_memory_is_made_ready_as_a_whole():
 
 @READY
 def test_a_system_that_cannot_make_memory_ready_is_no_fault(monkeypatch):
-    monkeypatch.setattr(slot_io, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(memory_module, "_MADV_POPULATE_WRITE", 9999)
     memory = SlotMemory(4, ALIGN)
     memory.make_ready()
     memory.slot(3)[:] = bytes(ALIGN)

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
+from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, read_value
@@ -27,7 +28,6 @@ class Machine:
 
     def __init__(self, root: str, max_bytes: int | None) -> None:
         self._store = FileStore(Path(root), max_bytes=max_bytes)
-        self._sessions: dict[int, str] = {}
 
     def ready(self) -> bool:
         return self._store.wait_indexed(30)
@@ -39,15 +39,12 @@ class Machine:
         return [self.put(number) for number in numbers]
 
     def begin(self, number: int) -> bool:
-        """Start to write a value, and write half of it."""
-        value = value_of(number)
-        session = self._store.begin(make_key(number), len(value))
-        self._sessions[number] = session
-        return self._store.write_at(session, 10, [value[10:]])
+        """Start to write a value."""
+        self._writing = self._store._begin(make_key(number), len(value_of(number)))
+        return not isinstance(self._writing, PutResult)
 
     def commit(self, number: int) -> str:
-        session = self._sessions.pop(number)
-        return self._store.commit(session, value_of(number)[:10]).name
+        return self._store._finish(self._writing, [memoryview(value_of(number))]).name
 
     def contains(self, number: int) -> bool:
         return self._store.contains(make_key(number))

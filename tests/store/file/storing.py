@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore, database, directory, fileio, index, store
 from kvferry.store.file.index import Index
 from kvferry.testing.stores import read_value
@@ -98,13 +97,7 @@ def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
             opened.gc(max_bytes=max_value * 2)
     else:
         value = value_of(number, max_value)
-        session = opened.begin(key_of(number), len(value))
-        if not isinstance(session, PutResult):
-            opened.write_at(session, 32, [value[32:]])
-            if rng.random() < 0.8:
-                opened.commit(session, value[:32])
-            else:
-                opened.abort(session)
+        opened.put(key_of(number), [value[:32], value[32:]])
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:

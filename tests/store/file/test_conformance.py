@@ -14,8 +14,6 @@ from kvferry.testing.stores import (
     IndexTests,
     ProbeTests,
     ScanTests,
-    ShardedQuotaTests,
-    ShardedWriteTests,
     StoreTests,
     store_machine,
 )
@@ -26,8 +24,6 @@ class TestFileStore(
     ScanTests,
     ProbeTests,
     IndexTests,
-    ShardedWriteTests,
-    ShardedQuotaTests,
     EmptyValueTests,
     StoreTests,
 ):

@@ -184,13 +184,6 @@ def use_all(store):
     store.discard(make_key(1), "bad leaf/../..")
     store.delete(make_key(2))
     store.describe(bytes(32), "{}")
-    session = store.begin(make_key(50), 100)
-    store.write_at(session, 0, [bytes(100)])
-    store.commit(session, bytes(10))
-    for name in ("0" * 32, "../writing", "..", "/etc/passwd", ""):
-        store.write_at(name, 0, [b"value"])
-        store.commit(name, b"head")
-        store.abort(name)
     for action in (
         lambda: store.gc(max_bytes=50_000, older_than_seconds=1e6),
         lambda: verify(store, store.stored()),

@@ -13,7 +13,6 @@ from contextlib import closing
 import pytest
 
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore
 from kvferry.store.file import index as index_module
 from kvferry.store.file import store as store_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
@@ -208,14 +207,14 @@ def test_hostile_numbers_of_rows_are_repaired(bench, caplog, damage):
 def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):
     store = bench.open(max_bytes=QUOTA, wall=time.time)
     store.maintain()
-    session = store.begin(make_key(), SIZE)
+    writing = store._begin(make_key(), SIZE)
     path = bench.path(make_key())
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(make_value(SIZE))
     long_ago = time.time() - 100
     os.utime(path.parent, (long_ago, long_ago))
     store.maintain()
-    assert store.commit(session, b"head") is PutResult.EXISTS
+    assert store._finish(writing, [memoryview(b"head")]) is PutResult.EXISTS
     for _ in range(3):
         store.upkeep._due["compare"] = 0.0
         store.upkeep.step(rests=False)
@@ -415,24 +414,6 @@ def test_a_key_that_was_gone_and_is_stored_again_is_known(bench, monkeypatch):
     monkeypatch.undo()
     store.maintain()
     assert store.contains(make_key())
-
-
-def test_closing_while_records_are_begun_leaves_nothing(tmp_path):
-    for round_number in range(10):
-        root = tmp_path / f"store{round_number}"
-        store = FileStore(root, max_bytes=10_000_000)
-
-        def begin(store=store):
-            for number in range(60):
-                store.begin(make_key(number), 10_000)
-
-        threads = [threading.Thread(target=begin)]
-        threads += [threading.Thread(target=store.close) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert list((root / "writing").glob("*")) == []
 
 
 def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch):

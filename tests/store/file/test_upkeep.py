@@ -191,10 +191,10 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
 
 def test_a_write_is_counted_once_it_has_ended(bench):
     store, other = bench.open(), bench.open()
-    session = other.begin(make_key(), 5000)
+    writing = other._begin(make_key(), 5000)
     store.maintain()
     assert store.stat().used_bytes == 0
-    assert other.commit(session, bytes(10)) is PutResult.STORED
+    assert other._finish(writing, [memoryview(bytes(5000))]) is PutResult.STORED
     store.maintain()
     assert other.stat().used_bytes == store.stat().used_bytes == 5000
     assert bench.counters["store_index_corrected"] == 0
@@ -218,18 +218,15 @@ def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
     assert logging.ERROR in [record.levelno for record in caplog.records]
 
 
-@pytest.mark.parametrize("has_session", [False, True])
-def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, has_session):
+def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "CLOSE_SECONDS", 0.05)
     release = threading.Event()
     store = FileStore(tmp_path / "store")
     assert store.wait_indexed(60)
-    session = store.begin(make_key(), 1000) if has_session else ""
-    monkeypatch.setattr(store.directory, "drop", lambda *_: release.wait(60))
     monkeypatch.setattr(store.index, "flush", lambda: release.wait(60))
     store.touch([make_key()])
     started = time.monotonic()
     store.close()
     assert time.monotonic() - started < 30
-    assert store.commit(session, b"head") is PutResult.FAILED
+    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
     release.set()

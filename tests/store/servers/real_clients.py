@@ -22,7 +22,6 @@ from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
     ScanTests,
-    ShardedWriteTests,
 )
 from kvferry.testing.stores.hooks import wait_until
 
@@ -79,7 +78,7 @@ def name_behind(store, key):
     return f"{store.url.rpartition('/')[2]}/{bytes(32).hex()}/{key.hex()}"
 
 
-class ServerStoreTests(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class ServerStoreTests(ScanTests, ProbeTests, RemoteStoreTests):
     """The conformance suite; `url_of` a prefix opens a store, `behind` is a client of the tests."""
 
     persistent = True

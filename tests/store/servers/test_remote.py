@@ -13,16 +13,14 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.servers import remote, server_keys
-from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteSettings, RemoteStore
+from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
     ScanTests,
-    ShardedWriteTests,
     make_key,
-    make_value,
     read_value,
 )
 from kvferry.testing.stores.hooks import wait_until
@@ -31,7 +29,7 @@ from tests.store.servers.remote_client import DictClient
 SPACE = b"n" * 32
 
 
-class TestRemoteStore(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class TestRemoteStore(ScanTests, ProbeTests, RemoteStoreTests):
     persistent = True
 
     @pytest.fixture(autouse=True)
@@ -178,7 +176,6 @@ def test_a_server_that_is_down_has_no_key(make_store, client):
     assert store.contains(make_key()) is False
     assert counts["store_probe_failed"] == 1
     assert store.put(make_key(), [b"value"]) is PutResult.FAILED
-    assert store.begin(make_key(), 100) is PutResult.FAILED
     assert store.delete(make_key()) is False
     assert store.describe(SPACE, "text") == "text"
     with pytest.raises(StoreError):
@@ -340,15 +337,3 @@ def test_a_closed_store_closes_its_client(make_store, client):
     assert client.is_closed
     assert store.describe(SPACE, "text") == "text"
     assert client.values == {}
-
-
-def test_what_ranks_wrote_is_one_value(make_store, client):
-    store, other = make_store(), make_store(settings=RemoteSettings(index=False))
-    value = make_value(10_000)
-    session = store.begin(make_key(), len(value))
-    assert store.write_at(session, 100, [value[100:5000]])
-    assert other.write_at(session, 5000, [value[5000:]])
-    assert client.values == {}
-    assert store.commit(session, value[:100]) is PutResult.STORED
-    assert list(client.values.values()) == [value]
-    assert store.begin(make_key(), 100) is PutResult.EXISTS

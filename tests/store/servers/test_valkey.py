@@ -27,7 +27,6 @@ from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
     ScanTests,
-    ShardedWriteTests,
     make_key,
     read_value,
 )
@@ -103,7 +102,7 @@ def lone() -> Iterator[ValkeyServer]:
         yield server
 
 
-class TestStoreOnValkey(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class TestStoreOnValkey(ScanTests, ProbeTests, RemoteStoreTests):
     """The suite of all stores, over a real server."""
 
     persistent = True
@@ -129,7 +128,7 @@ class TestStoreOnValkey(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTes
         return self.server.ask("GET", store.name_of(key))
 
 
-class TestStoreOnValkeyCluster(ScanTests, ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class TestStoreOnValkeyCluster(ScanTests, ProbeTests, RemoteStoreTests):
     """The suite of all stores, over three nodes."""
 
     persistent = True

@@ -97,9 +97,6 @@ def test_until_it_is_open_everything_is_a_miss(opened, caplog):
     assert late.contains(KEY) is False
     assert late.read(KEY, ()) is None
     assert late.put(KEY, [b"x"]) is PutResult.FAILED
-    assert late.begin(KEY, 1) is PutResult.FAILED
-    assert not late.write_at("0:s", 0, [b"x"])
-    assert late.commit("0:s", b"h") is PutResult.FAILED
     assert not late.delete(KEY)
     assert not late.wait_indexed(0.0)
     assert not late.takes_values
@@ -110,7 +107,6 @@ def test_until_it_is_open_everything_is_a_miss(opened, caplog):
         lambda: late.probe([KEY]),
         lambda: late.note_stored(KEY),
         lambda: late.discard(KEY, "broken"),
-        lambda: late.abort("0:s"),
     ):
         call()
     opening.go.set()

@@ -23,7 +23,6 @@ from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, Stalling
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
-    ShardedWriteTests,
     make_key,
     make_value,
     read_value,
@@ -37,7 +36,7 @@ QUICK = Patience(look_seconds=0.01)
 """Of threads whose clock a test moves."""
 
 
-class TestTieredStore(ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class TestTieredStore(ProbeTests, RemoteStoreTests):
     """Two servers; what is stored is counted where it is nearest."""
 
     persistent = True
@@ -310,8 +309,7 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
     assert said(caplog) == ["answers, but a value could not be stored"]
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_write_that_is_refused_says_why_once(make_tiers, caplog, in_parts):
+def test_a_write_that_is_refused_says_why_once(make_tiers, caplog):
     class ReadOnlyReplica(DictClient):
         def put(self, name, buffers, deadline):
             raise StoreError("READONLY: it is a replica")
@@ -322,10 +320,7 @@ def test_a_write_that_is_refused_says_why_once(make_tiers, caplog, in_parts):
     clock = FakeClock()
     store = make_tiers(RemoteStore("valkey://h/kv", ReadOnlyReplica()), clock=clock)
     for number in range(5):
-        if in_parts:
-            store.begin(make_key(number), 5)
-        else:
-            store.put(make_key(number), [b"value"])
+        store.put(make_key(number), [b"value"])
         clock.advance(10.0)
         rest(store)
     assert caplog.messages == [
@@ -432,19 +427,6 @@ class Deadlines(MemoryStore):
         self._given(deadline)
         return PutResult.FAILED if self.is_away else super().put(key, buffers)
 
-    def begin(self, key, num_bytes, deadline=math.inf):
-        self._given(deadline)
-        return PutResult.FAILED if self.is_away else key.hex()
-
-    def write_at(self, session, offset, buffers, deadline=math.inf):
-        return True
-
-    def commit(self, session, head, deadline=math.inf):
-        return self.put(bytes.fromhex(session), [head], deadline)
-
-    def abort(self, session):
-        pass
-
     def read(self, *args):
         if self.is_away:
             raise StoreError("away")
@@ -455,34 +437,29 @@ def test_a_write_holds_a_thread_for_seconds_only(make_tiers):
     near, far = Deadlines(), Deadlines()
     store = make_tiers(near, far)
     store.put(make_key(0), [b"value"], time.monotonic() + 30)
-    store.commit(store.begin(make_key(1), 5), b"value")
+    store.put(make_key(1), [b"value"])
     settle(store)
-    assert len(near.seconds) == 3
+    assert len(near.seconds) == 2
     assert len(far.seconds) == 2
     assert all(1 < each <= QUICK.min_write_seconds for each in near.seconds + far.seconds)
 
 
-@pytest.mark.parametrize("way", ["put", "begin"])
-def test_a_store_that_is_back_is_written_at_once(make_tiers, way):
+def test_a_store_that_is_back_is_written_at_once(make_tiers):
     clock = FakeClock()
     inner = Deadlines()
     store = make_tiers(inner, clock=clock)
-    write = {
-        "put": lambda key: store.put(key, [b"value"]),
-        "begin": lambda key: store.begin(key, 5),
-    }
     inner.is_away = True
     for number in range(MAX_FAILURES):
         clock.advance(100.0)  # more than a slow write keeps others away
-        write[way](make_key(number))
+        store.put(make_key(number), [b"value"])
         rest(store)
     assert state(store) == "away"
     assert not store.takes_values
-    assert write[way](make_key(8)) is PutResult.FAILED
+    assert store.put(make_key(8), [b"value"]) is PutResult.FAILED
     inner.is_away = False
     clock.advance(1.0)
     wait_until(lambda: store.takes_values, "it is used again")
-    assert write[way](make_key(9)) is not PutResult.FAILED
+    assert store.put(make_key(9), [b"value"]) is not PutResult.FAILED
 
 
 def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, caplog):
@@ -578,18 +555,6 @@ def test_closing_waits_for_what_is_behind_but_not_for_ever():
     store.close()
     assert time.monotonic() - started < 15
     gate.release()
-
-
-def test_what_ranks_write_goes_to_the_nearest_tier_that_takes_parts_and_behind(make_tiers):
-    clients = [DictClient(), DictClient()]
-    servers = [RemoteStore("dict://x", client) for client in clients]
-    store = make_tiers(MemoryStore(), *servers)
-    value = make_value(9000)
-    session = store.begin(make_key(), len(value))
-    assert store.write_at(session, 100, [value[100:]])
-    assert store.commit(session, value[:100]) is PutResult.STORED
-    assert [*clients[0].values.values()] == [value]
-    wait_until(lambda: [*clients[1].values.values()] == [value], "the farther tier has it")
 
 
 def test_a_read_has_the_limit_that_the_tier_has_shown_to_need(make_tiers):
@@ -688,20 +653,6 @@ def test_a_value_that_was_discarded_is_brought_nearer_again(make_tiers):
     assert held(store)
     settle(store)
     assert held(near)
-
-
-def test_what_ranks_write_again_after_a_discard_reaches_every_tier(make_tiers):
-    servers = [RemoteStore("dict://x", DictClient()) for _ in range(2)]
-    store = make_tiers(*servers)
-    value = make_value(9000)
-    for _ in range(2):
-        session = store.begin(make_key(), len(value))
-        assert store.write_at(session, 100, [value[100:]])
-        assert store.commit(session, value[:100]) is PutResult.STORED
-        settle(store)
-        assert all(held(each) for each in servers)
-        store.delete(make_key())
-        assert not any(held(each) for each in servers)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -827,39 +778,6 @@ def test_a_full_tier_loses_nothing_that_waits(make_tiers):
     clock.advance(2.0)
     settle(store)
     assert all(held(far, number) for number in range(20))
-
-
-def test_no_room_for_parts_is_no_full_store(make_tiers, caplog):
-    """Nor does it keep what is whole already from being stored."""
-    server = RemoteStore("dict://x", DictClient())
-    store = make_tiers(server, clock=FakeClock())
-    session = store.begin(make_key(), 100)
-    server._parts.begin = lambda *_args: PutResult.NO_SPACE
-    assert store.begin(make_key(1), 100) is PutResult.NO_SPACE
-    store.write_at(session, 10, [bytes(90)])
-    assert store.commit(session, bytes(10)) is PutResult.STORED
-    assert store.takes_values
-    assert not caplog.records
-
-
-def test_begins_teach_nothing_of_how_long_a_write_takes():
-    clock, seconds = FakeClock(), []
-    tier = Tier(MemoryStore(), 0, Observer(), clock, QUICK)
-
-    def write(_deadline):
-        clock.advance(10.0)
-        return PutResult.STORED
-
-    def begin(deadline):
-        seconds.append(deadline - clock())
-        return "session"
-
-    for _ in range(20):
-        tier.write(write, math.inf)
-    for _ in range(50):
-        tier.begin(begin, math.inf)
-    assert seconds[0] > 10.0
-    assert set(seconds) == {seconds[0]}
 
 
 def test_reads_that_never_return_leave_the_tier_alone(make_tiers):

@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from kvferry.store.url import open_one
-from kvferry.testing.stores import ProbeTests, RemoteStoreTests, ShardedWriteTests
+from kvferry.testing.stores import ProbeTests, RemoteStoreTests
 from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET
@@ -30,7 +30,7 @@ class Settled(OfNearest):
         return result
 
 
-class TestTiersOfServers(ProbeTests, ShardedWriteTests, RemoteStoreTests):
+class TestTiersOfServers(ProbeTests, RemoteStoreTests):
     persistent = True
 
     @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ Invariants:
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
   unpinned when that plan is built, so only a later plan can assign it again.
 - Chunks are verified before they are held, and are immutable under their key.
+- A chunk that came whole is sealed when its head and the digests of its rows are there, too; then
+  other threads may borrow it (`loans`), and its slot is not assigned again meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.messages import Fetch, SlotChunk
 from kvferry.types import ChunkKey
 
@@ -45,7 +49,8 @@ class Slot:
         is_save: the copy of a save fills it, not a fetch.
         pins: requests that wait for it, were promised it, or load it.
         num_filling: ranks that have not reported the end of the read or copy.
-        num_writing: ranks that have not reported the end of the write to the store.
+        num_sealing: ranks that have not reported that they hashed what a save brought.
+        is_writing: the write to the store has not ended.
         failed: a rank missed the chunk that fills it.
         seconds: how long the slowest rank's fetch took.
     """
@@ -58,7 +63,8 @@ class Slot:
     is_save: bool = False
     pins: int = 0
     num_filling: int = 0
-    num_writing: int = 0
+    num_sealing: int = 0
+    is_writing: bool = False
     failed: bool = False
     seconds: float = 0.0
 
@@ -70,24 +76,40 @@ class Slot:
     @property
     def is_busy(self) -> bool:
         """Whether some rank may still read into it or write from it."""
-        return self.num_filling > 0 or self.num_writing > 0
+        return self.num_filling > 0 or self.num_sealing > 0 or self.is_writing
+
+
+class _Orders(NamedTuple):
+    """For the next plan: fetches by slot, and slots whose earlier fetch is cancelled."""
+
+    fetches: dict[int, Fetch]
+    cancels: list[int]
 
 
 class HostPool:
-    """All slots of an engine. Runs in: scheduler thread; memory only; not thread-safe.
+    """All slots of an engine. Runs in: scheduler thread, but for `loans`; memory only; not
+    thread-safe.
 
     Args:
         num_slots: slots on every rank.
         num_ranks: ranks that each report the end of an operation.
         all_groups: KV groups of the model; what a save fills.
+        loans: lends what is sealed here; None: nothing is lent.
 
     Attributes:
         pool_id: names this pool in plans and reports; slots of other pools are ignored.
     """
 
-    def __init__(self, num_slots: int, num_ranks: int, all_groups: frozenset[int]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_ranks: int,
+        all_groups: frozenset[int],
+        loans: Loans | None = None,
+    ) -> None:
         self.pool_id = secrets.randbits(63)
         self.num_slots = num_slots
+        self.loans = Loans() if loans is None else loans
         self._num_ranks = num_ranks
         self._all_groups = all_groups
         self._free: list[int] = []  # places that were used before
@@ -98,8 +120,7 @@ class HostPool:
         self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_filling = 0
         self._num_writing = 0
-        self._fetches: dict[int, Fetch] = {}
-        self._cancels: list[int] = []
+        self._orders = _Orders({}, [])
 
     # -- look-up --------------------------------------------------------------------------------
 
@@ -140,12 +161,12 @@ class HostPool:
     @property
     def is_idle(self) -> bool:
         """Whether no slot is being filled or written, and none is to be."""
-        return not (self._num_filling or self._num_writing or self._fetches or self._cancels)
+        return not (self._num_filling or self._num_writing or self.has_orders)
 
     @property
     def has_orders(self) -> bool:
         """Whether the next plan must go out although nothing is scheduled."""
-        return bool(self._fetches or self._cancels)
+        return bool(self._orders.fetches or self._orders.cancels)
 
     # -- assignment -----------------------------------------------------------------------------
 
@@ -162,11 +183,11 @@ class HostPool:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
         chunk = SlotChunk(slot.index, key, first_token)
-        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        self._orders.fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Have every rank copy a whole chunk into a slot and write it to the store.
+        """Have every rank copy a whole chunk into a slot and hash it, for a write to the store.
 
         Returns:
             The slot; None if there is none now: every slot is pinned or busy, or half of them are
@@ -184,8 +205,10 @@ class HostPool:
         if slot is None:
             return None
         slot.is_save = True
-        slot.num_writing = self._num_ranks
+        slot.num_sealing = self._num_ranks
+        slot.is_writing = True
         self._num_writing += 1
+        self.loans.expect(key)
         self._fill(slot, self._all_groups)
         return slot
 
@@ -210,16 +233,26 @@ class HostPool:
 
     def _allocate(self, key: ChunkKey, first_token: int) -> Slot | None:
         """A free slot, or that of the chunk to evict."""
-        if self._free:
-            index = self._free.pop()
-        elif self.has_free:
-            index = len(self._slots)  # all places before it are assigned, and it was never used
-        elif self._idle:
-            index = self._by_key.pop(self._idle.popitem(last=False)[0]).index
-        else:
+        index = self._free_place()
+        if index is None:
             return None
         slot = self._slots[index] = Slot(index, key, first_token)
         return slot
+
+    def _free_place(self) -> int | None:
+        """A place that nobody reads, without a chunk or with the one to evict; None without any."""
+        for at in reversed(range(len(self._free))):
+            if not self.loans.is_lent(self._free[at]):
+                return self._free.pop(at)
+        num_used = len(self._slots) + len(self._free)
+        if num_used < self.num_slots:
+            return num_used
+        for key in self._idle:
+            slot = self._by_key[key]
+            if not self.loans.is_lent(slot.index):
+                self._forget(slot)
+                return slot.index
+        return None
 
     def _fill(self, slot: Slot, groups: frozenset[int]) -> None:
         self._idle.pop(slot.key, None)
@@ -253,18 +286,17 @@ class HostPool:
 
     def _cancel(self, slot: Slot) -> None:
         self._forget(slot)
-        if self._fetches.pop(slot.index, None) is None:
-            self._cancels.append(slot.index)
+        if self._orders.fetches.pop(slot.index, None) is None:
+            self._orders.cancels.append(slot.index)
         else:  # no plan has carried it: the ranks will report nothing
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
     def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
         """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
-        orders = tuple(self._fetches.values()), tuple(self._cancels)
-        self._fetches.clear()
-        self._cancels.clear()
-        return orders
+        fetches, cancels = self._orders
+        self._orders = _Orders({}, [])
+        return tuple(fetches.values()), tuple(cancels)
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -279,36 +311,55 @@ class HostPool:
         slot.num_filling -= 1
         slot.failed |= missed
         slot.seconds = max(slot.seconds, seconds)
+        if missed and slot.is_save:
+            slot.num_sealing -= 1  # it has nothing to hash
         if slot.num_filling:
             return slot
         self._num_filling -= 1
+        is_whole = slot.filling == self._all_groups
         if not slot.failed:
             slot.held |= slot.filling
         elif not slot.held:
             self._forget(slot)
         slot.filling = NO_GROUPS
-        if slot.failed and slot.num_writing:
-            self.cancel_writes(slot)
+        if slot.failed:
+            self.end_write(slot)
         else:
+            if is_whole and not slot.is_save:
+                self.seal(slot)
             self._settle(slot)
         return slot
+
+    def report_sealed(self, index: int) -> Slot | None:
+        """A rank hashed what a save brought, or could not. The slot, or None if that was not
+        expected of it."""
+        slot = self._slots.get(index)
+        if slot is None or slot.num_sealing == 0:
+            return None
+        slot.num_sealing -= 1
+        self._settle(slot)
+        return slot
+
+    def seal(self, slot: Slot) -> None:
+        """All of a chunk came from one source, and its head is there: it may be lent."""
+        if self._by_key.get(slot.key) is slot:
+            self.loans.offer(slot.key, slot.index)
 
     def report_written(self, index: int) -> Slot | None:
-        """A rank reports the end of a write. The slot, or None if no write was expected of it."""
+        """The write of a slot ended. The slot, or None if no write was expected of it."""
         slot = self._slots.get(index)
-        if slot is None or slot.num_writing == 0:
+        if slot is None or not slot.is_writing:
             return None
-        slot.num_writing -= 1
-        if slot.num_writing == 0:
-            self._num_writing -= 1
-            self._settle(slot)
+        self.end_write(slot)
         return slot
 
-    def cancel_writes(self, slot: Slot) -> None:
-        """Cancel the writes still expected of this slot."""
-        if slot.num_writing:
-            slot.num_writing = 0
+    def end_write(self, slot: Slot) -> None:
+        """The write of a slot ended, or there will be none."""
+        if slot.is_writing:
+            slot.is_writing = False
             self._num_writing -= 1
+            if not self.loans.offers(slot.key):
+                self._withdraw(slot)
         self._settle(slot)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -326,15 +377,20 @@ class HostPool:
 
     def _give_up(self, slot: Slot) -> None:
         self._forget(slot)
-        if slot.filling and slot.index in self._fetches:
+        if slot.filling and slot.index in self._orders.fetches:
             self._cancel(slot)
         self._settle(slot)
 
     def _forget(self, slot: Slot) -> None:
         """Remove a slot from the index."""
         if self._by_key.get(slot.key) is slot:
+            self._withdraw(slot)
             del self._by_key[slot.key]
             self._idle.pop(slot.key, None)
+
+    def _withdraw(self, slot: Slot) -> None:
+        if self._by_key.get(slot.key) is slot:
+            self.loans.withdraw(slot.key)
 
     def _settle(self, slot: Slot) -> None:
         """Make a slot idle or free if no request and no rank uses it any more."""

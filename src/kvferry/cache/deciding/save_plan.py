@@ -15,9 +15,8 @@ from kvferry.cache.messages import (
     Filled,
     RankReport,
     Save,
-    Saved,
+    Sealed,
     SlotChunk,
-    Write,
 )
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult
@@ -38,7 +37,7 @@ class SavePlan:
 
     Args:
         pool: assigns the slots.
-        shared_writes: where several ranks write one record, else None.
+        shared_writes: where several ranks hold one record, else None.
         suspects: records that may be wrong. What follows one is not saved: the host may have
             computed it on the KV of the record, which its own prefix cache keeps.
 
@@ -183,10 +182,6 @@ class SavePlan:
             self._context.observer.count("save_used_once")
         return self._used_once[key] != request_id
 
-    def writes(self) -> tuple[Write, ...]:
-        """The parts of saved chunks that the ranks can write now."""
-        return () if self.shared_writes is None else self.shared_writes.ready()
-
     # -- reports --------------------------------------------------------------------------------
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
@@ -196,17 +191,39 @@ class SavePlan:
         if copied.missed == PUT_OFF:
             self._offer_again((slot.key,))
 
-    def learn_saved(self, rank: int, slot: Slot, saved: Saved) -> bool:
-        """A rank reported the end of a write. True if its part is stored."""
-        is_stored = saved.result in (PutResult.STORED, PutResult.EXISTS)
-        if self.shared_writes is not None:
-            if self.shared_writes.report(rank, slot, saved):
-                self._requests.unreadable.discard(slot.key)
-        elif is_stored:
+    def learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
+        """A rank hashed its part of a chunk, or could not: then the chunk is not stored."""
+        if sealed.leaf_digests is None:
+            if slot.is_writing:
+                self._context.observer.count("save_failed")
+            self._pool.end_write(slot)
+            if self.shared_writes is not None:
+                self.shared_writes.abort(slot)
+        elif self.shared_writes is None:
+            self._pool.seal(slot)
+        else:
+            self.shared_writes.report(rank, slot, sealed.leaf_digests)
+
+    def learn_saved(self, index: int, result: str) -> ChunkKey | None:
+        """The write of a slot ended; the chunk, if it is not stored."""
+        slot = self._pool.report_written(index)
+        if slot is None:
+            return None
+        if result not in (PutResult.STORED, PutResult.EXISTS):
+            return slot.key
+        if self.shared_writes is None:
             self._context.store.note_stored(slot.key)
-            if saved.result == PutResult.STORED:
-                self._requests.unreadable.discard(slot.key)
-        return is_stored
+        if result == PutResult.STORED:
+            self._requests.unreadable.discard(slot.key)
+        return None
+
+    def poll_writes(self) -> list[ChunkKey]:
+        """Learn of the records of several ranks that were written here; those not stored."""
+        if self.shared_writes is None:
+            return []
+        ended = self.shared_writes.poll()
+        failed = [self.learn_saved(slot.index, result) for slot, result in ended]
+        return [key for key in failed if key is not None]
 
     def learn_failures(self, report: RankReport) -> None:
         """Loads failed on a rank.

@@ -72,7 +72,7 @@ class SharedStorageScheduler(SchedulerRole):
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
         recent: records to fetch before a request asks for them; None: no records.
-        shared_writes: where several ranks write one record, else None.
+        shared_writes: where several ranks hold one record, else None.
 
     Attributes:
         pool, requests, policy, saves, audits: the parts of the decision, for tests and benchmarks.
@@ -243,6 +243,7 @@ class SharedStorageScheduler(SchedulerRole):
                 self._forget_load(request_id)
 
     def _plan(self, step: StepView) -> Plan:
+        self._announce_failed(self.saves.poll_writes())
         saves: tuple[Save, ...] = ()
         if self._may_save:
             saves = self.saves.plan(step)
@@ -252,13 +253,12 @@ class SharedStorageScheduler(SchedulerRole):
         if saves:
             self.saves.await_reports()
         unchecked = self.audits.take_unchecked()
-        writes = self.saves.writes()
         if self._recent is not None:
             self._fetch_recent(self._recent)
         self._fetch_early()
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
-        if not (self._loads or saves or unchecked or writes or timed or self.pool.has_orders):
+        if not (self._loads or saves or unchecked or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
         return SharedStoragePlan(
@@ -268,7 +268,6 @@ class SharedStorageScheduler(SchedulerRole):
             loads=tuple(load for load, _slots in self._loads.values()),
             saves=saves,
             unchecked=unchecked,
-            writes=writes,
             failures_known=self.saves.failures_known,
             timed=timed,
             namespace=self.requests.namespace,
@@ -318,17 +317,20 @@ class SharedStorageScheduler(SchedulerRole):
                     self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
+        if report.region is not None:
+            self.pool.loans.learn(report.region)
         if report.timed:
             self.policy.end_step(report.timed)
         for filled in report.filled:
             self._learn_filled(filled)
-        for saved in report.saved:
-            slot = self.pool.report_written(saved.slot)
-            if slot is None:
-                continue
-            is_stored = self.saves.learn_saved(report.rank, slot, saved)
-            if not is_stored and self._announcer is not None:
-                self._announcer.failed(slot.key)
+        for sealed in report.sealed:
+            slot = self.pool.report_sealed(sealed.slot)
+            if slot is not None:
+                self.saves.learn_sealed(report.rank, slot, sealed)
+                if sealed.leaf_digests is None:
+                    self._announce_failed([slot.key])
+        failed = [self.saves.learn_saved(saved.slot, saved.result) for saved in report.saved]
+        self._announce_failed(key for key in failed if key is not None)
         if report.failed_keys:
             self.requests.unreadable.add(report.failed_keys)
             for key in report.failed_keys:
@@ -337,6 +339,12 @@ class SharedStorageScheduler(SchedulerRole):
             self.saves.learn_failures(report)
             if report.failed_keys:
                 self.audits.forget_all()
+
+    def _announce_failed(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks were planned to be saved, and are not stored."""
+        if self._announcer is not None:
+            for key in keys:
+                self._announcer.failed(key)
 
     def _learn_filled(self, filled: Filled) -> None:
         is_missed = filled.missed is not None

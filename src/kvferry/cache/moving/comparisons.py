@@ -14,8 +14,9 @@ from kvferry.blocks.audit import largest_difference, tensors_of
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import Tolerances
+from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import NOT_COMPARED, Filled, Load, Save
-from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SlotMemory
+from kvferry.cache.moving.slot_io import DEVICE_SECONDS
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)

@@ -10,25 +10,24 @@ to a slot that no other operation uses.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import mmap
-import sys
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import RoleContext
-from kvferry.cache.messages import Fetch, Filled, Saved, SlotChunk
-from kvferry.errors import ConfigError, TransferError
+from kvferry.cache.memory import SlotMemory
+from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
+from kvferry.errors import TransferError
 from kvferry.layout.streams import Mark
+from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import ALIGN, RecordSchema
-from kvferry.store.base import PutResult, SupportsShardedWrite
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.store.recordio import RecordRead, read_record, seal_record
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -45,56 +44,6 @@ WRITES_CLOSE_SECONDS = 10.0
 READS_CLOSE_SECONDS = 0.5
 """How long `close` waits for cancelled reads, which no request needs. A stalled read is left."""
 
-READY_BYTES = 64 << 20
-"""How much of the slots' memory is backed by pages when an engine starts."""
-
-_MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; Python has no name for it."""
-
-
-class SlotMemory:
-    """The slots: equal parts of one page-aligned region, reserved now, backed by memory when first
-    touched.
-
-    Args:
-        slot_bytes: bytes that one slot must hold; rounded up to the alignment of O_DIRECT.
-
-    Raises:
-        ConfigError: this machine does not let a process reserve so much.
-    """
-
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
-        num_bytes = num_slots * self.slot_bytes
-        # Private, since Linux gives large pages to such memory only.
-        try:
-            self._region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"{num_slots} slots of {self.slot_bytes} bytes are more than this machine lets a "
-                "process reserve; set memory_bytes lower"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
-                self._region.madvise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(self._region)
-        """All slots."""
-
-    def slot(self, index: int) -> memoryview:
-        """The bytes of a slot, writable."""
-        start = index * self.slot_bytes
-        return self.view[start : start + self.slot_bytes]
-
-    def make_ready(self) -> None:
-        """Back the first slots with memory now, so that the first hits do not wait for the pages.
-        Does nothing where the system cannot do it beforehand."""
-        if sys.platform == "linux":
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
-            length = min(READY_BYTES, len(self.view))
-            # Not by the method of `mmap`, which holds the interpreter's lock.
-            madvise = ctypes.CDLL(None).madvise
-            madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedChunk:
@@ -104,6 +53,13 @@ class SavedChunk:
     gathered: Gathered
     schema: RecordSchema
     """Of the epoch in which it was copied."""
+
+
+class _Hashed(NamedTuple):
+    """A chunk is hashed; the write of a whole record follows."""
+
+    sealed: Sealed
+    write: Job[Saved] | None
 
 
 class SlotIO:
@@ -118,17 +74,22 @@ class SlotIO:
         self._rows = rows
         self._memory = memory
         self._context = context
-        self._observer = context.observer
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: list[SavedChunk] = []
-        self._unwritten: dict[int, SavedChunk] = {}
-        self._writes: list[tuple[int, Job[Saved]]] = []
+        self._hashes: dict[int, Job[_Hashed]] = {}
+        self._writes: dict[int, Job[Saved]] = {}
         io_threads = context.config.io_threads
         self.read_pool = IOPool(io_threads, "kvferry-load")
+        # Apart from writes: chunks are sealed however slowly a store takes them.
+        self._hash_pool = IOPool(1, "kvferry-seal")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
+
+    @property
+    def _observer(self) -> Observer:
+        return self._context.observer
 
     # -- contents -------------------------------------------------------------------------------
 
@@ -192,101 +153,83 @@ class SlotIO:
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def save(self, saved: SavedChunk, *, write: bool) -> None:
-        """Hold a chunk that was copied out of the blocks into its slot. Never blocks.
-
-        Args:
-            saved: the chunk.
-            write: now, as a whole record; else a later plan names the file to write it to.
-        """
+    def save(self, saved: SavedChunk) -> None:
+        """Hold a chunk that was copied out of the blocks into its slot, hash it and, if this rank
+        has all of it, write it. Never blocks."""
         slot = saved.chunk.slot
         self.overwrite(slot)
-        self._unwritten[slot] = saved
         self._copying.append(saved)
-        if write:
-            self.write(slot, None)
+        self._hashes[slot] = self._hash_pool.submit(lambda _job: self._hash(saved))
 
-    def write(self, slot: int, session: str | None) -> None:
-        """Start to write a saved chunk: a whole record, or this rank's part of a shared one."""
-        saved = self._unwritten.pop(slot, None)
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank holds whole records. Else the scheduler role writes them."""
+        return self._context.spec.shard.world_size == 1
 
-        def run(_job: Job[Saved]) -> Saved:
-            if saved is None:
-                return Saved(slot, PutResult.FAILED)
-            return self._store_chunk(saved, session)
-
-        self._writes.append((slot, self._write_pool.submit(run)))
-
-    def _store_chunk(self, saved: SavedChunk, session: str | None) -> Saved:
-        """Hash and write one chunk. Runs in: I/O thread."""
-        started = time.monotonic()
-        chunk, store = saved.chunk, self._context.store
+    def _hash(self, saved: SavedChunk) -> _Hashed:
+        """Runs in: hash thread."""
         if not saved.gathered.mark.wait(DEVICE_SECONDS):
             raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
-        if session is None and not store.takes_values:
-            self._observer.count(f"put_{PutResult.FAILED}")
-            self._observer.count("save_failed")
-            return Saved(chunk.slot, PutResult.FAILED)  # hashing would be in vain
-        deadline = time.monotonic() + WRITE_SECONDS
+        chunk = saved.chunk
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, saved.gathered.digests)
-        if session is not None:
-            is_written = self._write_part(session, image, deadline)
-            result = PutResult.STORED if is_written else PutResult.FAILED
-        else:
-            key = ChunkKey(chunk.key)
-            result = put_record(
-                store, saved.schema, key, chunk.first_token, digests, image, deadline
-            )
-            self._observer.count(f"put_{result}")
-            if result not in (PutResult.STORED, PutResult.EXISTS):
-                self._observer.count("save_failed")
+        if not self._is_alone:
+            return _Hashed(Sealed(chunk.slot, digests), None)
+        key = ChunkKey(chunk.key)
+        seal_record(saved.schema, key, chunk.first_token, digests, image)
+        write = self._write_pool.submit(lambda _job: Saved(chunk.slot, self._write(key, image)))
+        return _Hashed(Sealed(chunk.slot), write)
+
+    def _write(self, key: ChunkKey, image: memoryview) -> PutResult:
+        """Write a sealed chunk. Runs in: I/O thread."""
+        started = time.monotonic()
+        store, result = self._context.store, PutResult.FAILED
+        if store.takes_values:
+            result = store.put(key, [image], started + WRITE_SECONDS)
+            self._observer.observe("save", time.monotonic() - started)
+        self._observer.count(f"put_{result}")
         if result is PutResult.STORED:
             self._observer.count("saved_bytes", len(image))
-        seconds = time.monotonic() - started
-        self._observer.observe("save", seconds)
-        if session is None:
-            return Saved(chunk.slot, result, seconds=seconds)
-        return Saved(chunk.slot, result, self._rows.written, digests, seconds)
-
-    def _write_part(self, session: str, image: memoryview, deadline: float) -> bool:
-        store = self._context.store
-        if not isinstance(store, SupportsShardedWrite):
-            return False
-        return all(
-            store.write_at(session, offset, [part], deadline)
-            for offset, part in self._rows.file_ranges(image)
-        )
+        elif result is not PutResult.EXISTS:
+            self._observer.count("save_failed")
+        return result
 
     # -- reports --------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that will be reported."""
-        return bool(self._reads or self._copying or self._writes)
+        return bool(self._reads or self._copying or self._hashes or self._writes)
 
-    def collect(self, filled: list[Filled], saved: list[Saved]) -> None:
-        """Append the operations that ended since the last call."""
+    def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
+        """Append the operations that ended since the last call; of one chunk, never a later one
+        without the earlier ones."""
         if not self.is_busy:
             return
-        for slot, (fetch, read) in list(self._reads.items()):
-            if read.poll():
-                del self._reads[slot]
-                filled.append(self._end_read(fetch, read))
-        for copied in [one for one in self._copying if one.gathered.mark.poll()]:
-            self._copying.remove(copied)
-            self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
-            filled.append(Filled(copied.chunk.slot))
-        pending = []
-        for slot, write in self._writes:
-            if not write.poll():
-                pending.append((slot, write))
-                continue
+        # Latest operations first, as they go on meanwhile.
+        for slot in [slot for slot, write in self._writes.items() if write.poll()]:
+            write = self._writes.pop(slot)
             if write.result is None:
                 self._observer.count("save_failed")
                 logger.error("saving a chunk failed", exc_info=write.error)
             saved.append(write.result or Saved(slot, PutResult.FAILED))
-        self._writes = pending
+        for slot in [slot for slot, job in self._hashes.items() if job.poll()]:
+            hashed = self._hashes.pop(slot)
+            if hashed.result is None:
+                logger.error("hashing a chunk failed", exc_info=hashed.error)
+                sealed.append(Sealed(slot, None))
+                continue
+            sealed.append(hashed.result.sealed)
+            if hashed.result.write is not None:
+                self._writes[slot] = hashed.result.write
+        for copied in [one for one in self._copying if one.gathered.mark.poll()]:
+            self._copying.remove(copied)
+            self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
+            filled.append(Filled(copied.chunk.slot))
+        for slot, (fetch, read) in list(self._reads.items()):
+            if read.poll():
+                del self._reads[slot]
+                filled.append(self._end_read(fetch, read))
 
     def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:
         ended = read.result
@@ -304,6 +247,8 @@ class SlotIO:
         for _, read in self._reads.values():
             read.cancel()
         has_read = self.read_pool.close(READS_CLOSE_SECONDS)
-        has_written = self._write_pool.close(WRITES_CLOSE_SECONDS)
-        if not (has_read and has_written):
+        until = time.monotonic() + WRITES_CLOSE_SECONDS
+        has_hashed = self._hash_pool.close(WRITES_CLOSE_SECONDS)  # it submits writes
+        has_written = self._write_pool.close(max(0.0, until - time.monotonic()))
+        if not (has_read and has_hashed and has_written):
             logger.warning("a store operation did not end in time; left behind at close")

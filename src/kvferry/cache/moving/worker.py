@@ -9,6 +9,7 @@ written by an I/O thread.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import tolerances_for
 from kvferry.cache.config import RoleContext
+from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import (
     EMPTY_PLAN,
     PUT_OFF,
@@ -31,18 +33,18 @@ from kvferry.cache.messages import (
     RankReport,
     Save,
     Saved,
+    Sealed,
     SharedStorageMeta,
     SharedStoragePlan,
     SlotChunk,
-    Write,
+    SlotRegion,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import SavedChunk, SlotIO, SlotMemory
+from kvferry.cache.moving.slot_io import SavedChunk, SlotIO
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
 from kvferry.record.check import MissReason
-from kvferry.store.base import PutResult
 from kvferry.types import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class _Ended:
     failures: int = 0
     timed: int = 0
     filled: list[Filled] = field(default_factory=list)
+    sealed: list[Sealed] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     failed_requests: set[str] = field(default_factory=set)
     failed_keys: list[bytes] = field(default_factory=list)
@@ -75,14 +78,16 @@ class _Ended:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        has_ended = self.filled or self.saved or self.timed
+        has_ended = self.filled or self.sealed or self.saved or self.timed
         return not (has_ended or self.failed_keys or self.invalid_block_ids)
 
-    def output(self, rank: int) -> WorkerOutput:
+    def output(self, region: SlotRegion) -> WorkerOutput:
         report = RankReport(
-            rank=rank,
+            rank=region.shard.rank,
+            region=region,
             pool=self.pool,
             filled=tuple(self.filled),
+            sealed=tuple(self.sealed),
             saved=tuple(self.saved),
             timed=self.timed,
             failures=self.failures,
@@ -105,7 +110,7 @@ class SharedStorageWorker(WorkerRole):
         io: what the slots hold, and the reads and writes under way.
 
     Raises:
-        ConfigError: the slots are more than this machine lets a process reserve.
+        ConfigError: the slots are more than this machine lets a process have.
     """
 
     is_asynchronous = False
@@ -115,8 +120,10 @@ class SharedStorageWorker(WorkerRole):
     ) -> None:
         self._rows = rows
         self._observer = context.observer
-        self._writes_alone = context.spec.shard.world_size == 1
-        self._memory = SlotMemory(num_slots, rows.slot_bytes)
+        shard = context.spec.shard
+        is_shared = context.spec.multi_process or shard.world_size > 1
+        self._memory = SlotMemory(num_slots, rows.slot_bytes, is_shared=is_shared)
+        self._region = SlotRegion(self._memory.name, os.getpid(), self._memory.fd, shard)
         self.io = SlotIO(rows, self._memory, context)
         tolerances = tolerances_for(context.spec.identity.config)
         self._comparisons = Comparisons(rows, self._memory, tolerances)
@@ -124,7 +131,7 @@ class SharedStorageWorker(WorkerRole):
         self._ended = _Ended()
         self._plan = EMPTY_PLAN
         self._saved = False
-        self._to_begin: deque[Fetch | Write] = deque()
+        self._to_begin: deque[Fetch] = deque()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._copies.register(kv_caches, self._memory.view)
@@ -153,17 +160,12 @@ class SharedStorageWorker(WorkerRole):
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._rows.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
-        self._to_begin.extend(plan.writes)
         for load in plan.unchecked:
             self._take_back(load)
         for slot in plan.cancels:
             self.io.cancel(slot)
         while self._to_begin:
-            order = self._to_begin[0]
-            if isinstance(order, Fetch):
-                self.io.fetch(order)
-            else:
-                self.io.write(order.slot, order.session)
+            self.io.fetch(self._to_begin[0])
             self._to_begin.popleft()
 
     def start_load(self) -> None:
@@ -200,13 +202,13 @@ class SharedStorageWorker(WorkerRole):
             self._put_off(self._plan.saves)
             self._saved = True
         ended = self._ended
-        self.io.collect(ended.filled, ended.saved)
+        self.io.collect(ended.filled, ended.sealed, ended.saved)
         for load in self._comparisons.collect(ended.filled):
             self._take_back(load)
         if ended.is_empty:
             return EMPTY_OUTPUT
         self._ended = _Ended(pool=ended.pool, failures=ended.failures)
-        return ended.output(self._rows.rank)
+        return ended.output(self._region)
 
     @property
     def is_idle(self) -> bool:
@@ -217,11 +219,8 @@ class SharedStorageWorker(WorkerRole):
             # The forward failed: the scheduler role must not take these saves for under way.
             self._put_off(self._plan.saves)
         # The step failed at its beginning. These were not begun, and the pool waits for their end.
-        for order in self._to_begin:
-            if isinstance(order, Fetch):
-                self._ended.filled.append(Filled(order.chunk.slot, MissReason.IO_ERROR))
-            else:
-                self._ended.saved.append(Saved(order.slot, PutResult.FAILED))
+        for fetch in self._to_begin:
+            self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
         self._to_begin.clear()
         self._plan = EMPTY_PLAN
 
@@ -312,8 +311,7 @@ class SharedStorageWorker(WorkerRole):
             # Only now: hashing and writing take memory bandwidth from the copies.
             for save, gathered in copied:
                 if save.compare_with is None:
-                    one = SavedChunk(save.chunk, gathered, self._rows.schema)
-                    self.io.save(one, write=self._writes_alone)
+                    self.io.save(SavedChunk(save.chunk, gathered, self._rows.schema))
                 else:
                     self.io.overwrite(save.chunk.slot)
                     is_held = self.io.groups_held(save.compare_with) == self._rows.all_groups

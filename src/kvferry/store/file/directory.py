@@ -24,7 +24,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -198,19 +198,6 @@ class Directory:
             with suppress(FileNotFoundError), self.opened("writing") as writing:
                 return open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
         return None
-
-    def write_at(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-        """Write a range of a file being written; False if there is no such file or range."""
-        fd = self.open_writing(name) if offset >= 0 else None
-        if fd is None:
-            return False
-        try:
-            if offset + sum(view.nbytes for view in views) > os.fstat(fd).st_size:
-                return False
-            write_all(fd, views, offset)
-        finally:
-            os.close(fd)
-        return True
 
     def place(self, name: str, key: ChunkKey) -> bool:
         """Give a written file its name. False if the key is taken: the first writer wins."""

@@ -70,12 +70,9 @@ class FileStore(Store):
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
     - Records and quarantine stay within the quota. Beside them, each writer has the one value that
-      it writes, and each open session of a sharded write its own; what dead writers left is removed
-      by others.
+      it writes; what dead writers left is removed by others.
     - No operation raises for a full, read-only, failing or vanished directory, except
       `read` of a record that is there and cannot be read.
-
-    Has the whole store contract, and `SupportsShardedWrite`.
 
     Attributes:
         directory, index, upkeep: what it is made of; for tools and tests.
@@ -115,7 +112,6 @@ class FileStore(Store):
         observer = Observer() if observer is None else observer
         self._faults = MediumFaults(self.url, observer, settings.clock)
         self._known = KnownKeys(tracks_keys=settings.index)
-        self._sessions: dict[str, _Writing] = {}
         self.is_read_only = read_only or not os.access(self.directory.root, os.W_OK)
         self._warn(is_forced=self.is_read_only and not read_only)
         file = settings.index_file
@@ -176,6 +172,10 @@ class FileStore(Store):
         index = make(None, read_only=False, wall=wall)
         index.open()
         return index, True
+
+    @property
+    def takes_values(self) -> bool:
+        return self._writes()
 
     @property
     def refusal(self) -> str:
@@ -272,7 +272,7 @@ class FileStore(Store):
         self._closed = True
         self._expected.close()
         if self.index.is_ours:  # in a forked child, locks may stay locked for ever
-            self.upkeep.stop(CLOSE_SECONDS, self._abort_all)
+            self.upkeep.stop(CLOSE_SECONDS)
         self._known.clear()
 
     def scan(self) -> Iterator[Entry]:
@@ -317,46 +317,6 @@ class FileStore(Store):
 
     def wait_indexed(self, timeout: float) -> bool:
         return self._known.tracks_keys and self.index.all_known.wait(timeout)
-
-    def begin(
-        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
-    ) -> str | PutResult:
-        writing = self._begin(key, num_bytes)
-        if isinstance(writing, PutResult):
-            return writing
-        try:
-            os.ftruncate(writing.fd, num_bytes)
-        except OSError as error:
-            self._abort(writing)
-            return self._faults.write_failed(error)
-        self._sessions[writing.file] = writing
-        if self._closed:  # by another thread
-            self._abort_all()
-            return PutResult.FAILED
-        return writing.file
-
-    def write_at(
-        self,
-        session: str,
-        offset: int,
-        buffers: Sequence[Buffer],
-        deadline: float = NO_DEADLINE,
-    ) -> bool:
-        try:
-            views = as_views(buffers)
-            return not self._closed and self.directory.write_at(session, offset, views)
-        except OSError as error:
-            self._faults.write_failed(error)
-            return False
-
-    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        writing = self._sessions.pop(session, None) if self._writes() else None
-        return PutResult.FAILED if writing is None else self._finish(writing, as_views([head]))
-
-    def abort(self, session: str) -> None:
-        writing = self._sessions.pop(session, None) if self._writes() else None
-        if writing is not None:
-            self._abort(writing)
 
     def maintain(self) -> None:
         """Do all upkeep now, in this thread: for stores opened without background."""
@@ -473,11 +433,6 @@ class FileStore(Store):
         self.directory.drop("writing", writing.file)
         with suppress(OSError):
             os.close(writing.fd)
-
-    def _abort_all(self) -> None:
-        with suppress(KeyError):  # all are gone
-            while True:
-                self._abort(self._sessions.popitem()[1])
 
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()

@@ -109,8 +109,7 @@ class Upkeep:
         self._due = {"flush": 0.0, "clean": 0.0, "compare": 0.0}
         self._probes: deque[tuple[ChunkKey, ...]] = deque()
         self._wake = threading.Event()
-        self._last: Callable[[], object] | None = None
-        """What `stop` wants done last; set once the thread is to stop."""
+        self._is_stopped = False
         self._thread: threading.Thread | None = None
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
@@ -134,9 +133,9 @@ class Upkeep:
         self._thread = threading.Thread(target=self._run, name="kvferry-store", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout: float, last: Callable[[], None]) -> None:
-        """Stop after the current step, and do `last`. Waits `timeout` seconds at most."""
-        self._last = last
+    def stop(self, timeout: float) -> None:
+        """Stop after the current step. Waits `timeout` seconds at most."""
+        self._is_stopped = True
         self._wake.set()
         if self._thread is None:
             self._run()
@@ -177,7 +176,7 @@ class Upkeep:
             self._keep_below_quota,
             self._index.follow,
         ):
-            if self._last is not None:
+            if self._is_stopped:
                 return False
             more |= self._do(job)
         return more
@@ -193,13 +192,12 @@ class Upkeep:
         return False
 
     def _run(self) -> None:
-        while self._last is None:
+        while not self._is_stopped:
             if not self.step():
                 self._wake.wait(TICK_SECONDS)
                 self._wake.clear()
         if self._changes:
             self._do(self._index.flush, "recency")
-        self._do(self._last)
         self._do(self._index.close)
 
     def _is_due(self, job: str, seconds: float) -> bool:

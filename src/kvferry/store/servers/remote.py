@@ -29,7 +29,6 @@ from kvferry.store.base import (
 from kvferry.store.expected import ExpectedKeys
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import shrink
-from kvferry.store.servers.part_files import PartFiles
 from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.types import ChunkKey
 
@@ -143,7 +142,6 @@ class RemoteStore(Store):
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=settings.index, clock=clock)
         self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
-        self._parts = PartFiles()
         self._refusal = ""
 
     # -- values ---------------------------------------------------------------------------------
@@ -222,7 +220,6 @@ class RemoteStore(Store):
         self._closed = True
         self._expected.close()
         self._keys.close()
-        self._parts.close()
         self._client.close()
 
     # -- what is there --------------------------------------------------------------------------
@@ -315,46 +312,6 @@ class RemoteStore(Store):
                     self._client.delete(name, until)
                 self._client.put(name, [str(description).encode()], until)
         return description or said
-
-    # -- values that several ranks write --------------------------------------------------------
-
-    def begin(
-        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
-    ) -> str | PutResult:
-        name = self.name_of(key)
-        try:
-            if self._closed:
-                return PutResult.FAILED
-            if any(self._client.exists([name], self._until(deadline))):
-                self._keys.learn(key)
-                return PutResult.EXISTS
-        except StoreError as error:
-            self._refusal = str(error)
-            return PutResult.FAILED
-        session = self._parts.begin(key, num_bytes)
-        self._refusal = self._parts.refusal
-        return session
-
-    def write_at(
-        self,
-        session: str,
-        offset: int,
-        buffers: Sequence[Buffer],
-        deadline: float = NO_DEADLINE,
-    ) -> bool:
-        return not self._closed and self._parts.write_at(session, offset, buffers)
-
-    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        whole = None if self._closed else self._parts.pop(session, head)
-        if whole is None:
-            return PutResult.FAILED
-        key, content = whole
-        return self.put(key, [content], deadline)
-
-    def abort(self, session: str) -> None:
-        self._parts.abort(session)
-
-    # -- parts ----------------------------------------------------------------------------------
 
     def name_of(self, key: ChunkKey) -> str:
         """Of a value, at the server."""

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -18,7 +17,6 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-Begun = TypeVar("Begun", bound=str)
 
 _WAIT_SECONDS = 0.5
 """Of one wait of a start. An interrupt that comes just before a wait is seen after it only."""
@@ -226,33 +224,15 @@ class Tier:
             calls.read_limit.saw(calls.clock() - started)
         return size
 
-    def begin(self, begin: Callable[[float], Begun], deadline: float) -> Begun | PutResult:
-        """Begin a write in parts, unless writes are not accepted now. It transfers no data, so its
-        duration and NO_SPACE are not evidence about the store."""
-        if not self.accepts_writes:
-            return self._skipped()
-        calls, generation = self.calls, self._health.generation
-        result = begin(min(deadline, calls.clock() + calls.write_limit.seconds))
-        if result is PutResult.FAILED:
-            self._event(lambda health: health.write_failed(0.0, generation))
-        if isinstance(result, PutResult):
-            self.count("writes", result)
-        return result
-
-    def write(
-        self, write: Callable[[float], PutResult], deadline: float, *, is_begun: bool = False
-    ) -> PutResult:
-        """Do a write, unless the store is away or failed to do the last one.
-
-        Args:
-            write: gets its deadline: that of the limit, if it is earlier than `deadline`.
-            is_begun: it is whole and waits for nothing else, so only an away store skips it.
-        """
-        if not (self._health.is_up if is_begun else self.accepts_writes):
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float) -> PutResult:
+        """See `Store.put`; by the limit, if that is earlier than `deadline`. Not tried while the
+        store is away or failed to do the last write."""
+        store = self.store
+        if store is None or not self.accepts_writes:
             return self._skipped()
         calls, generation = self.calls, self._health.generation
         started = calls.clock()
-        result = write(min(deadline, started + calls.write_limit.seconds))
+        result = store.put(key, buffers, min(deadline, started + calls.write_limit.seconds))
         seconds = calls.clock() - started
         if result is not PutResult.EXISTS:
             calls.write_limit.saw(seconds)
@@ -264,13 +244,6 @@ class Tier:
             self._event(Health.stored)
         self.count("writes", result)
         return result
-
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        """See `Store.put`, and `write`."""
-        store = self.store
-        if store is None:
-            return self._skipped()
-        return self.write(partial(store.put, key, buffers), deadline)
 
     def _skipped(self) -> PutResult:
         self.count("writes", "skipped")

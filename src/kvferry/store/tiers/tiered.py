@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -24,7 +23,6 @@ from kvferry.store.base import (
     ReadRange,
     Store,
     StoreStat,
-    SupportsShardedWrite,
     TierStatus,
     ValueCheck,
 )
@@ -72,7 +70,6 @@ class TieredStore(Store):
                 tier.name += str(tier.number)
         self.url = ", ".join(store.url for store in stores)
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
-        self._begun: dict[str, ChunkKey] = {}
         self._threads = tuple(TierThread(tier, observer, check) for tier in self._tiers)
         self._closed = False
         self._serving = threading.Lock()
@@ -199,60 +196,6 @@ class TieredStore(Store):
             if tier.has(key):
                 return tier.name
         return self._tiers[-1].name
-
-    # -- values that several ranks write --------------------------------------------------------
-
-    def begin(
-        self, key: ChunkKey, num_bytes: int, deadline: float = NO_DEADLINE
-    ) -> str | PutResult:
-        answer: str | PutResult = PutResult.FAILED
-        for tier in self._tiers:
-            store: object = tier.store
-            if isinstance(store, SupportsShardedWrite):
-                answer = tier.begin(partial(store.begin, key, num_bytes), deadline)
-                if answer is PutResult.EXISTS:
-                    self._write_behind(key, tier)
-                    return answer
-                if not isinstance(answer, PutResult):
-                    session = f"{tier.number}:{answer}"
-                    self._begun[session] = key
-                    return session
-        return answer
-
-    def write_at(
-        self,
-        session: str,
-        offset: int,
-        buffers: Sequence[Buffer],
-        deadline: float = NO_DEADLINE,
-    ) -> bool:
-        _, store, name = self._of_session(session)
-        return store is not None and store.write_at(name, offset, buffers, deadline)
-
-    def commit(self, session: str, head: Buffer, deadline: float = NO_DEADLINE) -> PutResult:
-        tier, store, name = self._of_session(session)
-        key = self._begun.pop(session, None)
-        if tier is None or store is None or key is None:
-            return PutResult.FAILED
-        result = tier.write(partial(store.commit, name, head), deadline, is_begun=True)
-        if result is PutResult.STORED:
-            self._write_behind(key, tier)
-        elif result is PutResult.FAILED:
-            store.abort(name)  # where the write was skipped
-        return result
-
-    def abort(self, session: str) -> None:
-        _, store, name = self._of_session(session)
-        if store is not None and self._begun.pop(session, None) is not None:
-            store.abort(name)
-
-    def _of_session(self, session: str) -> tuple[Tier | None, SupportsShardedWrite | None, str]:
-        number, _, name = session.partition(":")
-        for tier in self._tiers:
-            store: object = tier.store
-            if str(tier.number) == number and isinstance(store, SupportsShardedWrite):
-                return tier, store, name
-        return None, None, name
 
     # -- what is there --------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@
 
     TestMyStoreMachine = store_machine(TestMyStore()).TestCase
 
-`ScanTests` are for stores that list their values, `ProbeTests` for those that several processes
-share, and `ShardedWriteTests` for values written in parts; a store that is able and does not run
-its tests fails `test_every_ability_is_tested`. `IndexTests` are for
-stores that know by themselves what there is, `ShardedQuotaTests` for those that bound what ranks
-write together; `RemoteStoreTests` replace `StoreTests` where a server has a quota of its own.
+`ScanTests` are for stores that list their values, and `ProbeTests` for those that several processes
+share; a store that is able and does not run its tests fails `test_every_ability_is_tested`.
+`IndexTests` are for stores that know by themselves what there is; `RemoteStoreTests` replace
+`StoreTests` where a server has a quota of its own.
 
 Asserts read better after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a
 `conftest.py`."""
@@ -25,8 +24,6 @@ from kvferry.testing.stores.abilities import (
     IndexTests,
     ProbeTests,
     ScanTests,
-    ShardedQuotaTests,
-    ShardedWriteTests,
     StoreMachine,
     store_machine,
 )
@@ -39,8 +36,6 @@ __all__ = [
     "ProbeTests",
     "RemoteStoreTests",
     "ScanTests",
-    "ShardedQuotaTests",
-    "ShardedWriteTests",
     "StoreHooks",
     "StoreMachine",
     "StoreTests",

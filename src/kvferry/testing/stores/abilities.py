@@ -1,5 +1,5 @@
-"""What a store with an optional ability must do (scan, probe, sharded write), and a store beside a
-dict: the same actions on both, compared after each."""
+"""What a store with an optional ability must do (scan, probe), and a store beside a dict: the same
+actions on both, compared after each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,12 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.store.base import (
-    Entry,
-    PutResult,
-    Store,
-    SupportsShardedWrite,
-)
+from kvferry.store.base import Entry, PutResult, Store
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     can_scan,
@@ -174,139 +168,6 @@ class IndexTests(StoreHooks):
             assert again.stat().index_complete
             assert again.stat().num_records == 7
             assert all(again.contains(make_key(number)) for number in range(7))
-
-
-def _able(store: Store) -> SupportsShardedWrite:
-    assert isinstance(store, SupportsShardedWrite)
-    return store
-
-
-def _begin(store: Store, number: int = 0, num_bytes: int = SIZE) -> str:
-    session = _able(store).begin(make_key(number), num_bytes)
-    assert not isinstance(session, PutResult), f"begin refused: {session}"
-    return session
-
-
-class ShardedWriteTests(StoreHooks):
-    """For stores with `SupportsShardedWrite`. A second instance stands for another process."""
-
-    def test_ranges_of_two_instances_make_one_value(self, tmp_path: Path) -> None:
-        value = make_value(SIZE)
-        with self.make_store(tmp_path) as store, self.make_store(tmp_path) as other:
-            session = _begin(store)
-            assert _able(store).write_at(session, HEAD, [value[HEAD:9000], value[9000:20_000]])
-            assert _able(other).write_at(session, 20_000, [value[20_000:]])
-            assert _able(store).commit(session, value[:HEAD]) is PutResult.STORED
-            assert store.contains(make_key())
-            for instance in (store, other):
-                assert same_bytes(read_value(instance, make_key()), value)
-            assert same_bytes(self.peek(store, make_key()), value)
-
-    def test_nothing_is_visible_before_commit(self, tmp_path: Path) -> None:
-        value = make_value(SIZE)
-        with self.make_store(tmp_path) as store, self.make_store(tmp_path) as other:
-            session = _begin(store)
-            assert _able(store).write_at(session, HEAD, [value[HEAD:]])
-            for instance in (store, other):
-                assert not instance.contains(make_key())
-                assert instance.read(make_key(), ()) is None
-                assert self.peek(instance, make_key()) is None
-            _able(store).abort(session)
-
-    def test_a_session_ends_once(self, store: Store) -> None:
-        value = make_value(SIZE)
-        session = _begin(store)
-        assert _able(store).write_at(session, HEAD, [value[HEAD:]])
-        assert _able(store).commit(session, value[:HEAD]) is PutResult.STORED
-        assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
-        _able(store).abort(session)
-        assert not _able(store).write_at(session, HEAD, [b"?" * 100])
-        assert same_bytes(read_value(store, make_key()), value)
-
-    def test_after_abort_there_is_nothing_to_commit(self, store: Store) -> None:
-        session = _begin(store)
-        _able(store).abort(session)
-        _able(store).abort(session)
-        assert not _able(store).write_at(session, HEAD, [b"?"])
-        assert _able(store).commit(session, b"?" * HEAD) is PutResult.FAILED
-        assert store.read(make_key(), ()) is None
-
-    def test_ranges_outside_the_value_are_refused(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as store, self.make_store(tmp_path) as other:
-            session = _begin(store)
-            for instance in (store, other):
-                assert not _able(instance).write_at(session, SIZE, [b"?"])
-                assert not _able(instance).write_at(session, SIZE - 1, [b"??"])
-                assert not _able(instance).write_at(session, -1, [b"?"])
-                assert not _able(instance).write_at(session, 2**62, [b"?"])
-            _able(store).abort(session)
-
-    @pytest.mark.parametrize("name", BAD_SESSIONS, ids=range(len(BAD_SESSIONS)))
-    def test_a_made_up_session_reaches_nothing(self, tmp_path: Path, name: str) -> None:
-        root = tmp_path / "a" / "root"
-        root.mkdir(parents=True)
-        bystander = tmp_path / "evil"
-        bystander.write_bytes(b"not yours" * 1000)
-        with self.make_store(root) as store:
-            store.put(make_key(), [b"value"])
-            before = set(tmp_path.rglob("*"))
-            assert not _able(store).write_at(name, 0, [b"?"])
-            assert _able(store).commit(name, b"?") is PutResult.FAILED
-            _able(store).abort(name)
-            assert set(tmp_path.rglob("*")) == before
-            assert read_value(store, make_key()) == b"value"
-        assert bystander.read_bytes() == b"not yours" * 1000
-
-    def test_an_existing_key_is_not_begun(self, store: Store) -> None:
-        store.put(make_key(), [b"first"])
-        assert _able(store).begin(make_key(), SIZE) is PutResult.EXISTS
-
-    def test_a_session_that_loses_the_race_finds_the_winner(self, store: Store) -> None:
-        session = _begin(store)
-        assert store.put(make_key(), [b"first"]) is PutResult.STORED
-        assert _able(store).write_at(session, HEAD, [make_value(SIZE - HEAD)])
-        assert _able(store).commit(session, b"?" * HEAD) is PutResult.EXISTS
-        assert read_value(store, make_key()) == b"first"
-        assert store.stat().num_records == 1
-        assert store.stat().used_bytes == self.charge(5)
-
-
-class ShardedQuotaTests(StoreHooks):
-    """For stores with `SupportsShardedWrite` and a quota."""
-
-    def test_an_aborted_session_leaves_nothing(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, max_bytes=2 * self.charge(SIZE)) as store:
-            for _ in range(5):  # without the space given back, the third would be refused
-                session = _begin(store)
-                assert _able(store).write_at(session, HEAD, [make_value(100)])
-                _able(store).abort(session)
-                assert store.read(make_key(), ()) is None
-            assert store.stat().used_bytes <= 2 * self.charge(SIZE)
-            assert store.stat().num_records == 0
-
-    def test_a_value_beyond_the_quota_is_refused_at_once(self, tmp_path: Path) -> None:
-        quota = 2 * self.charge(SIZE)
-        with self.make_store(tmp_path, max_bytes=quota) as store:
-            assert _able(store).begin(make_key(9), quota + 1) is PutResult.NO_SPACE
-
-    def test_hidden_values_evict_nothing_and_commit_makes_room(self, tmp_path: Path) -> None:
-        quota = 2 * self.charge(SIZE)
-        with self.make_store(tmp_path, max_bytes=quota) as store:
-            for number in range(2):
-                store.put(make_key(number), [make_value(SIZE, number)])
-                self.settle(store)
-            sessions = {number: _begin(store, number) for number in range(2, 6)}
-            for number, session in sessions.items():
-                assert _able(store).write_at(session, 0, [make_value(SIZE, number)])
-            _able(store).abort(sessions.pop(5))
-            assert all(self.peek(store, make_key(number)) is not None for number in range(2))
-            for number, session in sessions.items():
-                head = make_value(SIZE, number)[:HEAD]
-                assert _able(store).commit(session, head) is PutResult.STORED
-                assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
-                assert self.peek(store, make_key(number - 2)) is None
-                assert store.stat().used_bytes <= quota
-                self.settle(store)
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -18,9 +18,8 @@ from kvferry.store.base import (
     Buffer,
     PutResult,
     Store,
-    SupportsShardedWrite,
 )
-from kvferry.testing.stores.abilities import ProbeTests, ScanTests, ShardedWriteTests
+from kvferry.testing.stores.abilities import ProbeTests, ScanTests
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     awkward_sizes,
@@ -372,7 +371,6 @@ class LifecycleTests(StoreHooks):
             abilities = {
                 ScanTests: can_scan(store),
                 ProbeTests: store.multi_process,
-                ShardedWriteTests: isinstance(store, SupportsShardedWrite),
             }
         for tests, is_able in abilities.items():
             assert isinstance(self, tests) is is_able, f"{tests.__name__} and ability disagree"
@@ -425,11 +423,6 @@ class LifecycleTests(StoreHooks):
         store.note_stored(make_key(3))
         assert store.contains(make_key(3)) is False
         assert store.wait_indexed(0.0) in (True, False)
-        if isinstance(store, SupportsShardedWrite):
-            assert store.begin(make_key(2), 4096) is PutResult.FAILED
-            assert store.write_at("gone", 0, [b"x"]) is False
-            assert store.commit("gone", b"x") is PutResult.FAILED
-            store.abort("gone")
 
     def test_a_store_opened_again_holds_what_its_kind_promises(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:

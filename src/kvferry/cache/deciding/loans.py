@@ -1,0 +1,145 @@
+"""Sealed slots that others than this engine's ranks read: peers, tiers of other hosts, audits.
+
+A slot is *sealed* when rows and head of its record are there, made or verified. One that came whole
+equals its stored record byte for byte, and is lent by key.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from kvferry.cache.deciding.rank_slots import RankSlots
+from kvferry.cache.messages import SlotRegion
+from kvferry.types import ChunkKey
+
+LOAN_SECONDS = 30.0
+
+
+class Answer(Enum):
+    """What `Loans.lend` may say instead of a loan."""
+
+    PENDING = "pending"
+    """The engine is making the record: ask again."""
+
+
+PENDING: Literal[Answer.PENDING] = Answer.PENDING
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A record in host memory, for reading.
+
+    Attributes:
+        slot: where it is.
+        until: monotonic seconds. Until then, or until `Loans.release`, the bytes stay. Later they
+            may be those of another chunk: a reader verifies what it has read.
+        buffers: the record's bytes, in order; the first begins with its head.
+    """
+
+    key: ChunkKey
+    slot: int
+    until: float
+    buffers: tuple[memoryview, ...] = ()
+
+
+class Loans:
+    """Thread-safe; memory only. The lock is held for a few look-ups in dicts.
+
+    Args:
+        ranks: where the slots are; None: nothing is lent.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ranks: RankSlots | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slots: dict[ChunkKey, int | None] = {}  # None while the record is made
+        self._lent: dict[int, list[Loan]] = {}
+
+    # -- scheduler thread -----------------------------------------------------------------------
+
+    def learn(self, region: SlotRegion) -> None:
+        """A rank reports where its slots are."""
+        if self._ranks is not None:
+            self._ranks.learn(region)
+
+    def expect(self, key: ChunkKey) -> None:
+        """A save makes the record of a chunk."""
+        with self._lock:
+            self._slots[key] = None
+
+    def offer(self, key: ChunkKey, slot: int) -> None:
+        """The slot of a chunk is sealed and whole."""
+        with self._lock:
+            self._slots[key] = slot
+
+    def offers(self, key: ChunkKey) -> bool:
+        """Whether the chunk is sealed and can be lent."""
+        return self._slots.get(key) is not None
+
+    def withdraw(self, key: ChunkKey) -> None:
+        """The chunk is no longer there, or will not be. Loans of it go on."""
+        with self._lock:
+            self._slots.pop(key, None)
+
+    def is_lent(self, slot: int) -> bool:
+        """Whether somebody may read a slot now, so that it must keep what it has."""
+        if slot not in self._lent:
+            return False
+        with self._lock:
+            return bool(self._current(slot))
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def lend(
+        self, key: ChunkKey, seconds: float = LOAN_SECONDS
+    ) -> Loan | Literal[Answer.PENDING] | None:
+        """The record of a chunk, to be read for at most `seconds`; `PENDING` while a save makes it;
+        None if it is not here as a whole."""
+        with self._lock:
+            if key not in self._slots:
+                return None
+            slot = self._slots[key]
+            if slot is None:
+                return PENDING
+            loan = Loan(key, slot, self._clock() + seconds)
+            self._lent[slot] = [*self._current(slot), loan]
+        # The slot keeps its bytes from here on.
+        parts = None if self._ranks is None else self._ranks.whole_record(slot)
+        loan.buffers = tuple(part.toreadonly() for part in parts or ())
+        if loan.buffers:
+            return loan
+        self.release(loan)
+        return None
+
+    def release(self, loan: Loan) -> None:
+        """The reader is done. Nothing happens if its time was over."""
+        with self._lock:
+            self._end(loan)
+
+    def _end(self, loan: Loan) -> None:
+        left = [each for each in self._lent.get(loan.slot, ()) if each is not loan]
+        if left:
+            self._lent[loan.slot] = left
+        else:
+            self._lent.pop(loan.slot, None)
+
+    def _current(self, slot: int) -> list[Loan]:
+        """The loans of a slot whose time is not over; the others are forgotten."""
+        now = self._clock()
+        current = [loan for loan in self._lent.get(slot, ()) if loan.until > now]
+        if current:
+            self._lent[slot] = current
+        else:
+            self._lent.pop(slot, None)
+        return current
