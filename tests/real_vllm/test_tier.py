@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import time
 import uuid
@@ -20,11 +19,9 @@ from kvferry.errors import ConfigError
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Oracle, Process, assert_same, wait_for_records
 
-if not importlib.util.find_spec("vllm.v1.kv_offload.tiering.backpressure"):
-    pytest.skip("this vLLM has no tiers of this kind", allow_module_level=True)
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, as it is imported
+    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure")  # as of 0.29
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_offload.base import (
