@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import copy
+import json
 import time
 import uuid
 import warnings
@@ -18,11 +19,9 @@ from kvferry.errors import ConfigError
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Oracle, Process, assert_same, wait_for_records
 
-if not importlib.util.find_spec("vllm.v1.kv_offload.tiering.backpressure"):
-    pytest.skip("this vLLM has no tiers of this kind", allow_module_level=True)
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, as it is imported
+    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure")  # as of 0.29
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_offload.base import (
@@ -256,6 +255,28 @@ def test_without_a_configuration_of_the_engine_a_tier_does_not_start(tmp_path: P
     spec = TieringOffloadingSpec(offloading_config({"secondary_tiers": tiers}))
     with pytest.raises(ConfigError, match="cannot be identified"):
         spec.get_manager()
+
+
+def test_weights_that_are_not_found_are_refused_or_a_name_by_option(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    away = copy.deepcopy(vllm_config)
+    away.model_config.model = "nobody/nothing"
+    with (
+        pytest.raises(ConfigError, match='set "identity": "name" to trust the name'),
+        scripted(away, tmp_path.as_uri()),
+    ):
+        pass
+    named = {"identity": "name"}
+    with scripted(away, tmp_path.as_uri(), named) as one:
+        one.store(1)
+    (text,) = [path.read_text() for path in (tmp_path / "namespaces").glob("*.json")]
+    assert json.loads(text)["description"]["weights_by_name"] is True
+    with scripted(away, tmp_path.as_uri(), named) as one:
+        assert one.lookup(1)[0] is LookupResult.HIT
+    # A model whose weights are there is never known by its name alone.
+    with scripted(vllm_config, tmp_path.as_uri(), named) as one:
+        assert one.lookup(1)[0] is LookupResult.MISS
 
 
 def test_a_fault_of_a_hook_stays_here(tmp_path: Path, vllm_config: Any) -> None:
