@@ -38,6 +38,7 @@ from benchmarks import Options
 from benchmarks.host import (
     CHUNK_TOKENS,
     Blocks,
+    HostRequest,
     RolesHost,
     Shape,
     fill_with_noise,
@@ -58,7 +59,6 @@ from kvferry.bench import Row
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.filesystem import file_system
-from kvferry.testing.host_tables import HostRequest
 
 BLOCK_SIZE = 16
 GROUP = group_of(BLOCK_SIZE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -25,9 +25,7 @@ from kvferry.layout.plan import BlockRun
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.spec import parse
 from kvferry.observe import Counters, Observer
-from kvferry.testing.host import HostStep
-from kvferry.testing.host_tables import HostRequest
-from kvferry.types import KVGroup
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover, KVGroup
 
 CHUNK_TOKENS = 128
 
@@ -146,6 +144,34 @@ def opened_roles(
         roles.scheduler.close()
         roles.worker.close()
         roles.close_last()
+
+
+@dataclass
+class HostRequest:
+    """A request as `RequestView` and `ScheduledRequest` want it."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    handover: Handover | None = None
+    block_ids: tuple[list[int], ...] = ()
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_external_tokens: int = 0
+
+    @property
+    def request(self) -> HostRequest:
+        return self
+
+
+@dataclass
+class HostStep:
+    """A step; implements `StepView`."""
+
+    scheduled: list[HostRequest] = field(default_factory=list)
+    preempted_request_ids: set[str] = field(default_factory=set)
+    finished_request_ids: set[str] = field(default_factory=set)
 
 
 class RolesHost:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import Options
-from benchmarks.host import CHUNK_TOKENS, engine_spec
+from benchmarks.host import CHUNK_TOKENS, HostRequest, HostStep, engine_spec
 from benchmarks.limits import timed
 from kvferry.bench import Row
 from kvferry.cache.build import PrefixCache
@@ -40,8 +40,6 @@ from kvferry.store.base import Store
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.index import KnownKeys
 from kvferry.store.url import open_store
-from kvferry.testing.host import HostStep
-from kvferry.testing.host_tables import HostRequest
 from kvferry.types import ChunkKey, KVGroup
 
 PROMPT_CHUNKS = 1000

@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 
 from benchmarks import Options
-from benchmarks.host import RolesHost, group_of, kv_tensors, opened_roles
+from benchmarks.host import HostRequest, RolesHost, group_of, kv_tensors, opened_roles
 from kvferry.bench import Row
-from kvferry.testing.host_tables import HostRequest
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048

@@ -12,8 +12,8 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.testing.host_tables import HostTable, parts_of_tables
 from kvferry.types import KVGroup
+from tests.host_tables import HostTable, parts_of_tables
 
 
 @st.composite

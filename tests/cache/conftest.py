@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.testing.host import SimulatedHost
 from tests.cache.hosts import make_groups, make_shared_storage_host
+from tests.simulated_host import SimulatedHost
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
 from .pools import held_keys

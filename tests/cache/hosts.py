@@ -14,10 +14,10 @@ from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
-from kvferry.testing.host import SimulatedHost
-from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
 from kvferry.types import KVGroup
 from tests.cache.pools import check_pool
+from tests.host_tables import HostTable, parts_of_tables, table_per_group
+from tests.simulated_host import SimulatedHost
 
 
 def make_groups(

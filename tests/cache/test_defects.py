@@ -57,9 +57,9 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore
-from kvferry.testing.host import prefix_seeds
 from kvferry.types import ExtraKeys, GroupShard, MultimodalItem
 from tests.cache.hosts import make_groups
+from tests.simulated_host import prefix_seeds
 
 PROMPT = list(range(41))
 

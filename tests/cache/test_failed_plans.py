@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.policy import LoadPolicy
 from kvferry.cache.deciding.requests import Search
@@ -27,7 +28,6 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
-from kvferry.testing.host import HostStep
 from tests.cache.hosts import make_groups
 from tests.cache.moving.simulated_device import job_without_a_thread
 from tests.cache.pools import check_pool

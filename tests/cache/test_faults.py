@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.save_plan import SAVES_SECONDS
@@ -30,9 +31,9 @@ from kvferry.testing.faults import (
     truncate,
     zero,
 )
-from kvferry.testing.host import HostStep, prefix_seeds
 from kvferry.testing.stores import read_value
 from kvferry.types import ExtraKeys
+from tests.simulated_host import prefix_seeds
 
 from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.host import HostStep
 from kvferry.cache.messages import SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.contract.fold import WorkerOutputFold
@@ -21,7 +22,6 @@ from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
-from kvferry.testing.host import HostStep
 from kvferry.types import ChunkKey
 from tests.cache.pools import check_pool, held_keys, slot_at
 

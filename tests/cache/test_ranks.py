@@ -7,6 +7,7 @@ import time
 import pytest
 from msgspec import structs
 
+from benchmarks.host import HostStep
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.messages import (
     PUT_OFF,
@@ -21,7 +22,6 @@ from kvferry.errors import ConfigError
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.host import HostStep
 from tests.cache.hosts import make_groups
 from tests.cache.pools import check_pool
 

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
+from benchmarks.host import HostStep
 from kvferry.errors import ContractError
 from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, flip_bit
-from kvferry.testing.host import HostStep, SimulatedHost
-from kvferry.testing.host_tables import HostTable
 from kvferry.types import KVGroup
 from tests.cache.conftest import record_bytes
 from tests.cache.hosts import make_groups
 from tests.cache.windowed import MIXED, Vanishing, group, opened, stored
+from tests.host_tables import HostTable
+from tests.simulated_host import SimulatedHost
 
 # -- what is broken -------------------------------------------------------------------------------
 

@@ -20,12 +20,12 @@ from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.host import SimulatedHost
-from kvferry.testing.host_tables import HostTable, parts_of_tables, table_per_group
 from kvferry.testing.stores import read_value
 from kvferry.types import GroupShard, KVGroup, RankShard
 from tests.cache.keeping import wait_for
 from tests.cache.windowed import group, opened, split, stored, wait_stored
+from tests.host_tables import HostTable, parts_of_tables, table_per_group
+from tests.simulated_host import SimulatedHost
 
 # -- any host reads what any other stored ---------------------------------------------------------
 

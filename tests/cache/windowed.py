@@ -9,10 +9,10 @@ from typing import Any
 
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.host import SimulatedHost
-from kvferry.testing.host_tables import HostTable
 from kvferry.types import KVGroup
 from tests.cache.hosts import make_shared_storage_host
+from tests.host_tables import HostTable
+from tests.simulated_host import SimulatedHost
 
 
 def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_size: int = 4):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvferry.testing.host import HostRequest, prefix_seeds
+from benchmarks.host import HostRequest
+from tests.simulated_host import prefix_seeds
 
 from .released import Release
 

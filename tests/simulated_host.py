@@ -10,30 +10,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.host import HostRequest, HostStep
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.testing.host_tables import (
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover
+from tests.host_tables import (
     HostBlockPool,
     HostRank,
-    HostRequest,
     HostTable,
     table_per_group,
 )
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover
-
-
-@dataclass
-class HostStep:
-    """A step; implements `StepView`."""
-
-    scheduled: list[HostRequest] = field(default_factory=list)
-    preempted_request_ids: set[str] = field(default_factory=set)
-    finished_request_ids: set[str] = field(default_factory=set)
 
 
 class SimulatedHost:

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.host import HostRequest
 from kvferry.contract.messages import EMPTY_OUTPUT, MISS, Plan
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.testing.host import HostRequest, SimulatedHost
-from kvferry.testing.host_tables import HostBlockPool, HostTable, parts_of_tables
 from kvferry.types import KVGroup
+from tests.host_tables import HostBlockPool, HostTable, parts_of_tables
+from tests.simulated_host import SimulatedHost
 
 TABLES = (
     HostTable(block_size=4, layers=((0, (0, 1)),)),

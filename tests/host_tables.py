@@ -1,4 +1,4 @@
-"""Requests, block tables and tensors of the simulated host.
+"""Block tables and tensors of the simulated host.
 
 As in vLLM, all tables take blocks from one pool and the layers of different tables share memory, so
 a block id used in the wrong table destroys another table's KV. A table with a window frees blocks
@@ -13,29 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.host import HostRequest
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.types import NO_EXTRA_KEYS, NULL_BLOCK, ExtraKeys, Handover, KVGroup, TablePart
-
-
-@dataclass
-class HostRequest:
-    """A request as `RequestView` and `ScheduledRequest` want it."""
-
-    request_id: str
-    all_token_ids: list[int]
-    num_prompt_tokens: int
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    handover: Handover | None = None
-    block_ids: tuple[list[int], ...] = ()
-    num_computed_tokens: int = 0
-    num_scheduled_tokens: int = 0
-    num_external_tokens: int = 0
-
-    @property
-    def request(self) -> HostRequest:
-        return self
+from kvferry.types import NULL_BLOCK, KVGroup, TablePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
