@@ -52,7 +52,7 @@ def doctor(
     Stores get four records of 2 MiB for a moment, which are removed again. Nothing else is changed,
     and nothing is evicted. Exit code 1 if something is wrong.
 
-    Example: kvferry doctor file:///var/cache/kvferry?max_bytes=200GiB --model path/to/model
+    Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
     """
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.cache.config import DEFAULT_MEMORY_BYTES

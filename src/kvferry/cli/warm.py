@@ -71,7 +71,7 @@ def warm(
     Run it again after an interrupt: what is stored already is read, not computed. Exit code 1 if a
     prompt could not be served.
 
-    Example: kvferry warm path/to/model --store file:///var/cache/kvferry --prompts prompts.jsonl
+    Example: kvferry warm path/to/model --store file:///srv/kv --prompts p.jsonl
     """
     if (store is None) == (openai is None):
         raise ConfigError("give --store URL for the embedded engine, or --openai URL for a server")

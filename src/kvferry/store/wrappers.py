@@ -15,6 +15,7 @@ from kvferry.store.base import (
     Removal,
     Store,
     StoreStat,
+    TierStatus,
 )
 from kvferry.types import ChunkKey
 
@@ -121,6 +122,9 @@ class WrapperStore(Store):
 
     def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
         return self.inner.pin(keys, until)
+
+    def tiers(self) -> list[TierStatus]:
+        return self.inner.tiers()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"
