@@ -7,6 +7,7 @@ from the lender's memory. A reader that goes away, or does not read, ends its ow
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import selectors
 import socket
@@ -50,6 +51,9 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _RESOLVE_SECONDS = 10.0
+_HOST_AND_PORT = re.compile(
+    r"(?:(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?|([0-9A-Fa-f:.%]+))", re.ASCII
+)
 _MAX_SAID = 16
 """Reasons of refusals that the log has."""
 
@@ -71,6 +75,18 @@ class Listen:
     port: int = 0
     advertise: str = ""
     key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port is {self.port}; it is 0 to 65535")
+        self.address_of(self.port)
+
+    def address_of(self, port: int) -> tuple[str, int]:
+        """What others connect to where `port` is listened on. Raises ConfigError."""
+        found = _HOST_AND_PORT.fullmatch(self.advertise or self.host)
+        if found is None or int(found[3] or 1) not in range(1, 1 << 16):
+            raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
+        return found[1] or found[2] or found[4], int(found[3] or port)
 
     def open_key(self) -> SharedKey:
         """The key. Raises ConfigError; see `read_key` and `user_key`."""
@@ -128,12 +144,7 @@ class PeerServer:
         self._said: set[str] = set()
         self._closed = False
         self._listener = _bind(listen)
-        port = self._listener.getsockname()[1]
-        host, colon, other_port = listen.advertise.rpartition(":")
-        is_host_alone = not colon or listen.advertise.count(":") > 1
-        self.address: tuple[str, int] = (
-            (listen.advertise or listen.host, port) if is_host_alone else (host, int(other_port))
-        )
+        self.address = listen.address_of(self._listener.getsockname()[1])
         self._wakes, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._accept, name="kvferry-serve", daemon=True)
         self._thread.start()
@@ -242,7 +253,7 @@ def _bind(listen: Listen) -> socket.socket:
         (host, *_) = addresses_of(listen.host, _RESOLVE_SECONDS)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, listen.port), family=family)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no address"
         raise ConfigError(f"peers cannot be served at {place}: {reason}") from None
 
