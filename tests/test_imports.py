@@ -19,7 +19,7 @@ ROOT = Path(kvferry.__file__).parent
 
 # A room is a module or package right under kvferry. Imports go down only; within a room, freely.
 LAYERS = [
-    {"errors", "types", "observe", "config", "filesystem", "moved"},
+    {"errors", "types", "observe", "config", "filesystem", "network", "processors", "moved"},
     {"keys", "layout", "record"},
     {"identity"},
     {"contract", "store", "transfer"},
@@ -38,6 +38,8 @@ GONE = {module.removeprefix("kvferry.") for module in MOVED_MODULES}
 SIDEWAYS = {
     # Its errors are ours.
     ("config", "errors"),
+    # A peer is a store.
+    ("store", "transfer"),
     # Tiny models for tests are models of the engine; Transformers' identity is that of the engine.
     ("testing", "engine"),
     ("adapters", "engine"),
@@ -111,6 +113,8 @@ ONLY_FROM = {
         "engine",
         "adapters",
     ],
+    # Records between processes, without a word of stores.
+    "transfer": ["store/servers/peer.py", "cache", "engine", "adapters", "testing", "cli"],
     # Where a chunk lies is the same for every connector; how it is stored is not its business.
     "store": [
         # Pieces of a record that are read and verified one by one.

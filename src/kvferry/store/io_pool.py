@@ -6,7 +6,6 @@ ends, so one read that hangs in a stalled file system would hang the shutdown.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -15,8 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from kvferry.processors import leave_processor
+
 T = TypeVar("T")
-_THREADS = "/proc/self/task"
 
 
 class Job(Generic[T]):
@@ -157,28 +157,3 @@ class IOPool:
                 job.error = error
             job._done.set()
             del item, job, run
-
-
-def process_cpus() -> frozenset[int]:
-    """The processors on which some thread of this process may run.
-
-    Engines tie each computing thread to a processor of its own, so one thread's processors are not
-    all that the process was given; those of all threads are.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return frozenset(range(os.cpu_count() or 1))
-    cpus: set[int] = set()
-    with suppress(OSError):  # a sandbox may forbid it, or have no /proc
-        cpus |= os.sched_getaffinity(0)
-        for thread in os.listdir(_THREADS):
-            with suppress(ProcessLookupError):  # ended meanwhile
-                cpus |= os.sched_getaffinity(int(thread))
-    return frozenset(cpus or range(os.cpu_count() or 1))
-
-
-def leave_processor() -> None:
-    """Let the calling thread run wherever some thread of this process may. It was started by one
-    that computes, and would share that one's only processor."""
-    if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError, ValueError):  # forbidden, or taken from the process meanwhile
-            os.sched_setaffinity(0, process_cpus())

@@ -57,6 +57,12 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
     return len(value)
 
 
+class LentValue(NamedTuple):
+    """A value for a peer; see `kvferry.transfer.base.Loan`."""
+
+    buffers: tuple[memoryview]
+
+
 class MemoryStore(Store):
     """Values in this process only; evicts the least recent to stay within `max_bytes`.
 
@@ -98,6 +104,14 @@ class MemoryStore(Store):
     ) -> int | None:
         value = self._values.get(key)
         return None if value is None else copy_ranges(value.content, ranges)
+
+    def lend(self, key: ChunkKey, seconds: float) -> LentValue | None:
+        """As `kvferry.transfer.base.Lender`, so that a `PeerServer` serves what is here."""
+        value = self._values.get(key)
+        return None if value is None else LentValue((memoryview(value.content),))
+
+    def release(self, loan: LentValue) -> None:
+        """A value never changes, and stays while someone reads it."""
 
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE

@@ -26,6 +26,7 @@ MODULES: Mapping[str, str] = {
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "kvferry.store.servers.valkey"),
     **dict.fromkeys(("s3", "gs", "az"), "kvferry.store.servers.objects"),
     "mooncake": "kvferry.store.servers.mooncake",
+    "peer": "kvferry.store.servers.peer",
 }
 """The module of each scheme, which brings a `StoreKind` as `KIND`; loaded when a URL names it."""
 
@@ -252,8 +253,9 @@ def open_store(
     """Open the store that `url` names, or several stores as tiers.
 
     Args:
-        url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix` or
-            `mooncake://host:port/prefix`, with `?options`; or several of them, nearest first.
+        url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix`,
+            `mooncake://host:port/prefix` or `peer://host:port`, with `?options`; or several of
+            them, nearest first.
         observer: receives the counts of the store.
         multi_process: True where scheduler and worker roles, or several ranks, live in different
             processes and must see each other's values; refuses stores that cannot.

@@ -11,12 +11,12 @@ import os
 import re
 import socket
 import ssl
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.config import printable
 from kvferry.errors import StoreError
+from kvferry.network import seconds_left
 from kvferry.store.base import Buffer
 
 _BUFFER_BYTES = 32 * 1024
@@ -196,14 +196,6 @@ class Connection:
         if not num_bytes:
             raise ConnectionResetError("it closed the connection")
         return num_bytes
-
-
-def seconds_left(deadline: float) -> float:
-    """More than zero, which would mean a socket that does not block. Raises TimeoutError."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
 
 
 def _number(line: bytes) -> int:

@@ -66,7 +66,8 @@ class ServerKeys:
     """Answers from memory, without a lock; all but `contains` may be called from any thread.
 
     Args:
-        find: asks the server which keys it has, until a deadline; raises StoreError.
+        find: asks the server which keys it has, until a deadline; None stands for one that it is
+            about to have. Raises StoreError.
         learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
 
@@ -76,7 +77,7 @@ class ServerKeys:
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChunkKey], float], list[bool]],
+        find: Callable[[Sequence[ChunkKey], float], Sequence[bool | None]],
         observer: Observer,
         *,
         learns: bool,
@@ -224,7 +225,7 @@ class ServerKeys:
             for key, is_there in zip(keys, found, strict=True):
                 if is_there:
                     learn(key, 0)
-                else:
+                elif is_there is not None:
                     self._absent[key] = until
 
     def close(self) -> None:

@@ -4,10 +4,8 @@ which has a name."""
 from __future__ import annotations
 
 import binascii
-import queue
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.servers.resp import Command, Connection, ErrorReply, command, seconds_left
+from kvferry.network import addresses_of, join_host, seconds_left
+from kvferry.store.servers.resp import Command, Connection, ErrorReply, command
 
 CONNECT_SECONDS = 2.0
 _NUM_SLOTS = 16384
@@ -123,7 +122,7 @@ class ValkeyNode:
     def _connect(self, deadline: float) -> Connection:
         limit = min(deadline, time.monotonic() + self._connect_seconds)
         fault = OSError("it has no address")
-        for address in _addresses_of(self.host, seconds_left(limit)):
+        for address in addresses_of(self.host, seconds_left(limit)):
             try:
                 stream = socket.create_connection((address, self.port), seconds_left(limit))
                 connection = Connection(self._secure(stream, limit))
@@ -156,7 +155,7 @@ class ValkeyNode:
             raise
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_host(self.host, self.port)
 
 
 def _say(connection: Connection, asked: Command, deadline: float, *, is_login: bool) -> None:
@@ -191,31 +190,6 @@ def make_tls(
         reason = "holds no usable PEM" if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"{shown}: {reason}") from None
     return context
-
-
-def _addresses_of(host: str, seconds: float) -> list[str]:
-    """Numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
-    found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
-
-    def look_up() -> None:
-        try:
-            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found.put([str(place[0]) for *_, place in answers])
-        except (OSError, ValueError) as error:
-            found.put(error)
-
-    # A look-up takes no timeout. The thread ends when the resolver gives up.
-    try:
-        threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
-    except RuntimeError:
-        raise OSError("the process can start no thread to look its address up") from None
-    try:
-        answer = found.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _reason(error: Exception) -> str:

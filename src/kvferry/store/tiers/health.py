@@ -63,24 +63,27 @@ class Limit:
     Args:
         least: seconds; the limit is never shorter.
         most: nor longer.
+
+    Attributes:
+        average: seconds that a call takes.
     """
 
     def __init__(self, least: float, most: float) -> None:
         self._least = least
         self._most = most
-        self._average = 0.0
+        self.average = 0.0
         # At first two seconds: the first calls may be many at once.
         self._deviation = 0.25
 
     @property
     def seconds(self) -> float:
-        expected = 2 * (self._average + 4 * self._deviation)
+        expected = 2 * (self.average + 4 * self._deviation)
         return min(max(expected, self._least), self._most)
 
     def saw(self, seconds: float) -> None:
         """A call took so long; one that was cut short counts, too, so that the limit grows."""
-        difference = seconds - self._average
-        self._average += difference / 8
+        difference = seconds - self.average
+        self.average += difference / 8
         self._deviation += (abs(difference) - self._deviation) / 4
 
 

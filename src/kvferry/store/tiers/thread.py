@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
+from kvferry.processors import leave_processor
 from kvferry.store.base import PutResult, ValueCheck
-from kvferry.store.io_pool import leave_processor
 from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
 

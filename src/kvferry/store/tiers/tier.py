@@ -92,8 +92,9 @@ class Tier:
 
     @property
     def accepts_writes(self) -> bool:
-        """See `Health.accepts_writes`. Memory only."""
-        return self._health.accepts_writes
+        """See `Health.accepts_writes`, and `Store.takes_values`. Memory only."""
+        store = self.up
+        return self._health.accepts_writes and (store is None or store.takes_values)
 
     @property
     def next_try(self) -> float:

@@ -110,7 +110,7 @@ class TieredStore(Store):
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
         fault = None
-        for tier in self._tiers:
+        for tier in self._read_order(key):
             if self._closed:
                 return None
             tier.find_overdue()
@@ -129,6 +129,9 @@ class TieredStore(Store):
         if fault is not None:
             raise fault
         return None
+
+    def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
+        return self._tiers
 
     def _serve(self, key: ChunkKey, tier: Tier) -> None:
         """Remember who served a value, and bring it nearer."""
@@ -171,7 +174,8 @@ class TieredStore(Store):
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
-            if not farther.has(key):
+            is_written = farther.store is None or farther.store.takes_values
+            if is_written and not farther.has(key):
                 self._threads[farther.number].add(key, tier)
 
     def _cancel_copies(self, key: ChunkKey) -> None:

@@ -1,0 +1,55 @@
+"""What every client of a network needs: addresses within a time, and what is left of a deadline."""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+import threading
+import time
+
+
+def seconds_left(deadline: float) -> float:
+    """More than zero, which would mean a socket that does not block. Raises TimeoutError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def addresses_of(host: str, seconds: float) -> list[str]:
+    """Numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
+    found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.put([str(place[0]) for *_, place in answers])
+        except (OSError, ValueError) as error:
+            found.put(error)
+
+    # A look-up takes no timeout. The thread ends when the resolver gives up.
+    try:
+        threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    except RuntimeError:
+        raise OSError("the process can start no thread to look its address up") from None
+    try:
+        answer = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be this machine, by its text: 127.0.0.0/8, ::1 or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def join_host(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

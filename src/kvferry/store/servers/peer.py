@@ -1,0 +1,243 @@
+"""Records that other engines hold in memory, as a store that is read: `peer://host:port`.
+
+A peer's memory changes without a word to us. So what it said that it holds is a hint, what it sends
+is verified as every record is, and nothing is removed there. Several peers are tiers of one store:
+each has a breaker and a limit of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError, StoreError, TransferError
+from kvferry.network import is_loopback
+from kvferry.observe import Observer
+from kvferry.store.base import (
+    NO_DEADLINE,
+    Buffer,
+    PutResult,
+    ReadRange,
+    Store,
+    StoreStat,
+)
+from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
+from kvferry.store.servers.server_keys import ServerKeys
+from kvferry.store.tiers.tier import Tier
+from kvferry.store.tiers.tiered import TieredStore
+from kvferry.transfer.auth import read_key, user_key
+from kvferry.transfer.base import KeyState
+from kvferry.transfer.client import CALL_SECONDS, PeerClient
+from kvferry.types import ChunkKey
+
+MAX_WRONG = 3
+"""Wrong records after which a peer is not asked again until it is another process."""
+
+_MAX_SERVED = 1024
+"""Records whose reader may still find them wrong."""
+
+_IS_HERE = {KeyState.HELD: True, KeyState.ABSENT: False, KeyState.PENDING: None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """Options of `peer:` URLs.
+
+    Attributes:
+        key_file: of the key that all peers share. Peers on this machine need none: processes of one
+            user find one.
+    """
+
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_relative(key_file=self.key_file)
+
+
+class PeerStore(Store):
+    """What one peer holds. Only read: a `put` is FAILED, and `discard` and `delete` remove nothing
+    at the peer. `stat` counts what this process knows.
+
+    Args:
+        client: closed with the store.
+        learns: False if `contains` is never asked.
+        clock: monotonic seconds, also of deadlines.
+    """
+
+    multi_process = True
+
+    def __init__(
+        self,
+        client: PeerClient,
+        *,
+        observer: Observer | None = None,
+        learns: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = f"peer://{client}"
+        self._client = client
+        self._observer = Observer() if observer is None else observer
+        self._clock = clock
+        self._keys = ServerKeys(self._find, self._observer, learns=learns, clock=clock)
+        self._closed = False
+        self._served: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._num_wrong = 0
+        self._distrusted = b""
+
+    @property
+    def takes_values(self) -> bool:
+        return False
+
+    @property
+    def refusal(self) -> str:
+        return "a peer is only read"
+
+    def contains(self, key: ChunkKey) -> bool | None:
+        return False if self._closed else self._keys.contains(key)
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        if self._closed:
+            return None
+        deadline = min(deadline, self._clock() + CALL_SECONDS)
+        with self._keys.call() as learn:
+            try:
+                self._check_trust(deadline)
+                state, size = self._client.read(key, ranges, deadline)
+            except TransferError as error:
+                raise StoreError(str(error)) from None
+            if state is not KeyState.HELD:
+                self._keys.forget(key)
+                return None
+            learn(key, size)
+        self._served[key] = None
+        if len(self._served) > _MAX_SERVED:
+            with suppress(KeyError):  # another thread was first
+                self._served.popitem(last=False)
+        return size
+
+    def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool | None]:
+        try:
+            self._check_trust(deadline)
+            return [_IS_HERE[state] for state in self._client.states_of(keys, deadline)]
+        except TransferError as error:
+            raise StoreError(str(error)) from None
+
+    def _check_trust(self, deadline: float) -> None:
+        """Raises TransferError for a process that sent too many wrong records."""
+        if not self._distrusted:
+            return
+        if self._client.incarnation == self._distrusted:
+            self._client.states_of((), deadline)  # perhaps another one answers
+            if self._client.incarnation == self._distrusted:
+                raise TransferError(f"peer {self._client}: it sent {MAX_WRONG} wrong records")
+        self._distrusted, self._num_wrong = b"", 0
+
+    def put(
+        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
+    ) -> PutResult:
+        return PutResult.FAILED
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        """Not to be served again. What the peer holds is its own affair, but if it was this peer
+        that sent the record, it counts."""
+        self._keys.forget(key)
+        try:
+            del self._served[key]
+        except KeyError:  # it did not, or another reader said so
+            return
+        self._observer.count("peer_wrong_records")
+        self._num_wrong += 1
+        if self._num_wrong >= MAX_WRONG:
+            self._distrusted = self._client.incarnation
+
+    def delete(self, key: ChunkKey) -> bool:
+        self._keys.forget(key)
+        return False
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        pass
+
+    def stat(self) -> StoreStat:
+        num_records, num_bytes = self._keys.totals()
+        return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.close()  # first: calls under way end
+        self._keys.close()
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        if not self._closed:
+            self._keys.probe(keys)
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        self._keys.on_result = heard
+
+    def note_stored(self, key: ChunkKey) -> None:
+        if not self._closed:
+            self._keys.learn(key)
+
+    def wait_indexed(self, timeout: float) -> bool:
+        return not self._closed
+
+    def __repr__(self) -> str:
+        return f"<PeerStore {self.url} {'closed' if self._closed else 'open'}>"
+
+
+class PeerStores(TieredStore):
+    """Several peers as one store, each a tier. A value is read from a peer that is known to have
+    it, the fastest first; if none is, all are asked."""
+
+    def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
+        return sorted(
+            self._tiers, key=lambda tier: (not tier.has(key), tier.calls.read_limit.average)
+        )
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        for tier in self._tiers:
+            tier.discard(key, reason)
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        """See `Store.read`. A peer that fails is no failure while another one answers."""
+        try:
+            return super().read(key, ranges, deadline)
+        except StoreError:
+            if any(tier.up is not None for tier in self._tiers):
+                return None
+            raise
+
+
+def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
+    if url.path or url.username or url.password:
+        raise ConfigError(f"{url.where}: a peer has an address only: peer://host:port")
+    far = [host for host, _ in url.hosts if not is_loopback(host)]
+    if far and options.key_file is None:
+        raise ConfigError(
+            f"{url.where}: {far[0]!r} is another machine, and no key is given; add "
+            "?key_file=/path to the key that all peers share"
+        )
+    try:
+        key = user_key() if options.key_file is None else read_key(options.key_file)
+    except ConfigError as error:
+        raise ConfigError(f"{url.where}: {error}") from None
+    stores = []
+    for host, port in dict.fromkeys(url.hosts):
+        if port is None:
+            raise ConfigError(f"{url.where}: {host!r} has no port; write peer://host:port")
+        client = PeerClient(host, port, opening.namespace, key)
+        stores.append(PeerStore(client, observer=opening.observer, learns=opening.index))
+    return stores[0] if len(stores) == 1 else PeerStores(stores)
+
+
+KIND = StoreKind(
+    options=PeerOptions,
+    open=_open_url,
+    hosts="peer; write {scheme}://host:port, or several with commas between them",
+)

@@ -1,0 +1,1 @@
+"""Records in the memory of another process, read by key over a connection."""

@@ -1,0 +1,119 @@
+"""What a server of records needs of those who hold them, and what it answers.
+
+A transport moves opaque bytes: a *record* is whatever a lender holds under a key. Whoever reads it
+verifies it. So a loan keeps bytes in place for the sake of the hit, never for its rightness.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+from kvferry.types import ChunkKey
+
+
+class Answer(Enum):
+    """What a lender may say in place of a loan."""
+
+    PENDING = "pending"
+    """The record is being made: ask again."""
+
+
+PENDING: Literal[Answer.PENDING] = Answer.PENDING
+
+
+class KeyState(IntEnum):
+    """Of one key, at a peer."""
+
+    ABSENT = 0
+    PENDING = 1
+    """Being made: neither a hit, nor an absence to remember."""
+    HELD = 2
+
+
+class Loan(Protocol):
+    """A record in memory, for reading."""
+
+    @property
+    def buffers(self) -> Sequence[memoryview]:
+        """The bytes of the record, in order."""
+
+
+L = TypeVar("L", bound=Loan)
+
+
+class Lender(Protocol[L]):
+    """Holds records in memory. Thread-safe: threads of a server call it, several at once; memory
+    only, under no lock but its own."""
+
+    def lend(self, key: ChunkKey, seconds: float) -> L | Literal[Answer.PENDING] | None:
+        """The record of `key`, whose bytes stay until `release`, or for `seconds`; None if it is
+        not here."""
+
+    def release(self, loan: L) -> None:
+        """The reader is done."""
+
+
+class RequestState(IntEnum):
+    """Of a request that computes what others wait for."""
+
+    UNKNOWN = 0
+    """Never heard of, or long over."""
+    QUEUED = 1
+    PREFILLING = 2
+    HELD = 3
+    """All of its records are held."""
+    ABORTED = 4
+
+
+class Progress(NamedTuple):
+    """How far a producer's request is."""
+
+    state: RequestState = RequestState.UNKNOWN
+    num_tokens: int = 0
+    """Computed so far."""
+    tokens_per_second: float = 0.0
+
+
+class ProgressTable:
+    """The producer's requests that peers may ask about, by name. The scheduler's thread writes it,
+    threads of a server read it; memory only, without a lock. Forgets the oldest names first."""
+
+    def __init__(self, max_requests: int = 4096) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, Progress] = OrderedDict()
+
+    def note(self, request_id: str, progress: Progress) -> None:
+        """Remember the newest state of a request."""
+        self._requests[request_id] = progress
+        if len(self._requests) > self._max_requests:
+            self._requests.popitem(last=False)
+
+    def of(self, request_id: str) -> Progress:
+        """The state of a request."""
+        return self._requests.get(request_id, Progress())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a server gives at most.
+
+    Attributes:
+        max_connections: at once; another one is closed.
+        max_bytes: of records that are on their way, over all connections; a read waits for its
+            turn, until its deadline.
+        handshake_seconds: until both sides have proved themselves.
+        idle_seconds: until a connection without a request is closed.
+        answer_seconds: no answer takes longer, whatever deadline the reader has.
+        close_seconds: how long a close waits for threads.
+    """
+
+    max_connections: int = 64
+    max_bytes: int = 256 << 20
+    handshake_seconds: float = 5.0
+    idle_seconds: float = 300.0
+    answer_seconds: float = 30.0
+    close_seconds: float = 5.0

@@ -1,0 +1,289 @@
+"""Reads what one peer holds: a few connections, each for one call at a time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from kvferry.config import printable
+from kvferry.errors import TransferError, TransferTimeout
+from kvferry.network import addresses_of, join_host, seconds_left
+from kvferry.transfer.auth import SharedKey
+from kvferry.transfer.base import KeyState, Progress, RequestState
+from kvferry.transfer.messages import (
+    GREETINGS,
+    MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
+    MAX_KEYS,
+    MAX_RANGES,
+    REPLIES,
+    VERSION,
+    AskKeys,
+    AskRequest,
+    Challenge,
+    Hello,
+    KeyStates,
+    Lent,
+    PeerFault,
+    Question,
+    Read,
+    Refused,
+    RequestProgress,
+    Welcome,
+    part_lengths,
+)
+from kvferry.transfer.stream import Stream
+from kvferry.types import ChunkKey
+
+CONNECT_SECONDS = 2.0
+CALL_SECONDS = 30.0
+"""Of calls that have no deadline, or a later one."""
+
+A = TypeVar("A", KeyStates, RequestProgress, Lent)
+M = TypeVar("M")
+R = TypeVar("R")
+
+
+class PeerClient:
+    """One peer. Thread-safe, and on both sides of a fork.
+
+    Calls block until `deadline` (`time.monotonic()` seconds) at most. They raise TransferError,
+    TransferTimeout where the deadline passed, for all that fails. A call that fails ends its
+    connection, which is how the peer learns that no one waits any more.
+
+    Args:
+        host: name or address.
+        namespace: of the records; a peer that has those of another one refuses.
+        key: that the peer has, too.
+
+    Attributes:
+        incarnation: of the server that answered last; empty before.
+    """
+
+    def __init__(self, host: str, port: int, namespace: bytes, key: SharedKey) -> None:
+        self.host = host
+        self.port = port
+        self.incarnation = b""
+        self._namespace = namespace
+        self._key = key
+        self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
+
+    def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
+        """Of each key."""
+        states: list[KeyState] = []
+        for start in range(0, max(1, len(keys)), MAX_KEYS):
+            some = tuple(keys[start : start + MAX_KEYS])
+
+            def ask(connection: _Connection, some: tuple[ChunkKey, ...] = some) -> bytes:
+                question = AskKeys(connection.next_number(), some)
+                return connection.ask(question, KeyStates).states
+
+            answer = self._call(ask, deadline)
+            if len(answer) != len(some) or any(each > KeyState.HELD for each in answer):
+                raise PeerFault(f"peer {self}: an answer that makes no sense")
+            states += map(KeyState, answer)
+        return states
+
+    def progress_of(self, request_id: str, deadline: float) -> Progress:
+        """How far the peer is with a request."""
+
+        def ask(connection: _Connection) -> RequestProgress:
+            return connection.ask(AskRequest(connection.next_number(), request_id), RequestProgress)
+
+        answer = self._call(ask, deadline)
+        # A later version may have states that this one does not know.
+        known = answer.state in RequestState.__members__.values()
+        state = RequestState(answer.state) if known else RequestState.UNKNOWN
+        return Progress(state, answer.num_tokens, answer.tokens_per_second)
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]], deadline: float
+    ) -> tuple[KeyState, int]:
+        """Fill the buffers with the ranges of a record, straight from the connection; one that
+        reaches past the end is filled up to the end. What comes may be anything: verify it. No
+        buffer is written after the call returned.
+
+        Returns:
+            The state of the key, and the size of the record if it is held.
+        """
+        if len(ranges) > MAX_RANGES:
+            raise TransferError(f"peer {self}: a read of more than {MAX_RANGES} ranges")
+
+        def ask(connection: _Connection) -> Lent:
+            return connection.read(key, ranges)
+
+        answer = self._call(ask, deadline)
+        if answer.state not in KeyState.__members__.values():
+            raise PeerFault(f"peer {self}: an answer that makes no sense")
+        return KeyState(answer.state), answer.size
+
+    def close(self) -> None:
+        """End all connections, and calls that are under way. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._busy:
+                connection.stream.end()
+        for connection in idle:
+            connection.stream.close()
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _call(self, ask: Callable[[_Connection], R], deadline: float) -> R:
+        deadline = min(deadline, time.monotonic() + CALL_SECONDS)
+        connection = None
+        try:
+            seconds_left(deadline)
+            connection = self._take() or self._connect(deadline)
+            connection.deadline = deadline
+            answer = ask(connection)
+        except BaseException as error:
+            if connection is not None:
+                self._end(connection)
+            if isinstance(error, TransferError | OSError | ValueError | MemoryError):
+                self._raise(error)
+            raise
+        self._give_back(connection)
+        return answer
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        kind = type(error) if isinstance(error, TransferError) else TransferError
+        match error:
+            case TimeoutError():
+                kind, reason = TransferTimeout, "no answer in time"
+            case TransferError():
+                reason = str(error)
+            case OSError():
+                reason = error.strerror or str(error) or type(error).__name__
+            case MemoryError():
+                reason = "no memory for its answer"
+            case _:
+                reason = "its host is no name of a host"
+        raise kind(f"peer {self}: {reason}") from None
+
+    def _take(self) -> _Connection | None:
+        """An idle connection that can be used. In the child of a fork none can: the parent uses
+        them."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise TransferError("it is closed")
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+                self._busy.add(connection)
+            if connection.pid == os.getpid() and connection.stream.is_quiet():
+                return connection
+            self._end(connection)
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.stream.close()
+
+    def _end(self, connection: _Connection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.stream.close()
+
+    def _connect(self, deadline: float) -> _Connection:
+        limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
+        fault: Exception = OSError("it has no address")
+        for address in addresses_of(self.host, seconds_left(limit)):
+            try:
+                stream = socket.create_connection((address, self.port), seconds_left(limit))
+            except OSError as error:
+                fault = error
+                continue
+            connection = _Connection(Stream(stream), limit)
+            with self._lock:
+                self._busy.add(connection)
+                is_closed = self._closed
+            try:
+                if is_closed:
+                    raise TransferError("it is closed")
+                connection.greet(self._namespace, self._key)
+            except BaseException:
+                self._end(connection)
+                raise
+            self.incarnation = connection.incarnation
+            return connection
+        raise fault
+
+    def __str__(self) -> str:
+        return join_host(self.host, self.port)
+
+    def __repr__(self) -> str:
+        return f"<PeerClient {self}>"
+
+
+class _Connection:
+    """One stream after another's greeting. One thread at a time."""
+
+    def __init__(self, stream: Stream, deadline: float) -> None:
+        self.stream = stream
+        self.deadline = deadline
+        self.pid = os.getpid()
+        self.incarnation = b""
+        self._number = 0
+
+    def greet(self, namespace: bytes, key: SharedKey) -> None:
+        """Prove that we have the key, and have the peer prove it."""
+        nonce = secrets.token_bytes(32)
+        challenge = self._greeting(Challenge)
+        if challenge.version != VERSION:
+            raise PeerFault(f"it speaks version {challenge.version}, not {VERSION}")
+        said = (challenge.incarnation, challenge.nonce, nonce, namespace)
+        hello = Hello(VERSION, namespace, nonce, key.proof("client", *said))
+        self.stream.send(hello, self.deadline)
+        if not key.is_proof(self._greeting(Welcome).proof, "server", *said):
+            raise PeerFault("its key is another one")
+        self.incarnation = challenge.incarnation
+
+    def _greeting(self, kind: type[M]) -> M:
+        return _expect(self.stream.receive(GREETINGS, MAX_GREETING_BYTES, self.deadline), kind)
+
+    def next_number(self) -> int:
+        """Of the next question."""
+        self._number += 1
+        return self._number
+
+    def ask(self, question: Question, kind: type[A]) -> A:
+        """The answer, whose bytes, if it has any, come next."""
+        self.stream.send(question, self.deadline)
+        answer = _expect(self.stream.receive(REPLIES, MAX_FRAME_BYTES, self.deadline), kind)
+        if (answer.number, answer.incarnation) != (question.number, self.incarnation):
+            raise PeerFault("an answer to another question")
+        return answer
+
+    def read(self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]]) -> Lent:
+        views = [(offset, view.cast("B")) for offset, view in ranges]
+        wanted = tuple((offset, len(view)) for offset, view in views)
+        milliseconds = max(1, int(1000 * seconds_left(self.deadline)))
+        answer = self.ask(Read(self.next_number(), key, wanted, milliseconds), Lent)
+        if answer.state == KeyState.HELD:
+            lengths = part_lengths(answer.size, wanted)
+            parts = [view[:length] for (_, view), length in zip(views, lengths, strict=True)]
+            self.stream.receive_into(parts, self.deadline)
+        return answer
+
+
+def _expect(message: object, kind: type[M]) -> M:
+    """A message of this kind. Raises PeerFault for another one."""
+    if isinstance(message, kind):
+        return message
+    if isinstance(message, Refused):
+        # Of the peer's own words, only what a log can have.
+        raise PeerFault(f"it refuses: {printable(message.reason)}")
+    raise PeerFault("it does not speak the protocol of peers")

@@ -1,0 +1,148 @@
+"""What peers say to each other: msgpack arrays, each with a size limit; nothing is unpickled.
+
+    server                                 client
+    Challenge(version, incarnation, nonce)
+                                           Hello(version, namespace, nonce, proof)
+    Welcome(proof), or Refused(reason)
+                                           AskKeys, AskRequest or Read, one at a time
+    KeyStates, RequestProgress or Lent, which the bytes of all ranges follow
+
+A frame is its length, four bytes of it, little endian, and a message. Numbers of requests only
+grow, so that no frame of a connection can be sent twice, and answers repeat the number and the
+incarnation: an answer of an earlier call, or of a server that was there before, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import TransferError
+
+VERSION = 1
+MAX_GREETING_BYTES = 512
+"""Of a frame, until both sides have proved themselves."""
+MAX_FRAME_BYTES = 1 << 16
+MAX_KEYS = 1024
+MAX_RANGES = 2048
+MAX_READ_BYTES = 1 << 31
+"""Of all ranges of one read."""
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Name = Annotated[str, Meta(max_length=512)]
+
+
+class PeerFault(TransferError):
+    """The other side broke the protocol, or was refused."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Further items at the end, of a later version, are ignored."""
+
+
+class Challenge(Message, frozen=True, tag=0):
+    version: Count
+    incarnation: Incarnation
+    """Another one each time that a server starts."""
+    nonce: Digest
+
+
+class Hello(Message, frozen=True, tag=1):
+    version: Count
+    namespace: Digest
+    nonce: Digest
+    proof: Digest
+
+
+class Welcome(Message, frozen=True, tag=2):
+    proof: Digest
+
+
+class Refused(Message, frozen=True, tag=3):
+    reason: Annotated[str, Meta(max_length=200)]
+
+
+class AskKeys(Message, frozen=True, tag=4):
+    """Which of these are held?"""
+
+    number: Count
+    keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
+
+
+class AskRequest(Message, frozen=True, tag=5):
+    """How far is a request?"""
+
+    number: Count
+    request_id: Name
+
+
+class Read(Message, frozen=True, tag=6):
+    """Ranges of a record: offset and length of each."""
+
+    number: Count
+    key: Digest
+    ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_RANGES)]
+    milliseconds: Count
+    """How long the reader waits: a duration, since clocks differ."""
+
+
+class KeyStates(Message, frozen=True, tag=7):
+    number: Count
+    incarnation: Incarnation
+    states: Annotated[bytes, Meta(max_length=MAX_KEYS)]
+    """A `KeyState` for each key."""
+
+
+class RequestProgress(Message, frozen=True, tag=8):
+    number: Count
+    incarnation: Incarnation
+    state: Annotated[int, Meta(ge=0, le=255)]
+    num_tokens: Count
+    tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)]
+
+
+class Lent(Message, frozen=True, tag=9):
+    """The part of each range that lies in the record follows."""
+
+    number: Count
+    incarnation: Incarnation
+    state: Annotated[int, Meta(ge=0, le=255)]
+    size: Count
+    """Of the record, in bytes; 0 for one that is not held."""
+
+
+Question = AskKeys | AskRequest | Read
+Reply = KeyStates | RequestProgress | Lent | Refused
+
+_ENCODER = msgspec.msgpack.Encoder()
+GREETINGS = msgspec.msgpack.Decoder(Challenge | Hello | Welcome | Refused)
+QUESTIONS = msgspec.msgpack.Decoder(Question)
+REPLIES = msgspec.msgpack.Decoder(Reply)
+
+Decoder = msgspec.msgpack.Decoder
+T = TypeVar("T")
+
+
+def encode(message: Message) -> bytes:
+    """A frame."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
+    """The message of a frame. Raises PeerFault for anything else."""
+    try:
+        return decoder.decode(body)
+    # UnicodeDecodeError is a ValueError; RecursionError comes of arrays in arrays.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerFault("it does not speak the protocol of peers") from error
+
+
+def part_lengths(size: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """How much of each range lies in a record of `size` bytes."""
+    return [max(0, min(length, size - offset)) for offset, length in ranges]

@@ -1,0 +1,414 @@
+"""Serves the records that a lender holds, from threads of its own, never from an engine's steps.
+
+One thread accepts, and each connection has a thread, which answers one question at a time, straight
+from the lender's memory. A reader that goes away, or does not read, ends its own connection only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kvferry.errors import ConfigError, TransferError, TransferTimeout
+from kvferry.network import addresses_of, is_loopback, join_host
+from kvferry.observe import Observer
+from kvferry.processors import leave_processor
+from kvferry.transfer.auth import SharedKey, read_key, user_key
+from kvferry.transfer.base import PENDING, Bounds, KeyState, Lender, Loan, ProgressTable
+from kvferry.transfer.messages import (
+    GREETINGS,
+    MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
+    MAX_READ_BYTES,
+    QUESTIONS,
+    VERSION,
+    AskKeys,
+    AskRequest,
+    Challenge,
+    Hello,
+    KeyStates,
+    Lent,
+    Message,
+    PeerFault,
+    Read,
+    Refused,
+    RequestProgress,
+    Welcome,
+    part_lengths,
+)
+from kvferry.transfer.stream import Stream
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+_RESOLVE_SECONDS = 10.0
+_HOST_AND_PORT = re.compile(
+    r"(?:(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?|([0-9A-Fa-f:.%]+))", re.ASCII
+)
+_MAX_SAID = 16
+"""Reasons of refusals that the log has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where a server listens, and how others get there.
+
+    Attributes:
+        host: name or address to bind to.
+        port: 0 for one that is free.
+        advertise: `host` or `host:port` that others connect to, where that differs, as behind a
+            network address translation; it is what `PeerServer.address` says.
+        key_file: of the key that all peers share. None, which only loopback may have: that of this
+            user's processes on this machine.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port is {self.port}; it is 0 to 65535")
+        self.address_of(self.port)
+
+    def address_of(self, port: int) -> tuple[str, int]:
+        """What others connect to where `port` is listened on. Raises ConfigError."""
+        found = _HOST_AND_PORT.fullmatch(self.advertise or self.host)
+        if found is None or int(found[3] or 1) not in range(1, 1 << 16):
+            raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
+        return found[1] or found[2] or found[4], int(found[3] or port)
+
+    def open_key(self) -> SharedKey:
+        """The key. Raises ConfigError; see `read_key` and `user_key`."""
+        if self.key_file is not None:
+            return read_key(self.key_file)
+        if not is_loopback(self.host):
+            raise ConfigError(
+                f"peers are to be served at {self.host!r}, which other machines may reach, and no "
+                "key is given; name a key_file, or listen on 127.0.0.1"
+            )
+        return user_key()
+
+
+class PeerServer:
+    """Listens from its construction until `close`.
+
+    Args:
+        lender: has the records.
+        namespace: returns that of the records now. Clients name theirs, and one that differs, also
+            by a later change, is refused.
+        listen: where; see there.
+        progress: of requests that clients may ask about.
+        bounds: what it gives at most.
+        observer: counts `peer_served_records`, `peer_served_bytes` and `peer_refused`.
+
+    Attributes:
+        incarnation: 16 bytes, other ones each time.
+        address: host and port for others.
+
+    Raises:
+        ConfigError: an address that does not resolve or cannot be listened on, or a key that is
+            missing, or not to be trusted.
+    """
+
+    def __init__(
+        self,
+        lender: Lender[Any],
+        namespace: Callable[[], bytes],
+        listen: Listen = Listen(),  # frozen
+        *,
+        progress: ProgressTable | None = None,
+        bounds: Bounds | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.incarnation = secrets.token_bytes(16)
+        bounds = bounds if bounds is not None else Bounds()
+        key = listen.open_key()
+        self._desk = _Desk(
+            lender, namespace, key, self.incarnation, progress or ProgressTable(), bounds
+        )
+        self._bounds = bounds
+        self._observer = observer if observer is not None else Observer()
+        self._lock = threading.Lock()
+        self._connections: dict[Stream, threading.Thread] = {}
+        self._said: set[str] = set()
+        self._closed = False
+        self._listener = _bind(listen)
+        self.address = listen.address_of(self._listener.getsockname()[1])
+        self._wakes, self._waker = socket.socketpair()
+        self._thread = threading.Thread(target=self._accept, name="kvferry-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        """Those that are open."""
+        return len(self._connections)
+
+    def _accept(self) -> None:
+        leave_processor()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wakes, selectors.EVENT_READ)
+            while not self._closed:
+                if any(key.fileobj is self._listener for key, _ in selector.select()):
+                    self._accept_one()
+
+    def _accept_one(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:  # it went away again, or the process has as many files as it may have
+            time.sleep(0.01)
+            return
+        with self._lock:
+            is_full = len(self._connections) >= self._bounds.max_connections or self._closed
+        if is_full:
+            self._observer.count("peer_refused")
+            accepted.close()
+            return
+        stream = Stream(accepted)
+        thread = threading.Thread(
+            target=self._serve, args=(stream,), name="kvferry-serve", daemon=True
+        )
+        with self._lock:
+            self._connections[stream] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # the process has as many threads as it may have
+            self._forget(stream)
+
+    def _serve(self, stream: Stream) -> None:
+        """Runs in: the thread of a connection."""
+        leave_processor()
+        try:
+            client = self._desk.greet(stream)
+            while True:
+                num_bytes = self._desk.answer(client)
+                if num_bytes:
+                    self._observer.count("peer_served_records")
+                    self._observer.count("peer_served_bytes", num_bytes)
+        except PeerFault as error:
+            self._observer.count("peer_refused")
+            self._say(str(error))
+        except (TransferError, OSError) as error:
+            logger.debug("a connection of a peer ended: %s", error)
+        except Exception:  # outermost loop of a thread: the others go on
+            logger.exception("a connection of a peer failed")
+        finally:
+            self._forget(stream)
+
+    def _say(self, reason: str) -> None:
+        """Once for each reason: whoever reaches the port can be refused as often as he likes."""
+        if reason not in self._said and len(self._said) < _MAX_SAID:
+            self._said.add(reason)
+            logger.warning("a peer is refused: %s; no more is said of such", reason)
+
+    def _forget(self, stream: Stream) -> None:
+        with self._lock:
+            self._connections.pop(stream, None)
+        stream.close()
+
+    def close(self) -> None:
+        """End all connections, also in mid-answer, and wait for their threads, in bounded time.
+        Idempotent."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            threads = [self._thread, *self._connections.values()]
+            for stream in self._connections:
+                stream.end()
+        if was_closed:
+            return
+        self._waker.send(b"x")
+        deadline = time.monotonic() + self._bounds.close_seconds
+        for thread in threads:
+            with suppress(RuntimeError):  # it has not started yet
+                thread.join(max(0.0, deadline - time.monotonic()))
+        for each in (self._listener, self._waker, self._wakes):
+            each.close()
+
+    def __enter__(self) -> PeerServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.num_connections} connections"
+        return f"<PeerServer {join_host(*self.address)} {state}>"
+
+
+def _bind(listen: Listen) -> socket.socket:
+    """A socket that listens. Raises ConfigError."""
+    place = join_host(listen.host, listen.port)
+    try:
+        (host, *_) = addresses_of(listen.host, _RESOLVE_SECONDS)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, listen.port), family=family)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no address"
+        raise ConfigError(f"peers cannot be served at {place}: {reason}") from None
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """Who is at the other end of a connection."""
+
+    stream: Stream
+    namespace: bytes
+    number: int = 0
+    """Of its last question."""
+
+
+class _Desk:
+    """What the threads of all connections do: greet, and answer."""
+
+    def __init__(
+        self,
+        lender: Lender[Any],
+        namespace: Callable[[], bytes],
+        key: SharedKey,
+        incarnation: bytes,
+        progress: ProgressTable,
+        bounds: Bounds,
+    ) -> None:
+        self._lender = lender
+        self._namespace = namespace
+        self._key = key
+        self._incarnation = incarnation
+        self._progress = progress
+        self._bounds = bounds
+        self._room = _Room(bounds.max_bytes)
+
+    def greet(self, stream: Stream) -> _Client:
+        """Have both sides prove that they know the key. Raises TransferError."""
+        deadline = time.monotonic() + self._bounds.handshake_seconds
+        nonce = secrets.token_bytes(32)
+        stream.send(Challenge(VERSION, self._incarnation, nonce), deadline)
+        hello = stream.receive(GREETINGS, MAX_GREETING_BYTES, deadline)
+        if not isinstance(hello, Hello):
+            raise PeerFault("it does not say who it is")
+        said = (self._incarnation, nonce, hello.nonce, hello.namespace)
+        if hello.version != VERSION:
+            self._refuse(stream, f"version {VERSION} is spoken here, not {hello.version}", deadline)
+        if not self._key.is_proof(hello.proof, "client", *said):
+            self._refuse(stream, "the key is another one", deadline)
+        client = _Client(stream, hello.namespace)
+        self._check_namespace(client, deadline)
+        stream.send(Welcome(self._key.proof("server", *said)), deadline)
+        return client
+
+    def answer(self, client: _Client) -> int:
+        """Answer the next question; how many bytes of a record were sent. Raises TransferError."""
+        stream = client.stream
+        deadline = time.monotonic() + self._bounds.idle_seconds
+        question = stream.receive(QUESTIONS, MAX_FRAME_BYTES, deadline)
+        deadline = time.monotonic() + self._bounds.answer_seconds
+        self._check_namespace(client, deadline)
+        if question.number <= client.number:
+            self._refuse(stream, "a question that was asked before", deadline)
+        client.number = question.number
+        if isinstance(question, Read):
+            return self._lend(stream, question, deadline)
+        stream.send(self._about(question), deadline)
+        return 0
+
+    def _about(self, question: AskKeys | AskRequest) -> Message:
+        if isinstance(question, AskRequest):
+            found = self._progress.of(question.request_id)
+            return RequestProgress(question.number, self._incarnation, *found)
+        states = bytes(self._state_of(ChunkKey(key)) for key in question.keys)
+        return KeyStates(question.number, self._incarnation, states)
+
+    def _state_of(self, key: ChunkKey) -> KeyState:
+        loan = self._lender.lend(key, 0.0)
+        if loan is None or loan is PENDING:
+            return KeyState.ABSENT if loan is None else KeyState.PENDING
+        self._lender.release(loan)
+        return KeyState.HELD
+
+    def _lend(self, stream: Stream, asked: Read, deadline: float) -> int:
+        deadline = min(deadline, time.monotonic() + asked.milliseconds / 1000)
+        loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
+        if loan is None or loan is PENDING:
+            state = KeyState.ABSENT if loan is None else KeyState.PENDING
+            stream.send(Lent(asked.number, self._incarnation, state, 0), deadline)
+            return 0
+        try:
+            return self._send_record(stream, asked, loan, deadline)
+        finally:
+            self._lender.release(loan)
+
+    def _send_record(self, stream: Stream, asked: Read, loan: Loan, deadline: float) -> int:
+        parts = [part.cast("B") for part in loan.buffers]
+        size = sum(len(part) for part in parts)
+        lengths = part_lengths(size, asked.ranges)
+        num_bytes = sum(lengths)
+        if num_bytes > MAX_READ_BYTES:
+            self._refuse(stream, f"a read of more than {MAX_READ_BYTES} bytes", deadline)
+        views = [
+            view
+            for (offset, _), length in zip(asked.ranges, lengths, strict=True)
+            for view in cut(parts, offset, length)
+        ]
+        taken = self._room.enter(num_bytes, deadline)
+        try:
+            head = Lent(asked.number, self._incarnation, KeyState.HELD, size)
+            stream.send(head, deadline, views)
+        finally:
+            self._room.leave(taken)
+        return num_bytes
+
+    def _check_namespace(self, client: _Client, deadline: float) -> None:
+        if client.namespace != self._namespace():
+            reason = "another model, configuration or tenant is served here"
+            self._refuse(client.stream, reason, deadline)
+
+    def _refuse(self, stream: Stream, reason: str, deadline: float) -> NoReturn:
+        stream.send(Refused(reason), deadline)
+        raise PeerFault(reason)
+
+
+class _Room:
+    """Bytes that may be on their way at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._most = self._left = num_bytes
+        self._changed = threading.Condition()
+
+    def enter(self, num_bytes: int, deadline: float) -> int:
+        """Wait for room; what was taken, which is all of it at most. Raises TransferTimeout."""
+        wanted = min(num_bytes, self._most)
+        with self._changed:
+            seconds = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: self._left >= wanted, seconds):
+                raise TransferTimeout("no room for an answer in time")
+            self._left -= wanted
+        return wanted
+
+    def leave(self, taken: int) -> None:
+        with self._changed:
+            self._left += taken
+            self._changed.notify_all()
+
+
+def cut(parts: list[memoryview], offset: int, length: int) -> list[memoryview]:
+    """The pieces of `parts` that hold `length` bytes from `offset` of their concatenation."""
+    found = []
+    for part in parts:
+        if length <= 0:
+            break
+        if offset < len(part):
+            piece = part[offset : offset + length]
+            found.append(piece)
+            length -= len(piece)
+        offset = max(0, offset - len(part))
+    return found

@@ -1,0 +1,134 @@
+"""A connection of two peers: frames and bytes, each call with a deadline.
+
+Bytes go from and into the buffers that callers give, several in one system call, and large ones
+whole: the socket waits, with a timeout of the kernel's, so that no call returns for each segment.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvferry.errors import TransferError, TransferTimeout
+from kvferry.network import seconds_left
+from kvferry.transfer.messages import (
+    MAX_FRAME_BYTES,
+    Decoder,
+    Message,
+    PeerFault,
+    T,
+    decode,
+    encode,
+)
+
+_MAX_BUFFERS = 512
+"""In one system call; no system takes fewer than 1024."""
+_EXACT_SECONDS = 0.02
+"""By so much a timeout may be late: it is not set again for less."""
+
+
+class Stream:
+    """Takes one thread at a time, but for `end`. Owns `stream`.
+
+    What fails raises TransferError, TransferTimeout where the deadline passed; then the connection
+    is of no use any more, since what comes late would be taken for the next answer.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._socket = stream
+        stream.settimeout(None)
+        if stream.family != socket.AF_UNIX:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._frame = bytearray(MAX_FRAME_BYTES)
+
+    def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
+        """Send a frame, and bytes behind it."""
+        views = [memoryview(encode(message)), *buffers]
+        self._move(self._send_some, socket.SO_SNDTIMEO, views, deadline)
+
+    def receive(self, decoder: Decoder[T], max_bytes: int, deadline: float) -> T:
+        """The next message. Of a longer frame, or another message, nothing is kept."""
+        head = memoryview(self._frame)[:4]
+        self._move(self._receive_some, socket.SO_RCVTIMEO, [head], deadline)
+        length = int.from_bytes(head, "little")
+        if not 0 < length <= max_bytes:
+            raise PeerFault("it does not speak the protocol of peers")
+        body = memoryview(self._frame)[:length]
+        self._move(self._receive_some, socket.SO_RCVTIMEO, [body], deadline)
+        return decode(decoder, body)
+
+    def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> None:
+        """Fill all buffers."""
+        self._move(self._receive_some, socket.SO_RCVTIMEO, list(buffers), deadline)
+
+    def is_quiet(self) -> bool:
+        """Whether the other side has neither closed the connection nor sent anything unasked."""
+        try:
+            self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def end(self) -> None:
+        """Wake the thread that uses the connection, which fails, and closes it. Any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that uses it: else another thread could read what belongs to another file
+        under its number. Idempotent."""
+        self._socket.close()
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        return self._socket.sendmsg(views)
+
+    def _receive_some(self, views: list[memoryview]) -> int:
+        num_bytes, _, _, _ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
+        if not num_bytes:
+            raise TransferError("it closed the connection")
+        return num_bytes
+
+    def _move(
+        self,
+        some: Callable[[list[memoryview]], int],
+        option: int,
+        views: list[memoryview],
+        deadline: float,
+    ) -> None:
+        views = [view for view in views if view.nbytes]
+        try:
+            while views:
+                self._arm(option, deadline)
+                moved = some(views[:_MAX_BUFFERS])
+                views = _rest(views, moved)
+        except (BlockingIOError, TimeoutError):
+            raise TransferTimeout("no answer in time") from None
+        except OSError as error:
+            raise TransferError(error.strerror or type(error).__name__) from None
+
+    def _arm(self, option: int, deadline: float) -> None:
+        """Let the next call take as long as is left."""
+        left = seconds_left(deadline)
+        if abs(left - self._timeouts[option]) < _EXACT_SECONDS:
+            return
+        seconds, microseconds = divmod(max(1, int(left * 1e6)), 1_000_000)
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, option, struct.pack("@ll", seconds, microseconds)
+        )
+        self._timeouts[option] = left
+
+
+def _rest(views: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of the views after the first `moved` bytes."""
+    for index, view in enumerate(views):
+        if moved < view.nbytes:
+            return [view[moved:], *views[index + 1 :]]
+        moved -= view.nbytes
+    return []

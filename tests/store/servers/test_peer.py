@@ -1,0 +1,405 @@
+"""Peers as stores: the suite of stores, and peers that are away, hang, lie or are someone else."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.observe import Counters
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.base import PutResult
+from kvferry.store.memory import MemoryStore
+from kvferry.store.recordio import RecordRead, read_record
+from kvferry.store.servers.peer import MAX_WRONG, PeerStore
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tiered import TieredStore
+from kvferry.store.url import open_one, open_store
+from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.faults import CorruptingStore, flip_bit
+from kvferry.testing.stores import ProbeTests, RemoteStoreTests, make_key, make_value, read_value
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.transfer.base import PENDING
+from kvferry.transfer.server import Listen, PeerServer
+from kvferry.types import KVGroup
+from tests.servers.peer import running_peer
+from tests.servers.process import free_ports
+
+SPACE = bytes(32)
+
+
+def soon(seconds=30.0):
+    return time.monotonic() + seconds
+
+
+class Serving:
+    """Peers, each with a memory of its own, and what opens them."""
+
+    def __init__(self, root):
+        self._key_file = root / "peers.key"
+        self._key_file.touch(0o600)
+        self._key_file.write_bytes(b"k" * 32)
+        self.resources = ExitStack()
+
+    def start(self, lender, port=0):
+        listen = Listen(port=port, key_file=str(self._key_file))
+        return self.resources.enter_context(PeerServer(lender, lambda: SPACE, listen))
+
+    def url(self, *ports):
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        return f"peer://{hosts}?key_file={self._key_file}"
+
+    def open(self, *ports, **options):
+        return self.resources.enter_context(open_one(self.url(*ports), **options))
+
+
+@pytest.fixture
+def serving(tmp_path):
+    serving = Serving(tmp_path)
+    yield serving
+    serving.resources.close()
+
+
+class PeerBeside(WrapperStore):
+    """A peer that is read over its connection, and written to in the memory that it serves."""
+
+    def __init__(self, peer, server, memory, observer):
+        super().__init__(peer)
+        self.server, self.memory, self._observer = server, memory, observer
+        self._closed = False
+
+    def put(self, key, buffers, deadline=float("inf")):
+        if self._closed:
+            return PutResult.FAILED
+        result = self.memory.put(key, buffers)
+        self.inner.note_stored(key)
+        return result
+
+    def delete(self, key):
+        self.inner.delete(key)
+        return not self._closed and self.memory.delete(key)
+
+    def discard(self, key, reason):
+        self.inner.discard(key, reason)
+        if not self._closed and self.memory.delete(key) and self._observer:
+            self._observer.count("store_quarantined")
+
+    def stat(self):
+        found = self.memory.stat()
+        return self.inner.stat()._replace(
+            num_records=found.num_records, used_bytes=found.used_bytes
+        )
+
+    def close(self):
+        self._closed = True
+        self.inner.close()
+        self.server.close()
+
+
+class TestPeer(ProbeTests, RemoteStoreTests):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _memories(self):
+        self.memories = {}
+
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        serving = Serving(tmp_path)
+        memory = self.memories.setdefault(tmp_path, MemoryStore())
+        server = serving.start(memory)
+        peer = serving.open(server.address[1], observer=observer)
+        (tmp_path / "peers.key").unlink()
+        return PeerBeside(peer, server, memory, observer)
+
+    def poke(self, store, key, value):
+        store.memory.delete(key)
+        if value is not None:
+            store.memory.put(key, [value])
+
+    def peek(self, store, key):
+        return read_value(store.memory, key)
+
+    # What follows is of stores that are written to.
+    test_an_empty_value_is_replaced = None
+    test_one_of_racing_writers_replaces_an_empty_value = None
+
+
+def test_a_peer_is_only_read(serving):
+    memory = MemoryStore()
+    memory.put(make_key(), [b"value"])
+    peer = serving.open(serving.start(memory).address[1])
+    assert not peer.takes_values
+    assert peer.put(make_key(1), [b"other"]) is PutResult.FAILED
+    assert not peer.delete(make_key())
+    peer.discard(make_key(), "bad_leaf")
+    assert read_value(peer, make_key()) == b"value"
+    with pytest.raises(StoreError, match="cannot list"):
+        list(peer.scan())
+
+
+def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(serving, caplog):
+    memory, counters = MemoryStore(), Counters()
+    memory.put(make_key(), [b"value"])
+    peer = serving.open(serving.start(memory).address[1])
+    near, far = MemoryStore(), MemoryStore()
+    with TieredStore([near, peer, far], counters) as tiers:
+        assert tiers.takes_values
+        assert tiers.put(make_key(1), [b"own"]) is PutResult.STORED
+        wait_until(lambda: far.contains(make_key(1)), "the far tier has it")
+        assert read_value(tiers, make_key()) == b"value"
+        wait_until(lambda: near.contains(make_key()), "it is brought nearer")
+    with TieredStore([peer]) as alone:
+        assert not alone.takes_values
+        assert alone.put(make_key(2), [b"own"]) is PutResult.FAILED
+    assert memory.stat().num_records == 1
+    assert caplog.messages == []
+
+
+def test_pending_is_neither_a_hit_nor_an_absence_that_is_remembered(serving):
+    class Making(MemoryStore):
+        is_made = False
+
+        def lend(self, key, seconds):
+            return super().lend(key, seconds) if self.is_made else PENDING
+
+    memory = Making()
+    memory.put(make_key(), [b"value"])
+    peer = serving.open(serving.start(memory).address[1])
+    peer.probe([make_key()])
+    wait_until(lambda: peer.contains(make_key()) is False, "the answer is there")
+    assert peer.read(make_key(), ()) is None
+    memory.is_made = True
+    peer.probe([make_key()])  # once: of an absence that is remembered, nothing would be asked
+    wait_until(lambda: peer.contains(make_key()) is True, "it is found")
+
+
+def test_of_several_peers_each_is_asked_for_what_it_has(serving):
+    memories = [MemoryStore(), MemoryStore()]
+    for number, memory in enumerate(memories):
+        memory.put(make_key(number), [make_value(1000, number)])
+    servers = [serving.start(memory) for memory in memories]
+    peers = serving.open(*(server.address[1] for server in servers))
+    for number in range(2):
+        assert read_value(peers, make_key(number)) == make_value(1000, number)
+    assert peers.read(make_key(2), ()) is None
+    servers[0].close()
+    assert peers.read(make_key(0), (), soon()) is None
+    for _ in range(20):
+        assert read_value(peers, make_key(1)) == make_value(1000, 1)
+    peers.probe([make_key(1)])
+    wait_until(lambda: peers.contains(make_key(1)), "it is known")
+
+
+def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):
+    memory = MemoryStore()
+    memory.put(make_key(), [b"value"])
+    server = serving.start(memory)
+    port = server.address[1]
+    with open_store(serving.url(port), namespace=SPACE) as peer:
+        assert read_value(peer, make_key()) == b"value"
+        server.close()
+        for _ in range(Patience().max_failures):
+            with pytest.raises(StoreError, match=r"peer 127\.0\.0\.1"):
+                peer.read(make_key(), (), soon())
+        assert peer.read(make_key(), (), soon()) is None
+        serving.start(memory, port)
+
+        def is_back():
+            peer.probe([make_key()])
+            return peer.contains(make_key()) is True
+
+        wait_until(is_back, "it is used again")
+    left, used = caplog.messages
+    assert "left alone until it answers" in left
+    assert "used again" in used
+
+
+# -- records ------------------------------------------------------------------------------------
+
+GROUP = KVGroup(num_layers=3, num_kv_heads=2, content_size=64, dtype="float32", block_size=16)
+SCHEMA = RecordSchema.for_groups(namespace=SPACE, chunk_tokens=32, groups=(GROUP,))
+
+
+def make_record(number=0):
+    payload = random.Random(number).randbytes(SCHEMA.payload_bytes)
+    table = leaf_digests(SCHEMA.components[0], memoryview(payload))
+    return SCHEMA.encode_head(make_key(number), 0, table) + payload
+
+
+def fetch(store, rows, number=0, observer=None):
+    """Why a read missed, and the rows that it got."""
+    buffer = bytearray(SCHEMA.num_bytes_of(rows))
+    head = memoryview(bytearray(SCHEMA.head_bytes))
+    read = RecordRead(
+        key=make_key(number), first_token=0, head=head, rows=[(rows, memoryview(buffer))]
+    )
+    return read_record(store, SCHEMA, read, observer or Counters(), soon()), bytes(buffer)
+
+
+def test_a_rank_reads_and_verifies_the_rows_that_it_holds(serving):
+    memory, record = MemoryStore(), make_record()
+    memory.put(make_key(), [record])
+    peer = serving.open(serving.start(memory).address[1])
+    for rows in (RowRange(0, 0, 6), RowRange(0, 1, 2), RowRange(0, 4, 6)):
+        start = SCHEMA.offset_of(rows)
+        expected = record[start : start + SCHEMA.num_bytes_of(rows)]
+        assert fetch(peer, rows) == (None, expected)
+
+
+class Lying(CorruptingStore):
+    """Lends other bytes than it has."""
+
+    def lend(self, key, seconds):
+        loan = self.inner.lend(key, seconds)
+        if loan is None or (self._keys is not None and key not in self._keys):
+            return loan
+        return loan._replace(buffers=(memoryview(self._damage(bytes(loan.buffers[0]))),))
+
+    def release(self, loan):
+        self.inner.release(loan)
+
+
+def test_other_bytes_are_no_hit_and_remove_nothing_at_the_peer(serving, caplog):
+    memory, counters = MemoryStore(), Counters()
+    for number in range(MAX_WRONG + 1):
+        memory.put(make_key(number), [make_record(number)])
+    # The last bit of the payload, which the last row alone has.
+    damage = flip_bit(8 * SCHEMA.record_bytes - 1)
+    wrong = [make_key(number) for number in range(MAX_WRONG)]
+    server = serving.start(Lying(memory, damage=damage, keys=wrong))
+    port = server.address[1]
+    last, first = RowRange(0, 5, 6), RowRange(0, 0, 1)
+    peer = serving.open(port, observer=counters)
+    assert fetch(peer, first)[0] is None
+    for number in range(MAX_WRONG):
+        assert fetch(peer, last, MAX_WRONG)[0] is None
+        assert fetch(peer, last, number)[0] == "bad_leaf"
+    assert counters["peer_wrong_records"] == MAX_WRONG
+    assert memory.stat().num_records == MAX_WRONG + 1
+    with pytest.raises(StoreError, match=f"sent {MAX_WRONG} wrong records"):
+        peer.read(make_key(MAX_WRONG), (), soon())
+    server.close()
+    serving.start(memory, port)
+    assert fetch(peer, last)[0] is None
+
+
+def test_a_peer_is_not_blamed_for_what_another_one_sent(serving):
+    memories = MemoryStore(), MemoryStore()
+    memories[1].put(make_key(), [make_record()])
+    honest = serving.start(memories[0])
+    liar = serving.start(Lying(memories[1], damage=flip_bit(-1)))
+    counters = Counters()
+    peers = serving.open(honest.address[1], liar.address[1], observer=counters)
+    assert fetch(peers, RowRange(0, 0, 6))[0] is not None
+    assert counters["peer_wrong_records"] == 1
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    """A peer in another process."""
+    root = tmp_path / "kv"
+    with open_one(root.as_uri()) as store:
+        for number in range(4):
+            store.put(make_key(number), [make_value(4 << 20, number)])
+    with running_peer(root, SPACE, tmp_path) as peer:
+        yield peer
+
+
+def test_a_peer_that_is_stopped_ends_with_the_deadline_and_goes_on_later(other_process):
+    with open_one(other_process.url) as store:
+        assert read_value(store, make_key()) == make_value(4 << 20)
+        other_process.process.pause()
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="no answer in time"):
+            store.read(make_key(), (), started + 0.3)
+        with pytest.raises(StoreError):  # a connection that no process greets
+            store.read(make_key(), (), soon(0.3))
+        assert time.monotonic() - started < 10
+        other_process.process.resume()
+        assert read_value(store, make_key(1)) == make_value(4 << 20, 1)
+
+
+def test_a_peer_that_is_killed_in_mid_read_is_one_error_until_it_is_back(other_process):
+    outcomes = []
+    with open_one(other_process.url) as store:
+
+        def read_on():
+            buffer = memoryview(bytearray(4 << 20))
+            while True:
+                try:
+                    assert store.read(make_key(), [(0, buffer)], soon()) == 4 << 20
+                except StoreError as error:
+                    outcomes.append(str(error))
+                    return
+                assert buffer == make_value(4 << 20)
+
+        threads = [threading.Thread(target=read_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(random.Random(3).random() / 5)
+        other_process.process.kill()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert len(outcomes) == 2
+        other_process.start()
+        assert read_value(store, make_key(2)) == make_value(4 << 20, 2)
+
+
+# -- addresses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "part"),
+    [
+        ("peer://127.0.0.1", "no port"),
+        ("peer://127.0.0.1:7000/prefix", "an address only"),
+        ("peer://user:word@127.0.0.1:7000", "an address only"),
+        ("peer://10.0.0.1:7000", "no key is given"),
+        ("peer://127.0.0.1:7000,worker-1:7000", "no key is given"),
+        ("peer://127.0.0.1:7000?key_file=relative", "absolute"),
+        ("peer://127.0.0.1:7000?key_file=/no/such/file", "cannot be read"),
+        ("peer://127.0.0.1:7000?max_bytes=1GiB", "unknown"),
+        ("peer://:7000", "names no peer"),
+        ("peer:///path", "names no peer"),
+    ],
+)
+def test_a_url_that_is_no_peer_is_refused(url, part, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=part) as caught:
+        open_one(url)
+    assert "word" not in str(caught.value)
+
+
+def test_a_peer_that_does_not_exist_is_no_error_at_the_start(serving):
+    (port,) = free_ports(1)
+    with open_store(serving.url(port)) as store:
+        assert not store.contains(make_key())
+    unresolved = serving.url(port).replace("127.0.0.1", "no.such.host.invalid")
+    with open_store(unresolved) as store, pytest.raises(StoreError, match=r"no\.such\.host"):
+        store.read(make_key(), (), soon())
+
+
+def test_an_engine_that_lists_itself_finds_nothing_more(serving):
+    """It asks itself for what it lacks, and does not pass questions on: no circle can be."""
+    memory = MemoryStore()
+    memory.put(make_key(), [b"value"])
+    with TieredStore([memory, serving.open(serving.start(memory).address[1])]) as store:
+        assert store.read(make_key(1), (), soon()) is None
+        assert read_value(store, make_key()) == b"value"
+
+
+def test_a_store_of_another_namespace_gets_nothing(serving):
+    memory = MemoryStore()
+    memory.put(make_key(), [b"value"])
+    peer = serving.open(serving.start(memory).address[1], namespace=b"o" * 32)
+    with pytest.raises(StoreError, match="another model, configuration or tenant"):
+        peer.read(make_key(), ())
+    assert isinstance(peer, PeerStore)

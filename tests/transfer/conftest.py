@@ -1,0 +1,69 @@
+"""Servers with a key file of their own, that leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.transfer.client import PeerClient
+from kvferry.transfer.server import Listen, PeerServer
+from tests.transfer.lending import KEY, SPACE, DictLender, Raw
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "peers.key"
+    path.touch(0o600)
+    path.write_bytes(b"k" * 32)
+    return str(path)
+
+
+@pytest.fixture
+def lender():
+    return DictLender()
+
+
+@pytest.fixture
+def serve(lender, key_file):
+    """Factory of servers; at the end all loans are back and all threads are gone."""
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+
+        def make(port=0, **options):
+            listen = Listen(port=port, key_file=key_file)
+            return stack.enter_context(PeerServer(lender, lambda: SPACE, listen, **options))
+
+        yield make
+    assert lender.num_lent == 0
+    wait_until(lambda: set(threading.enumerate()) <= before, "all threads end")
+
+
+@pytest.fixture
+def connect(serve):
+    """Factory of clients of a server, closed before it."""
+    clients = []
+
+    def make(server, namespace=SPACE, key=KEY):
+        clients.append(PeerClient(*server.address, namespace, key))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def raw(serve):
+    """Factory of connections by hand."""
+    made = []
+
+    def make(server):
+        made.append(Raw(server))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

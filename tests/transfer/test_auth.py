@@ -1,0 +1,167 @@
+"""Keys, proofs, tokens and addresses: each with what must not pass."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import ConfigError
+from kvferry.transfer.auth import AllowedAddresses, SharedKey, read_key, user_key
+
+KEY, OTHER = SharedKey(b"k" * 32), SharedKey(b"o" * 32)
+NOW = 1_800_000_000.0
+
+
+def is_same(one, other):
+    return one.proof("client", b"x") == other.proof("client", b"x")
+
+
+def test_a_proof_is_of_its_side_key_and_parts():
+    proof = KEY.proof("client", b"one", b"two")
+    assert KEY.is_proof(proof, "client", b"one", b"two")
+    assert not KEY.is_proof(proof, "server", b"one", b"two")
+    assert not KEY.is_proof(proof, "client", b"onet", b"wo")
+    assert not KEY.is_proof(proof, "client", b"two", b"one")
+    assert not OTHER.is_proof(proof, "client", b"one", b"two")
+
+
+def test_nothing_shows_a_key():
+    assert "kkk" not in f"{KEY!r}{KEY}"
+
+
+@pytest.mark.parametrize("size", [0, 31, 4097])
+def test_a_key_that_can_be_guessed_or_is_none_is_refused(size):
+    with pytest.raises(ConfigError, match="32 to 4096 bytes"):
+        SharedKey(b"k" * size)
+
+
+def test_one_of_racing_processes_makes_the_key_of_the_user(tmp_path):
+    keys = []
+    barrier = threading.Barrier(8)
+
+    def make():
+        barrier.wait()
+        keys.append(user_key(tmp_path / "kvferry"))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 8
+    assert all(is_same(key, keys[0]) for key in keys)
+    assert os.listdir(tmp_path / "kvferry") == ["peer.key"]
+    status = os.stat(tmp_path / "kvferry" / "peer.key")
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == 32
+
+
+def test_the_key_of_the_user_is_in_the_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert is_same(user_key(), user_key(tmp_path / "kvferry"))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_key_that_others_can_read_is_refused(tmp_path, mode):
+    user_key(tmp_path)
+    (tmp_path / "peer.key").chmod(mode)
+    with pytest.raises(ConfigError, match="this user alone"):
+        user_key(tmp_path)
+
+
+def test_a_link_or_a_pipe_in_place_of_the_key_is_refused(tmp_path):
+    user_key(tmp_path)
+    (tmp_path / "peer.key").rename(tmp_path / "real.key")
+    (tmp_path / "peer.key").symlink_to(tmp_path / "real.key")
+    with pytest.raises(ConfigError, match=r"peer\.key"):
+        user_key(tmp_path)
+    (tmp_path / "peer.key").unlink()
+    os.mkfifo(tmp_path / "peer.key", 0o600)
+    with pytest.raises(ConfigError, match="this user alone"):
+        user_key(tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_key_of_another_user_is_refused(tmp_path):
+    user_key(tmp_path)
+    os.chown(tmp_path / "peer.key", 12345, 12345)
+    with pytest.raises(ConfigError, match="this user alone"):
+        user_key(tmp_path)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        read_key(tmp_path / "peer.key")
+
+
+def test_a_directory_that_others_can_change_holds_no_key(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        user_key(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_key_that_an_operator_names(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"k" * 32 + b"\n")
+    path.chmod(0o440)  # as an orchestrator mounts secrets for a group
+    assert is_same(read_key(path), KEY)
+    for mode in (0o444, 0o460, 0o442):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="others must not read or change it"):
+            read_key(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_key(tmp_path / "absent")
+
+
+def test_a_token_is_accepted_for_what_it_was_given_out():
+    given_out = (b"i" * 16, "lease", "10.0.0.1:7000")
+    token = KEY.token(*given_out, NOW + 30)
+
+    def is_accepted(key=KEY, token=token, said=given_out, now=NOW):
+        return key.accepts(token, *said, clock=lambda: now)
+
+    assert is_accepted()
+    assert not is_accepted(now=NOW + 30)
+    assert not is_accepted(key=OTHER)
+    for said in (
+        (b"j" * 16, "lease", "10.0.0.1:7000"),
+        (b"i" * 16, "other", "10.0.0.1:7000"),
+        (b"i" * 16, "lease", "10.0.0.2:7000"),
+        (b"i" * 16, "lease1", "0.0.0.1:7000"),
+    ):
+        assert not is_accepted(said=said)
+    for wrong in (
+        None,
+        7,
+        b"",
+        "",
+        token[:-1],
+        token + "A",
+        token.lower(),
+        "\N{SNOWMAN}",
+        "A" * 54,
+    ):
+        assert not is_accepted(token=wrong)
+
+
+@given(token=st.one_of(st.text(max_size=70), st.binary(max_size=70), st.integers(), st.none()))
+def test_no_made_up_token_is_accepted(token):
+    assert not KEY.accepts(token, b"i" * 16, "lease", "host:1", clock=lambda: 0.0)
+
+
+def test_addresses_that_need_no_token():
+    allowed = AllowedAddresses(["Decode-1", "prefill:7000", "10.1.0.0/16", "fd00::/8", "[::1]:5"])
+    assert allowed.allows("decode-1", 1)
+    assert allowed.allows("PREFILL", 7000)
+    assert allowed.allows("10.1.2.3", 9)
+    assert allowed.allows("fd00::1", 9)
+    assert allowed.allows("::1", 5)
+    for host, port in [
+        ("prefill", 7001), ("decode-2", 1), ("10.2.0.1", 9), ("::1", 6), ("", 1),
+        ("169.254.169.254", 80), ("10.1.2.3.evil.org", 9), ("10.1.0.0/16", 9),
+    ]:  # fmt: skip
+        assert not allowed.allows(host, port)
+    with pytest.raises(ConfigError, match="no network"):
+        AllowedAddresses(["10.0.0.1/8"])

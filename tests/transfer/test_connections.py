@@ -1,0 +1,536 @@
+"""A client and a server, and all that either may meet at the other end."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from kvferry.errors import ConfigError, TransferError, TransferTimeout
+from kvferry.observe import Counters
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.transfer.auth import SharedKey, user_key
+from kvferry.transfer.base import PENDING, Bounds, KeyState, Progress, ProgressTable, RequestState
+from kvferry.transfer.client import PeerClient
+from kvferry.transfer.messages import (
+    GREETINGS,
+    MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
+    MAX_KEYS,
+    MAX_RANGES,
+    QUESTIONS,
+    VERSION,
+    AskKeys,
+    AskRequest,
+    Challenge,
+    Hello,
+    KeyStates,
+    Lent,
+    PeerFault,
+    Read,
+    Refused,
+    RequestProgress,
+    Welcome,
+    encode,
+)
+from kvferry.transfer.server import Listen, PeerServer
+from kvferry.transfer.stream import Stream
+from tests.transfer.lending import KEY, SPACE, DictLender, soon
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+RECORD_BYTES = 300_007
+RECORD = random.Random(1).randbytes(RECORD_BYTES)
+LARGE = bytes(48 << 20)
+"""More than the buffers of a connection take."""
+
+
+def read(client, key=A, num_bytes=RECORD_BYTES, deadline=None):
+    buffer = memoryview(bytearray(num_bytes))
+    state, size = client.read(key, [(0, buffer)], deadline or soon())
+    return state, size, bytes(buffer)
+
+
+# -- what is asked, and answered ----------------------------------------------------------------
+
+
+def test_what_is_held_pending_and_absent(serve, connect, lender):
+    lender.records |= {A: RECORD, B: PENDING}
+    client = connect(serve())
+    held = [KeyState.HELD, KeyState.PENDING, KeyState.ABSENT]
+    assert client.states_of([A, B, C], soon()) == held
+    assert client.states_of([A, B, C] * MAX_KEYS, soon()) == held * MAX_KEYS
+    assert client.states_of([], soon()) == []
+    assert read(client) == (KeyState.HELD, len(RECORD), RECORD)
+    for key, state in ((B, KeyState.PENDING), (C, KeyState.ABSENT)):
+        assert read(client, key, 9) == (state, 0, bytes(9))
+
+
+def test_ranges_go_into_the_buffers_that_are_given(serve, connect, lender):
+    lender.records[A] = RECORD
+    client = connect(serve())
+    chance = random.Random(2)
+    places = [(chance.randrange(len(RECORD)), chance.randrange(900)) for _ in range(MAX_RANGES - 2)]
+    places += [(len(RECORD) - 3, 10), (2**40, 5)]
+    buffers = [bytearray(b"?" * length) for _, length in places]
+    ranges = [
+        (offset, memoryview(buffer)) for (offset, _), buffer in zip(places, buffers, strict=True)
+    ]
+    assert client.read(A, ranges, soon()) == (KeyState.HELD, len(RECORD))
+    for (offset, length), buffer in zip(places, buffers, strict=True):
+        part = RECORD[offset : offset + length]
+        assert buffer == part + b"?" * (length - len(part))
+    with pytest.raises(TransferError, match="ranges"):
+        client.read(A, ranges[:1] * (MAX_RANGES + 1), soon())
+
+
+def test_how_far_a_request_is(serve, connect):
+    table = ProgressTable(max_requests=2)
+    client = connect(serve(progress=table))
+    assert client.progress_of("r", soon()) == Progress()
+    table.note("r", Progress(RequestState.PREFILLING, 512, 1000.5))
+    assert client.progress_of("r", soon()) == Progress(RequestState.PREFILLING, 512, 1000.5)
+    for name in "st":
+        table.note(name, Progress(RequestState.HELD))
+    assert client.progress_of("r", soon()).state is RequestState.UNKNOWN
+    assert client.progress_of("t", soon()).state is RequestState.HELD
+
+
+def test_several_threads_have_a_connection_each(serve, connect, lender):
+    lender.records[A] = RECORD
+    server = serve()
+    client = connect(server)
+    lender.gate.clear()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(read(client))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: lender.num_lent == 4, "all four read")
+    assert server.num_connections == 4
+    lender.gate.set()
+    for thread in threads:
+        thread.join()
+    assert found == [(KeyState.HELD, len(RECORD), RECORD)] * 4
+    read(client)
+    assert server.num_connections == 4
+
+
+def test_a_server_that_starts_again_is_another_one(serve, connect, lender):
+    lender.records[A] = RECORD
+    first = serve()
+    client = connect(first)
+    read(client)
+    assert client.incarnation == first.incarnation
+    first.close()
+    with pytest.raises(TransferError):
+        read(client)
+    again = serve(first.address[1])
+    assert read(client) == (KeyState.HELD, len(RECORD), RECORD)
+    assert client.incarnation == again.incarnation != first.incarnation
+
+
+# -- who is refused -----------------------------------------------------------------------------
+
+
+def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
+    serve, connect, raw, lender, caplog
+):
+    lender.records[A] = RECORD
+    counters = Counters()
+    server = serve(observer=counters)
+    for client in (connect(server, key=SharedKey(b"x" * 32)) for _ in range(2)):
+        with pytest.raises(PeerFault, match="the key is another one"):
+            read(client)
+    for client in (connect(server, namespace=b"o" * 32) for _ in range(2)):
+        with pytest.raises(PeerFault, match="another model, configuration or tenant"):
+            read(client)
+    assert raw(server).hello(version=VERSION + 1) == Refused("version 1 is spoken here, not 2")
+    wait_until(lambda: counters["peer_refused"] == 5, "all are counted")
+    assert len(caplog.messages) == 3
+    assert read(connect(server))[2] == RECORD
+
+
+def test_a_proof_of_another_connection_proves_nothing(serve, raw):
+    server = serve()
+    first, second = raw(server), raw(server)
+    assert isinstance(first.hello(), Welcome)
+    heard = first.challenge.nonce
+    assert heard != second.challenge.nonce
+    proof = KEY.proof("client", first.challenge.incarnation, heard, b"c" * 32, SPACE)
+    second.stream.send(Hello(VERSION, SPACE, b"c" * 32, proof), soon())
+    assert second.is_ended()
+
+
+def test_nothing_is_answered_before_a_proof(serve, raw, lender):
+    lender.records[A] = RECORD
+    server = serve()
+    for question in (AskKeys(1, (A,)), Read(1, A, ((0, 9),), 1000), Welcome(b"w" * 32)):
+        connection = raw(server)
+        connection.stream.send(question, soon())
+        assert connection.is_ended()
+
+
+def test_a_namespace_that_changes_ends_connections(key_file, lender):
+    lender.records[A] = RECORD
+    spaces = [SPACE]
+    with PeerServer(lender, lambda: spaces[-1], Listen(key_file=key_file)) as server:
+        client = PeerClient(*server.address, SPACE, KEY)
+        read(client)
+        spaces.append(b"next" * 8)
+        with pytest.raises(PeerFault, match="another model"):
+            read(client)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        encode(AskKeys(1, (A,))),
+        b"\xff\xff\xff\x7f" + b"x" * 100,
+        b"\0\0\0\0",
+        b"\x05\0\0\0nopes",
+        b"GET / HTTP/1.1\r\n\r\n",
+        (1 << 16).to_bytes(4, "little") + b"\xc1" * (1 << 16),
+        encode(Challenge(1, b"i" * 16, b"n" * 32)),
+        encode(Lent(1, b"i" * 16, 2, 9)),
+    ],
+    ids=["replayed", "oversized", "empty", "garbage", "http", "none", "greeting", "answer"],
+)
+def test_what_is_no_question_ends_the_connection_alone(serve, connect, raw, lender, sent):
+    lender.records[A] = RECORD
+    server = serve()
+    client = connect(server)
+    read(client)
+    connection = raw(server)
+    connection.hello()
+    assert isinstance(connection.ask(AskKeys(1, (A,))), KeyStates)
+    connection.socket.sendall(sent)
+    assert connection.is_ended()
+    assert read(client)[2] == RECORD
+    wait_until(lambda: server.num_connections == 1, "its thread ends")
+
+
+def test_a_truncated_question_ends_with_its_time(serve, raw):
+    server = serve(bounds=Bounds(idle_seconds=0.2, handshake_seconds=0.2))
+    silent, half, idle = raw(server), raw(server), raw(server)
+    half.socket.sendall(encode(Hello(1, SPACE, A, A))[:50])
+    for connection in (silent, half):
+        assert connection.is_ended()
+    assert idle.is_ended()
+
+
+def test_more_than_a_read_may_have_is_refused(serve, raw, lender):
+    lender.records[A] = LARGE
+    connection = raw(serve())
+    connection.hello()
+    answer = connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000))
+    assert answer == Refused("a read of more than 2147483648 bytes")
+    assert connection.is_ended()
+
+
+def test_one_connection_too_many_is_closed(serve, connect, lender):
+    lender.records[A] = RECORD
+    counters = Counters()
+    server = serve(bounds=Bounds(max_connections=1), observer=counters)
+    first = connect(server)
+    read(first)
+    with pytest.raises(TransferError):
+        read(connect(server))
+    assert counters["peer_refused"] == 1
+    assert read(first)[2] == RECORD
+
+
+# -- readers that are slow, or go ---------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_gives_its_loan_back(serve, raw, lender):
+    lender.records[A] = LARGE
+    server = serve()
+    connection = raw(server)
+    connection.hello()
+    connection.ask(Read(1, A, ((0, len(LARGE)),), 60_000))
+    assert lender.num_lent == 1
+    connection.close()
+    wait_until(lambda: lender.num_lent == 0, "the loan is back")
+
+
+def test_a_reader_that_does_not_read_is_left_at_its_deadline(serve, raw, lender):
+    lender.records[A] = LARGE
+    server = serve()
+    for milliseconds, bounds in ((200, server), (2**62, serve(bounds=Bounds(answer_seconds=0.2)))):
+        connection = raw(bounds)
+        connection.hello()
+        connection.ask(Read(1, A, ((0, len(LARGE)),), milliseconds))
+        wait_until(lambda: lender.num_lent == 0, "the loan is back")
+        assert connection.is_ended()
+
+
+def test_bytes_on_their_way_are_bounded(serve, connect, raw, lender):
+    lender.records |= {A: LARGE, B: RECORD}
+    server = serve(bounds=Bounds(max_bytes=len(LARGE)))
+    slow, client = raw(server), connect(server)
+    slow.hello()
+    slow.ask(Read(1, A, ((0, len(LARGE)),), 60_000))
+    with pytest.raises(TransferError):
+        read(client, B, deadline=soon(0.3))
+    assert client.states_of([B], soon()) == [KeyState.HELD]
+    slow.close()
+    assert read(client, B) == (KeyState.HELD, len(RECORD), RECORD)
+
+
+def test_a_close_ends_answers_that_are_under_way(serve, raw, lender):
+    lender.records[A] = LARGE
+    server = serve(bounds=Bounds(close_seconds=20.0))
+    sending, idle, greeting = raw(server), raw(server), raw(server)
+    for connection in (sending, idle):
+        connection.hello()
+    sending.ask(Read(1, A, ((0, len(LARGE)),), 60_000))
+    started = time.monotonic()
+    server.close()
+    server.close()
+    assert time.monotonic() - started < 15
+    assert server.num_connections == 0
+    for connection in (sending, idle, greeting):
+        assert connection.is_ended()
+
+
+# -- servers that are none, or lie --------------------------------------------------------------
+
+
+@contextmanager
+def lying(*answers, incarnation=b"i" * 16, version=VERSION, key=KEY):
+    """A server that greets as one should, and then answers each question with the next of these:
+    a message, bytes, or a function of the question."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def serve():
+        accepted, _ = listener.accept()
+        stream = Stream(accepted)
+        stream.send(Challenge(version, incarnation, b"n" * 32), soon())
+        try:
+            hello = stream.receive(GREETINGS, MAX_GREETING_BYTES, soon())
+            said = (incarnation, b"n" * 32, hello.nonce, hello.namespace)
+            stream.send(Welcome(key.proof("server", *said)), soon())
+            for answer in answers:
+                question = stream.receive(QUESTIONS, MAX_FRAME_BYTES, soon())
+                made = answer(question) if callable(answer) else answer
+                accepted.sendall(made if isinstance(made, bytes) else encode(made))
+            ended.wait(60)
+        except (TransferError, OSError):
+            pass
+        finally:
+            stream.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    client = PeerClient("127.0.0.1", listener.getsockname()[1], SPACE, KEY)
+    try:
+        yield client
+    finally:
+        ended.set()
+        client.close()
+        listener.close()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_server_that_does_not_prove_itself_is_left():
+    with lying(key=SharedKey(b"x" * 32)) as client, pytest.raises(PeerFault, match="its key is"):
+        read(client)
+    with lying(version=2) as client, pytest.raises(PeerFault, match="it speaks version 2, not 1"):
+        read(client)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda asked: Lent(asked.number + 1, b"i" * 16, 2, 9),
+        lambda asked: Lent(asked.number, b"j" * 16, 2, 9),
+        lambda asked: Lent(asked.number, b"i" * 16, 3, 9),
+        lambda asked: KeyStates(asked.number, b"i" * 16, b"\2"),
+        lambda asked: RequestProgress(asked.number, b"i" * 16, 1, 1, 1.0),
+        Refused("\x1b[31m no"),
+        AskRequest(1, "x"),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\0" * 64,
+        b"\x05\0\0\0hello",
+    ],
+)
+def test_an_answer_that_is_none_is_one_error(answer):
+    with lying(answer) as client, pytest.raises(PeerFault) as caught:
+        read(client)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("states", [b"", b"\2\2", b"\3"])
+def test_states_of_other_keys_are_none(states):
+    def answer(asked):
+        return KeyStates(asked.number, b"i" * 16, states)
+
+    with lying(answer) as client, pytest.raises(PeerFault, match="makes no sense"):
+        client.states_of([A], soon())
+
+
+@pytest.mark.parametrize("size", [0, 5, 2**62])
+def test_no_more_is_read_than_there_is_room_for(size):
+    def answer(asked):
+        return encode(Lent(asked.number, b"i" * 16, 2, size)) + b"x" * min(size, 9)
+
+    with lying(answer) as client:
+        buffer = bytearray(b"?" * 20)
+        view = memoryview(buffer)
+        assert client.read(A, [(0, view[:9])], soon()) == (KeyState.HELD, size)
+    assert bytes(buffer) == (b"x" * min(size, 9)).ljust(20, b"?")
+
+
+def test_a_flood_behind_the_answer_is_not_the_next_one():
+    def flood(asked):
+        return encode(Lent(asked.number, b"i" * 16, 2, 9)) + b"x" * 100_000
+
+    with lying(flood) as client:
+        assert read(client, num_bytes=9)[2] == b"x" * 9
+        with pytest.raises(TransferError):  # by a new connection, which is not accepted
+            read(client, num_bytes=9, deadline=soon(0.5))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [[], [b""], [b"\x10"], [encode(Lent(1, b"i" * 16, 2, 1000))]],
+    ids=["no answer", "nothing", "a part of a frame", "no bytes of the record"],
+)
+def test_a_server_that_falls_silent_ends_with_the_deadline(answers):
+    with lying(*answers) as client:
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            read(client, num_bytes=1000, deadline=started + 0.3)
+        assert 0.25 < time.monotonic() - started < 5
+
+
+def test_a_server_that_sends_byte_by_byte_ends_with_the_deadline():
+    ended = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def dribble():
+        accepted, _ = listener.accept()
+        with accepted:
+            for byte in encode(Challenge(1, b"i" * 16, b"n" * 32)):
+                accepted.send(bytes([byte]))
+                if ended.wait(0.05):
+                    return
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    client = PeerClient("127.0.0.1", listener.getsockname()[1], SPACE, KEY)
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        client.states_of([A], started + 0.5)
+    assert time.monotonic() - started < 5
+    ended.set()
+    thread.join(30)
+    listener.close()
+
+
+def test_a_server_that_accepts_no_one_ends_with_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = PeerClient("127.0.0.1", listener.getsockname()[1], SPACE, KEY)
+        with pytest.raises(TransferTimeout):
+            client.states_of([A], soon(0.3))
+
+
+def test_a_close_ends_calls_that_are_under_way():
+    with lying() as client:
+        errors = []
+
+        def call():
+            try:
+                client.states_of([A], soon(60))
+            except TransferError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        wait_until(lambda: client.incarnation != b"", "it is connected")
+        client.close()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert len(errors) == 1
+        with pytest.raises(TransferError, match="closed"):
+            client.states_of([A], soon())
+
+
+def test_an_address_that_cannot_be_reached_is_one_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for host in ("127.0.0.1", "no.such.host.invalid", "x" * 70 + ".invalid", "\N{SNOWMAN}" * 70):
+        with pytest.raises(TransferError):
+            PeerClient(host, port, SPACE, KEY).states_of([A], soon())
+
+
+def test_a_deadline_that_has_passed_asks_nothing(serve, connect):
+    server = serve()
+    with pytest.raises(TransferTimeout):
+        connect(server).states_of([A], time.monotonic() - 1)
+    assert server.num_connections == 0
+
+
+# -- where it listens ---------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_refused(serve, key_file):
+    port = serve().address[1]
+    with pytest.raises(ConfigError, match=f"cannot be served at 127.0.0.1:{port}: .*in use"):
+        PeerServer(DictLender(), lambda: SPACE, Listen(port=port, key_file=key_file))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"host": "no.such.host.invalid"},
+        {"host": "192.0.2.1"},
+        {"host": ""},
+        {"port": 70_000},
+        {"advertise": "host:0"},
+        {"advertise": "host:99999"},
+        {"advertise": "a b"},
+    ],
+)
+def test_an_address_that_is_none_of_this_machine_is_refused(key_file, place):
+    with pytest.raises(ConfigError):
+        PeerServer(DictLender(), lambda: SPACE, Listen(**place, key_file=key_file))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "worker-1", "localhost.evil.org"])
+def test_an_address_beyond_this_machine_needs_a_key(host):
+    with pytest.raises(ConfigError, match="no key is given"):
+        PeerServer(DictLender(), lambda: SPACE, Listen(host=host))
+
+
+def test_processes_of_one_user_need_no_key(tmp_path, monkeypatch, lender):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lender.records[A] = RECORD
+    with PeerServer(lender, lambda: SPACE) as server:
+        client = PeerClient(*server.address, SPACE, user_key())
+        assert read(client)[2] == RECORD
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [
+        ("", ("127.0.0.1", None)),
+        ("pod-7", ("pod-7", None)),
+        ("pod-7:9000", ("pod-7", 9000)),
+        ("fd00::7", ("fd00::7", None)),
+        ("[fd00::7]:9000", ("fd00::7", 9000)),
+    ],
+)
+def test_others_connect_to_what_is_advertised(key_file, advertise, expected):
+    listen = Listen(advertise=advertise, key_file=key_file)
+    with PeerServer(DictLender(), lambda: SPACE, listen) as server:
+        host, port = expected
+        assert server.address[0] == host
+        assert server.address[1] == port or (port is None and server.address[1] > 0)
