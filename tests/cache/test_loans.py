@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.deciding.loans import PENDING, Loan, Loans
+from kvferry.cache.deciding.loans import PENDING, Loans, SlotLoan
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.memory import SlotMemory, open_slots
 from kvferry.errors import ConfigError, TransferError
@@ -52,7 +52,7 @@ def lent(host, key) -> bytes:
 
     wait_for(is_lent)
     loan = loans[-1]
-    assert isinstance(loan, Loan)
+    assert isinstance(loan, SlotLoan)
     assert all(buffer.readonly for buffer in loan.buffers)
     content = b"".join(loan.buffers)
     host.pool.loans.release(loan)

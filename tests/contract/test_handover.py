@@ -14,10 +14,10 @@ from kvferry.types import Handover, KVSource, ProducerStamp
 STAMP = ProducerStamp(version=1, namespace="0123456789abcdef", num_chunks=3, last_key=b"k" * 32)
 
 
-def answer(stamp: ProducerStamp = STAMP, *, is_prefill: bool = True):
+def answer(stamp: ProducerStamp = STAMP, *, is_prefill: bool = True, address=None):
     return write_handover(
         stamp, is_prefill=is_prefill, engine_id="e", request_id="r", num_tokens=40, num_groups=2,
-        tp_size=2,
+        tp_size=2, address=address,
     )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def test_a_prefill_is_asked_for():
 def test_an_answer_is_read_by_the_next_engine():
     expected = KVSource(waits=True, num_tokens=40, stamp=STAMP)
     assert read_handover(answer()) == Handover(source=expected)
+    at_peer = KVSource(waits=True, num_tokens=40, stamp=STAMP, host="::1", port=7)
+    assert read_handover(answer(address=("::1", 7))) == Handover(source=at_peer)
     turn = read_handover(answer(is_prefill=False))
     assert turn == Handover(gives=True, answers=True, source=expected)
 

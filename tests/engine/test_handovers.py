@@ -118,3 +118,47 @@ def test_an_aborted_prefill_has_no_answer(model_dir, tmp_path):
         (request,) = llm.scheduler._requests.values()
         events.close()
         assert request.outcome.params is None
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), [((2, 16), (1, 32)), ((1, 32), (2, 16))])
+def test_a_prefiller_serves_what_its_host_memory_holds(model_dir, tmp_path, prefills, decodes):
+    """Its own store takes nothing, so that it can come from nowhere else."""
+    path, prompts = model_dir(), [prompt(NUM_TOKENS, seed=seed) for seed in (1, 2, 3)]
+    expected = own(path, prompts, 6)
+    (key_file := tmp_path / "key").write_bytes(b"k" * 32)
+    key_file.chmod(0o600)
+    options = {
+        **OPTIONS,
+        "serve": f"{LOCALHOST}:0?key_file={key_file}",
+        "load_timeout_seconds": 5.0,
+    }
+    shape = dict(zip(("tensor_parallel_size", "block_size"), prefills, strict=True))
+    other = dict(zip(("tensor_parallel_size", "block_size"), decodes, strict=True))
+    counters, served = Counters(), Counters()
+    refusing = f"valkey://{LOCALHOST}:1/kv"
+    with ThreadedLLM(
+        path, store=refusing, connector_options=options, **shape, observer=served
+    ) as prefiller:
+        first = prefiller.generate(prompts[:2], params(ASKED))
+        drains = threading.Thread(target=prefiller.drain, args=(60.0,))
+        drains.start()
+        url = f"peer://{first[0].params['remote_host']}:{first[0].params['remote_port']}"
+        with ThreadedLLM(
+            path,
+            store=f"{url}?key_file={key_file}",
+            connector_options=OPTIONS,
+            observer=counters,
+            **other,
+        ) as decoder:
+            second = decoder.generate(prompts[:2], [params(each.params, 6) for each in first])
+            drains.join()
+            prefiller.close()
+            # It is gone: what it never computed is computed here.
+            second += decoder.generate(prompts[2:], params({"do_remote_prefill": True}, 6))
+    hits = [HIT[other["block_size"]]] * 2 + [0]
+    for decoded, one, hit in zip(second, expected, hits, strict=True):
+        assert decoded.num_external_tokens == hit
+        assert decoded.token_ids == one.token_ids
+        assert np.abs(decoded.first_logits - one.first_logits).max() <= 1e-3
+    assert served["peer_served_bytes"] > 0
+    assert counters["remote_prefills_computed"] == 1

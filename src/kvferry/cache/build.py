@@ -29,6 +29,7 @@ from kvferry.record.schema import ALIGN, RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+from kvferry.transfer.server import Listen, PeerServer
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class PrefixCache:
         self.context = RoleContext(
             spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
         )
+        self._server: PeerServer | None = None
         role = "scheduler" if has_scheduler else "worker"
         observer.watch(lambda: _tier_gauges(self.store, role))
 
@@ -138,6 +140,8 @@ class PrefixCache:
 
     def close(self) -> None:
         """Close the store, after the role. Idempotent."""
+        if self._server is not None:
+            self._server.close()
         self.store.close()
 
     def _namespace(self, weights_version: str | None) -> Namespace:
@@ -180,7 +184,7 @@ class PrefixCache:
             log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
-            ConfigError: a journal that cannot be written.
+            ConfigError: a journal that cannot be written, or peers that cannot be served.
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
@@ -199,7 +203,7 @@ class PrefixCache:
             and self.num_slots > 1
         ):
             recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
-        return SharedStorageScheduler(
+        scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
             self.schema.namespace,
             pool,
@@ -207,6 +211,13 @@ class PrefixCache:
             recent=recent,
             shared_writes=shared_writes,
         )
+        if self.config.serve is not None:
+            listen, requests = Listen.parse(self.config.serve), scheduler.requests
+            self._server = PeerServer(
+                pool.loans, lambda: requests.namespace, listen, observer=self.observer
+            )
+            scheduler.advertise(*self._server.address)
+        return scheduler
 
     def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
         """The worker role; call once.

@@ -48,6 +48,8 @@ class SharedStorageConfig:
         tenant: keeps its records apart from those of every other tenant.
         weights_version: name of the weights, for engines whose weights change in place.
         record: file to which a line for each request is appended, with its keys and its answer.
+        serve: where other engines read what host memory holds, as `host:port` or
+            `host:port?key_file=/path&advertise=host:port`; see docs/disaggregation.md, "Peers".
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
@@ -64,6 +66,7 @@ class SharedStorageConfig:
     tenant: str = ""
     weights_version: str | None = None
     record: str | None = None
+    serve: str | None = None
 
     def __post_init__(self) -> None:
         check_cache_options(

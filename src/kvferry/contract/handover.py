@@ -48,6 +48,7 @@ def write_handover(
     num_tokens: int,
     num_groups: int,
     tp_size: int,
+    address: tuple[str, int] | None,
 ) -> dict[str, Any]:
     """The parameters of an answer: what the next engine needs to find the KV of this one.
 
@@ -57,14 +58,16 @@ def write_handover(
         engine_id: of this run of the engine.
         num_tokens: tokens whose KV was computed.
         num_groups: block tables of a request.
+        address: where this engine serves peers; None if it does not.
     """
+    host, port = address or (None, None)
     return {
         "do_remote_prefill": is_prefill,
         "do_remote_decode": not is_prefill,
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
-        "remote_host": None,
-        "remote_port": None,
+        "remote_host": host,
+        "remote_port": port,
         # No block is held, but some proxies and hosts look into the lists.
         "remote_block_ids": [[] for _ in range(num_groups)],
         "remote_num_tokens": num_tokens,

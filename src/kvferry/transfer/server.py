@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kvferry.config import unknown
 from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
@@ -75,6 +76,19 @@ class Listen:
     port: int = 0
     advertise: str = ""
     key_file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Listen:
+        """Read `host:port`, with `key_file` and `advertise` behind a `?`. Raises ConfigError."""
+        place, _, query = text.partition("?")
+        found = _HOST_AND_PORT.fullmatch(place)
+        host = found and (found[1] or found[2])
+        if not found or not host or found[3] is None:
+            raise ConfigError(f"serve {place!r} is not host:port; port 0 takes a free one")
+        options = dict(option.partition("=")[::2] for option in query.split("&") if option)
+        for name in options.keys() - {"key_file", "advertise"}:
+            raise ConfigError(f"serve: {unknown('option', name, ('key_file', 'advertise'))}")
+        return cls(host=host, port=int(found[3]), **options)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:

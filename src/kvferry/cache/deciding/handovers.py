@@ -26,6 +26,7 @@ class Handovers:
 
     Attributes:
         early: requests that wait for another engine, and that the host did not look up yet.
+        address: where peers are served; None if they are not.
     """
 
     def __init__(self, context: RoleContext, requests: Requests, saves: SavePlan) -> None:
@@ -33,6 +34,7 @@ class Handovers:
         self._requests = requests
         self._saves = saves
         self.early: dict[str, RequestView] = {}
+        self.address: tuple[str, int] | None = None
         self._engine_id = secrets.token_hex(16)  # of this run: `engine_id` of a host may be fixed
 
     def begin(self, request: RequestView, state: RequestState, limit: int) -> None:
@@ -118,5 +120,6 @@ class Handovers:
             num_tokens=num_tokens,
             num_groups=len({part.table for part in spec.table_parts}),
             tp_size=spec.shard.world_size,
+            address=self.address,
         )
         return FinishResult(False, params)

@@ -10,28 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.messages import SlotRegion
+from kvferry.transfer.base import PENDING, Answer
 from kvferry.types import ChunkKey
 
 LOAN_SECONDS = 30.0
 
 
-class Answer(Enum):
-    """What `Loans.lend` may say instead of a loan."""
-
-    PENDING = "pending"
-    """The engine is making the record: ask again."""
-
-
-PENDING: Literal[Answer.PENDING] = Answer.PENDING
-
-
 @dataclass(slots=True, eq=False)
-class Loan:
+class SlotLoan:
     """A record in host memory, for reading.
 
     Attributes:
@@ -64,7 +54,7 @@ class Loans:
         self._clock = clock
         self._lock = threading.Lock()
         self._slots: dict[ChunkKey, int | None] = {}  # None while the record is made
-        self._lent: dict[int, list[Loan]] = {}
+        self._lent: dict[int, list[SlotLoan]] = {}
 
     # -- scheduler thread -----------------------------------------------------------------------
 
@@ -103,7 +93,7 @@ class Loans:
 
     def lend(
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
-    ) -> Loan | Literal[Answer.PENDING] | None:
+    ) -> SlotLoan | Literal[Answer.PENDING] | None:
         """The record of a chunk, to be read for at most `seconds`; `PENDING` while a save makes it;
         None if it is not here as a whole."""
         with self._lock:
@@ -112,7 +102,7 @@ class Loans:
             slot = self._slots[key]
             if slot is None:
                 return PENDING
-            loan = Loan(key, slot, self._clock() + seconds)
+            loan = SlotLoan(key, slot, self._clock() + seconds)
             self._lent[slot] = [*self._current(slot), loan]
         # The slot keeps its bytes from here on.
         parts = None if self._ranks is None else self._ranks.whole_record(slot)
@@ -122,19 +112,19 @@ class Loans:
         self.release(loan)
         return None
 
-    def release(self, loan: Loan) -> None:
+    def release(self, loan: SlotLoan) -> None:
         """The reader is done. Nothing happens if its time was over."""
         with self._lock:
             self._end(loan)
 
-    def _end(self, loan: Loan) -> None:
+    def _end(self, loan: SlotLoan) -> None:
         left = [each for each in self._lent.get(loan.slot, ()) if each is not loan]
         if left:
             self._lent[loan.slot] = left
         else:
             self._lent.pop(loan.slot, None)
 
-    def _current(self, slot: int) -> list[Loan]:
+    def _current(self, slot: int) -> list[SlotLoan]:
         """The loans of a slot whose time is not over; the others are forgotten."""
         now = self._clock()
         current = [loan for loan in self._lent.get(slot, ()) if loan.until > now]

@@ -55,6 +55,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
 from kvferry.journal import Journal
+from kvferry.network import join_host
 from kvferry.record.check import SOUND, MissReason
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
@@ -119,6 +120,11 @@ class SharedStorageScheduler(SchedulerRole):
     @property
     def policy(self) -> LoadPolicy:
         return self._lookup.policy
+
+    def advertise(self, host: str, port: int) -> None:
+        """Peers are served here: answers to prefills for other engines name this address."""
+        logger.info("peers are served at %s", join_host(host, port))
+        self._handovers.address = (host, port)
 
     # -- lookup ---------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
 )
+from kvferry.store.expected import ExpectedKeys
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.store.tiers.tier import Tier
@@ -82,6 +83,7 @@ class PeerStore(Store):
         self._observer = Observer() if observer is None else observer
         self._clock = clock
         self._keys = ServerKeys(self._find, self._observer, learns=learns, clock=clock)
+        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
         self._closed = False
         self._served: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_wrong = 0
@@ -169,11 +171,18 @@ class PeerStore(Store):
     def close(self) -> None:
         self._closed = True
         self._client.close()  # first: calls under way end
+        self._expected.close()
         self._keys.close()
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         if not self._closed:
             self._keys.probe(keys)
+
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        self._expected.add(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return self._expected.awaits(key)
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard
